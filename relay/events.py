@@ -1,0 +1,337 @@
+"""The vocabulary of the data flow: positions, events, transactions, batches and outcomes. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+from uuid import UUID
+
+FIELDS = (
+    "id",
+    "host_id",
+    "user_id",
+    "aggregate_id",
+    "aggregate_version",
+    "aggregate_type",
+    "event_type",
+    "event_ts",
+    "payload",
+    "metadata",
+    "c_offset",
+    "transaction_id",
+    "transaction_ordinal",
+    "transaction_count",
+)
+"""The columns of the outbox that relay understands, by relay's own names."""
+
+COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
+"""What the commit adds to each of its events."""
+
+EVENT_FIELDS = FIELDS + COMMIT_FIELDS
+"""Every field that a statement, a `batch` relation or a route may name."""
+
+SQL_TYPES: Mapping[str, str] = {
+    "id": "uuid",
+    "host_id": "uuid",
+    "user_id": "uuid",
+    "aggregate_id": "text",
+    "aggregate_version": "bigint",
+    "aggregate_type": "text",
+    "event_type": "text",
+    "event_ts": "timestamptz",
+    "payload": "jsonb",
+    "metadata": "jsonb",
+    "c_offset": "bigint",
+    "transaction_id": "uuid",
+    "transaction_ordinal": "int",
+    "transaction_count": "int",
+    "commit_lsn": "pg_lsn",
+    "commit_ts": "timestamptz",
+    "xid": "bigint",
+}
+"""The PostgreSQL type of each event field."""
+
+Row = tuple[str | None, ...]
+"""One event as PostgreSQL's text output, in the order of `EVENT_FIELDS`."""
+
+_INDEX = {name: position for position, name in enumerate(EVENT_FIELDS)}
+
+
+class Lsn(int):
+    """A position in the write-ahead log, in bytes; printed as PostgreSQL's `pg_lsn` (`16/B374D848`).
+
+    Source: PostgreSQL documentation, "pg_lsn Type".
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Lsn:
+        """Read `X/Y` in hexadecimal; raises ValueError for anything else."""
+        high, _, low = text.partition("/")
+        return cls(int(high, 16) << 32 | int(low, 16))
+
+    def __str__(self) -> str:
+        return f"{self >> 32:X}/{self & 0xFFFFFFFF:X}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One database commit of the source: where it stands in the WAL and when it happened."""
+
+    lsn: Lsn
+    end_lsn: Lsn
+    ts: str
+    xid: int
+
+    @property
+    def fields(self) -> Row:
+        """The values of `COMMIT_FIELDS`, as text."""
+        return (str(self.lsn), self.ts, str(self.xid))
+
+
+class Event:
+    """One row of the outbox. Values are parsed when they are asked for, so what nobody reads costs nothing."""
+
+    __slots__ = ("row",)
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def text(self, name: str) -> str | None:
+        """The field as PostgreSQL prints it, or None; raises KeyError for an unknown field."""
+        return self.row[_INDEX[name]]
+
+    def _uuid(self, name: str) -> UUID | None:
+        value = self.text(name)
+        return None if value is None else UUID(value)
+
+    def _int(self, name: str) -> int | None:
+        value = self.text(name)
+        return None if value is None else int(value)
+
+    def _json(self, name: str) -> Any:
+        value = self.text(name)
+        return None if value is None else json.loads(value)
+
+    def _timestamp(self, name: str) -> datetime | None:
+        value = self.text(name)
+        return None if value is None else datetime.fromisoformat(value)
+
+    @property
+    def id(self) -> UUID | None:
+        """The event's own id: the idempotency key."""
+        return self._uuid("id")
+
+    @property
+    def host_id(self) -> UUID | None:
+        """The host (tenant): events of one host are applied in commit order."""
+        return self._uuid("host_id")
+
+    @property
+    def user_id(self) -> UUID | None:
+        """The user on whose behalf the event was published."""
+        return self._uuid("user_id")
+
+    @property
+    def aggregate_id(self) -> str | None:
+        """The aggregate that the event is about."""
+        return self.text("aggregate_id")
+
+    @property
+    def aggregate_version(self) -> int | None:
+        """The aggregate's version after the event."""
+        return self._int("aggregate_version")
+
+    @property
+    def aggregate_type(self) -> str | None:
+        """The kind of aggregate."""
+        return self.text("aggregate_type")
+
+    @property
+    def event_type(self) -> str | None:
+        """The kind of event."""
+        return self.text("event_type")
+
+    @property
+    def event_ts(self) -> datetime | None:
+        """When the publisher says it happened. Raises ValueError outside Python's years 1 to 9999."""
+        return self._timestamp("event_ts")
+
+    @property
+    def payload(self) -> Any:
+        """The payload, parsed anew at each access."""
+        return self._json("payload")
+
+    @property
+    def metadata(self) -> Any:
+        """The metadata, parsed anew at each access."""
+        return self._json("metadata")
+
+    @property
+    def c_offset(self) -> int | None:
+        """The gapless offset: its order is the commit order."""
+        return self._int("c_offset")
+
+    @property
+    def transaction_id(self) -> UUID | None:
+        """The business transaction."""
+        return self._uuid("transaction_id")
+
+    @property
+    def transaction_ordinal(self) -> int | None:
+        """The event's place in its business transaction, from 1."""
+        return self._int("transaction_ordinal")
+
+    @property
+    def transaction_count(self) -> int | None:
+        """How many events the business transaction has."""
+        return self._int("transaction_count")
+
+    @property
+    def commit_lsn(self) -> Lsn | None:
+        """Where the commit record stands in the WAL."""
+        value = self.text("commit_lsn")
+        return None if value is None else Lsn.parse(value)
+
+    @property
+    def commit_ts(self) -> datetime | None:
+        """When the source committed."""
+        return self._timestamp("commit_ts")
+
+    @property
+    def xid(self) -> int | None:
+        """The source's transaction id."""
+        return self._int("xid")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Event) and self.row == other.row
+
+    def __hash__(self) -> int:
+        return hash(self.row)
+
+    def __repr__(self) -> str:
+        # Never the payload: an event may end up in a log or in a traceback.
+        return f"Event(id={self.text('id')}, event_type={self.text('event_type')!r}, c_offset={self.text('c_offset')})"
+
+
+class Tuples(Protocol):
+    """The undecoded rows of a transaction, in order: a tuple in memory, or a window on a spool file."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A business transaction inside one commit, as it came: the unit of planning.
+
+    `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
+    `hosts` are the distinct host_ids as text.
+    """
+
+    commit: Commit
+    transaction_id: str | None
+    hosts: tuple[str, ...]
+    columns: tuple[str, ...]
+    tuples: Tuples
+    size: int
+
+
+class Events(Protocol):
+    """Events of a transaction in order; iterating twice reads twice, so that a large one need not fit in memory."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """A business transaction as a handler sees it: the events that were routed to it, in order."""
+
+    transaction_id: str | None
+    commit: Commit
+    events: Events
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Whole commits in commit order. `end` may be acknowledged when every transaction is durable."""
+
+    number: int
+    transactions: Sequence[Undecoded]
+    end: Lsn
+    events: int
+    size: int
+    spooled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The transactions of a batch that one target transaction applies, and the partitions that they touch.
+
+    `touched[i]` are the partitions of `transactions[i]`.
+    """
+
+    partitions: tuple[int, ...]
+    transactions: Sequence[Undecoded]
+    touched: Sequence[tuple[int, ...]]
+
+    @property
+    def events(self) -> int:
+        """How many events the task holds."""
+        return sum(len(transaction.tuples) for transaction in self.transactions)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadTransaction:
+    """A business transaction that went to the dead letters; `fault` is safe in a log."""
+
+    transaction_id: str | None
+    end_lsn: Lsn
+    events: int
+    handler: str | None
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """What became of one task's events: `applied` counts those of transactions that went through."""
+
+    partitions: tuple[int, ...]
+    applied: int = 0
+    skipped: int = 0
+    dead: tuple[DeadTransaction, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a batch, task by task, and which engine ran it."""
+
+    engine: str
+    tasks: Sequence[TaskOutcome]
+
+    @property
+    def applied(self) -> int:
+        """Events of transactions that went through."""
+        return sum(task.applied for task in self.tasks)
+
+    @property
+    def skipped(self) -> int:
+        """Events that were in the target already."""
+        return sum(task.skipped for task in self.tasks)
+
+    @property
+    def dead(self) -> list[DeadTransaction]:
+        """The transactions that were dead-lettered."""
+        return [dead for task in self.tasks for dead in task.dead]

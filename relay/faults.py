@@ -1,0 +1,142 @@
+"""What each kind of fault leads to: try again, dead-letter the transaction, or stop. The one place that decides."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import psycopg
+from psycopg_pool import PoolTimeout
+
+
+class Action(Enum):
+    """What happens next after a fault."""
+
+    RETRY = "retry"
+    DEAD_LETTER = "dead_letter"
+    STOP = "stop"
+
+
+class RelayError(Exception):
+    """A fault with one clear line for a person: what is wrong, where, and what to do. Exit status 1."""
+
+    exit_status = 1
+
+
+class ConfigurationError(RelayError):
+    """Bad usage, configuration or surroundings: nothing gets better by trying again. Exit status 2."""
+
+    exit_status = 2
+
+
+class Unrouted(RelayError):
+    """No route matches an event and `unrouted` is `fail`."""
+
+
+class TransientFault(Exception):
+    """Raise it from a handler to say: try again later, this is not the event's fault."""
+
+
+class NotRouted(Exception):
+    """No route matches an event and `unrouted` is `dead_letter`."""
+
+
+class Interrupted(Exception):
+    """The service was told to stop while it waited to try again."""
+
+
+TRANSIENT_SQLSTATES = frozenset(
+    {
+        "25006",  # read-only transaction: a failover is under way
+        "25P03",  # idle-in-transaction timeout
+        "25P04",  # transaction timeout
+        "40001",  # serialization failure
+        "40003",  # statement completion unknown
+        "40P01",  # deadlock
+        "55006",  # object in use
+        "55P03",  # lock timeout
+        "57014",  # statement timeout, or cancelled by an administrator
+    }
+)
+TRANSIENT_CLASSES = (
+    "08",  # connection exceptions
+    "53",  # insufficient resources
+    "57P",  # operator intervention: shutdown, crash, cannot connect now
+    "58",  # system error outside PostgreSQL: I/O
+)
+
+
+def action_for(error: BaseException) -> Action:
+    """Map a fault to what happens next.
+
+    An outage must never turn good events into dead letters, so whatever speaks of the surroundings (connection, locks,
+    resources, time) is tried again, and only what remains is blamed on the transaction.
+
+    Source: PostgreSQL documentation, appendix A "PostgreSQL Error Codes".
+    """
+    if isinstance(error, RelayError):
+        return Action.STOP
+    if isinstance(error, psycopg.Error):
+        return _database_action(error)
+    if isinstance(error, TransientFault | PoolTimeout | ConnectionError | TimeoutError | MemoryError):
+        return Action.RETRY
+    if isinstance(error, Exception):
+        return Action.DEAD_LETTER
+    return Action.STOP
+
+
+def _database_action(error: psycopg.Error) -> Action:
+    state = error.sqlstate
+    if state is None:
+        # Without a state the server said nothing: the connection broke, or the client library was misused.
+        lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return Action.RETRY if lost else Action.DEAD_LETTER
+    if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES):
+        return Action.RETRY
+    return Action.DEAD_LETTER
+
+
+def describe(error: BaseException) -> str:
+    """The fault in words that are safe in a log: kind and SQLSTATE, but no message, since messages quote values."""
+    if isinstance(error, RelayError):
+        return str(error)
+    name = type(error).__name__
+    if not isinstance(error, psycopg.Error):
+        return name
+    parts = [name]
+    if error.sqlstate:
+        parts.append(f"sqlstate {error.sqlstate}")
+    if error.sqlstate is None or _database_action(error) is Action.RETRY:
+        # The server's or libpq's own words about itself; they name hosts and ports, never rows.
+        parts.append(str(error).strip().splitlines()[0] if str(error).strip() else "connection lost")
+    elif error.diag.constraint_name:
+        parts.append(f"constraint {error.diag.constraint_name}")
+    return ": ".join(parts)
+
+
+def exception_text(error: BaseException) -> str:
+    """The fault in full, for the dead letter that keeps the payload anyway."""
+    text = str(error).strip()
+    state = error.sqlstate if isinstance(error, psycopg.Error) else None
+    prefix = f"{type(error).__name__} [{state}]" if state else type(error).__name__
+    # PostgreSQL's text type cannot hold NUL.
+    return (f"{prefix}: {text}" if text else prefix).replace("\x00", "\\x00")
+
+
+class TaskFault(Exception):
+    """Why a task could not be applied, in a form that travels between processes.
+
+    `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to.
+    """
+
+    def __init__(self, action: Action, text: str, status: int = 1) -> None:
+        super().__init__(action, text, status)
+        self.action = action
+        self.text = text
+        self.status = status
+
+    @classmethod
+    def of(cls, error: BaseException) -> TaskFault:
+        """Judge what `apply` raised. It dead-letters by itself, so what still blames the data is a defect: stop."""
+        retry = action_for(error) is Action.RETRY
+        status = error.exit_status if isinstance(error, RelayError) else 1
+        return cls(Action.RETRY if retry else Action.STOP, describe(error), status)

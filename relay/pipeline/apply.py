@@ -1,0 +1,278 @@
+"""Applies one task in one target transaction: the heart of correctness. The same on Spark and inline.
+
+Effects, dead letters and offsets commit together, so redelivery is recognised by the offsets under their row locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from relay import handlers
+from relay.config import Settings
+from relay.events import (
+    Commit,
+    DeadTransaction,
+    Event,
+    Events,
+    Lsn,
+    Task,
+    TaskOutcome,
+    Transaction,
+    Tuples,
+    Undecoded,
+)
+from relay.faults import Action, NotRouted, Unrouted, action_for, describe
+from relay.routing import Router
+from relay.source.pgoutput import RowDecoder
+from relay.source.spool import SpooledTuples
+from relay.store import dead_letters, offsets
+from relay.store.connections import open_pool
+
+Connection = psycopg.Connection[Any]
+
+
+class _HandlerFailed(Exception):
+    """A handler raised; the reason is the cause."""
+
+    def __init__(self, handler: handlers.Handler) -> None:
+        super().__init__(handler.name)
+        self.handler = handler
+
+
+@dataclass(frozen=True, slots=True)
+class _Lazy:
+    """Events decoded as they are read, so that a large transaction is never whole in memory.
+
+    With a router, only the events that go to the handler of that name.
+    """
+
+    tuples: Tuples
+    decoder: RowDecoder
+    commit: Commit
+    count: int
+    router: Router | None = None
+    handler: str = ""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Event]:
+        fields = self.commit.fields
+        for row in self.tuples:
+            event = self.decoder.event(row, fields)
+            if self.router is None or self.handler in self.router.handlers(event):
+                yield event
+
+
+@dataclass(slots=True)
+class _Routed:
+    """A business transaction with its events by handler, or the reason why it cannot be routed."""
+
+    transaction_id: str | None
+    commit: Commit
+    events: Events
+    parts: Mapping[str, Transaction]
+    next_offset: int
+    refusal: NotRouted | None = None
+
+
+class Applier:
+    """Applies tasks with the configured routes and handlers, each on a pooled connection of its own.
+
+    Raises ConfigurationError when a handler cannot be built.
+    """
+
+    def __init__(self, settings: Settings, connections: int) -> None:
+        self._group = settings.group
+        self._unrouted = settings.unrouted
+        self._mapping = settings.source.mapping
+        self._router = Router(settings.routes)
+        self._handlers = handlers.build(settings.handlers)
+        self._decoders: dict[tuple[str, ...], RowDecoder] = {}
+        self._pool = open_pool(settings.target_dsn, connections, self._configure)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.close()
+
+    def _configure(self, conn: Connection) -> None:
+        for handler in self._handlers.values():
+            handler.configure(conn)
+
+    def apply(self, task: Task) -> TaskOutcome:
+        """Apply the task and commit. Whatever it raises has left no trace in the target.
+
+        First all transactions together. If one of them cannot be applied, again with savepoints: a range that fails is
+        halved until the culprit stands alone, and only that one is dead-lettered.
+        """
+        try:
+            return self._attempt(task, careful=False)
+        except Exception as error:
+            if action_for(_reason(error)) is not Action.DEAD_LETTER:
+                raise _reason(error) from None
+        try:
+            return self._attempt(task, careful=True)
+        except _HandlerFailed as failure:
+            raise _reason(failure) from None
+
+    def _attempt(self, task: Task, careful: bool) -> TaskOutcome:
+        with self._pool.connection() as conn, conn.transaction():
+            cursors = offsets.lock(conn, self._group, task.partitions)
+            fresh = [
+                (transaction, touched)
+                for transaction, touched in zip(task.transactions, task.touched, strict=True)
+                if not _applied(transaction, touched, cursors)
+            ]
+            if not fresh:
+                return TaskOutcome(task.partitions, skipped=task.events)
+            outcome = self._apply_fresh(conn, task, fresh, careful)
+        return outcome
+
+    def _apply_fresh(
+        self, conn: Connection, task: Task, fresh: list[tuple[Undecoded, tuple[int, ...]]], careful: bool
+    ) -> TaskOutcome:
+        routed = [self._route(transaction) for transaction, _ in fresh]
+        dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
+        deliverable = [item for item in routed if not item.refusal]
+        if careful:
+            dead += self._apply_carefully(conn, deliverable)
+        else:
+            self._run_handlers(conn, deliverable)
+        offsets.advance(conn, self._group, _advances(fresh, routed))
+        events = sum(len(item.events) for item in routed)
+        return TaskOutcome(
+            partitions=task.partitions,
+            applied=events - sum(item.events for item in dead),
+            skipped=task.events - events,
+            dead=tuple(dead),
+        )
+
+    def _apply_carefully(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+        """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
+        if not routed:
+            return []
+        try:
+            with conn.transaction():
+                self._run_handlers(conn, routed, settle=True)
+            return []
+        except _HandlerFailed as failure:
+            reason = _reason(failure)
+            if action_for(reason) is not Action.DEAD_LETTER:
+                raise
+            if len(routed) == 1:
+                if isinstance(reason, psycopg.ProgrammingError):
+                    # The statement itself may have broken since the start; then no event is to blame.
+                    failure.handler.check(conn)
+                return [self._bury(conn, routed[0], failure.handler.name, reason)]
+        middle = len(routed) // 2
+        return self._apply_carefully(conn, routed[:middle]) + self._apply_carefully(conn, routed[middle:])
+
+    def _run_handlers(self, conn: Connection, routed: Sequence[_Routed], settle: bool = False) -> None:
+        """Each handler in the configuration's order, over all of its transactions.
+
+        To settle is to check deferred constraints now, while it is known whose doing it is.
+        """
+        if settle:
+            conn.execute("set constraints all deferred")
+        for name, handler in self._handlers.items():
+            work = [item.parts[name] for item in routed if name in item.parts]
+            if not work:
+                continue
+            try:
+                handler.apply(conn, work)
+                if settle:
+                    conn.execute("set constraints all immediate")
+                    conn.execute("set constraints all deferred")
+            except Exception as error:
+                raise _HandlerFailed(handler) from error
+
+    def _bury(
+        self, conn: Connection, item: _Routed, handler: str | None, error: BaseException
+    ) -> DeadTransaction:
+        dead_letters.bury(conn, self._group, item.events, handler, error)
+        return DeadTransaction(
+            item.transaction_id, item.commit.end_lsn, len(item.events), handler, describe(error)
+        )
+
+    # Routing.
+
+    def _route(self, transaction: Undecoded) -> _Routed:
+        lazy = _Lazy(
+            transaction.tuples,
+            self._decoder(transaction.columns),
+            transaction.commit,
+            len(transaction.tuples),
+        )
+        stored = isinstance(transaction.tuples, SpooledTuples)
+        events: Events = lazy if stored else tuple(lazy)
+        kept: dict[str, list[Event]] = {}
+        counts: dict[str, int] = {}
+        greatest = 0
+        refusal: NotRouted | None = None
+        for event in events:
+            offset = event.text("c_offset")
+            greatest = max(greatest, int(offset) if offset else 0)
+            names = self._router.handlers(event)
+            if not names:
+                refusal = refusal or self._refuse(event)
+            for name in names:
+                counts[name] = counts.get(name, 0) + 1
+                if not stored:
+                    kept.setdefault(name, []).append(event)
+        parts = {
+            name: Transaction(
+                transaction.transaction_id,
+                transaction.commit,
+                _part(lazy, self._router, name, count) if stored else tuple(kept[name]),
+            )
+            for name, count in counts.items()
+        }
+        return _Routed(transaction.transaction_id, transaction.commit, events, parts, greatest + 1, refusal)
+
+    def _refuse(self, event: Event) -> NotRouted | None:
+        if self._unrouted == "ignore":
+            return None
+        what = f"no route matches the event_type {event.event_type!r}"
+        if self._unrouted == "fail":
+            raise Unrouted(f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted")
+        return NotRouted(what)
+
+    def _decoder(self, columns: tuple[str, ...]) -> RowDecoder:
+        decoder = self._decoders.get(columns)
+        if decoder is None:
+            decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
+        return decoder
+
+
+def _part(whole: _Lazy, router: Router, handler: str, count: int) -> _Lazy:
+    if count == whole.count:
+        return whole
+    return _Lazy(whole.tuples, whole.decoder, whole.commit, count, router, handler)
+
+
+def _reason(error: BaseException) -> BaseException:
+    return error.__cause__ or error if isinstance(error, _HandlerFailed) else error
+
+
+def _applied(transaction: Undecoded, touched: Sequence[int], cursors: Mapping[int, offsets.Cursor]) -> bool:
+    """Whether a redelivered transaction is in the target already.
+
+    Its partitions moved together when it was applied, so they agree.
+    """
+    end = transaction.commit.end_lsn
+    return all(end <= cursors[partition].applied_lsn for partition in touched)
+
+
+def _advances(
+    fresh: Sequence[tuple[Undecoded, tuple[int, ...]]], routed: Sequence[_Routed]
+) -> list[offsets.Advance]:
+    reached: dict[int, tuple[int, Lsn]] = {}
+    for (transaction, touched), item in zip(fresh, routed, strict=True):
+        for partition in touched:
+            next_offset, lsn = reached.get(partition, (1, Lsn(0)))
+            reached[partition] = (max(next_offset, item.next_offset), max(lsn, transaction.commit.end_lsn))
+    return [offsets.Advance(partition, *position) for partition, position in sorted(reached.items())]

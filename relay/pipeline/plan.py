@@ -1,0 +1,87 @@
+"""Which partition, and so which task, each transaction of a batch belongs to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from relay.events import Task, Undecoded
+
+Hash = Callable[[Sequence[str]], Sequence[int]]
+"""PostgreSQL's `hashtext` of each text."""
+
+CACHED_HOSTS = 100_000
+
+
+def partition_of(hash_value: int, partitions: int) -> int:
+    """The partition of a host, as SQL's `abs(hashtext(host_id::text)::bigint) % partitions` computes it."""
+    return abs(hash_value) % partitions
+
+
+class Planner:
+    """Splits batches into tasks. Asks PostgreSQL for the hash of each host once and remembers the recent ones."""
+
+    def __init__(self, partitions: int, hashtext: Hash) -> None:
+        self._partitions = partitions
+        self._hashtext = hashtext
+        self._known: OrderedDict[str, int] = OrderedDict()
+
+    def plan(self, transactions: Sequence[Undecoded]) -> list[Task]:
+        """Tasks that share no partition; within each, commit order.
+
+        A transaction whose hosts lie in several partitions joins these into one task, so that both its atomicity and the
+        order per host hold.
+        """
+        self._learn(host for transaction in transactions for host in transaction.hosts)
+        touched = [self._touched(transaction.hosts) for transaction in transactions]
+        root = _joined(touched)
+        members: dict[int, list[int]] = {}
+        for position, partitions in enumerate(touched):
+            members.setdefault(root(partitions[0]), []).append(position)
+        return [
+            Task(
+                partitions=tuple(sorted({p for position in positions for p in touched[position]})),
+                transactions=[transactions[position] for position in positions],
+                touched=[touched[position] for position in positions],
+            )
+            for positions in members.values()
+        ]
+
+    def _touched(self, hosts: tuple[str, ...]) -> tuple[int, ...]:
+        if len(hosts) == 1:
+            return (self._known[hosts[0]],)
+        return tuple(sorted({self._known[host] for host in hosts}))
+
+    def _learn(self, hosts: Iterable[str]) -> None:
+        unknown = []
+        for host in dict.fromkeys(hosts):
+            if host in self._known:
+                self._known.move_to_end(host)
+            else:
+                unknown.append(host)
+        if not unknown:
+            return
+        for host, value in zip(unknown, self._hashtext(unknown), strict=True):
+            self._known[host] = partition_of(value, self._partitions)
+        # The hosts of this batch are the newest, so that forgetting the oldest never takes one that is needed now.
+        while len(self._known) > max(CACHED_HOSTS, len(unknown)):
+            self._known.popitem(last=False)
+
+
+def _joined(touched: Iterable[tuple[int, ...]]) -> Callable[[int], int]:
+    """Union-find over the partitions that transactions tie together; returns the finder."""
+    parent: dict[int, int] = {}
+
+    def root(partition: int) -> int:
+        found = partition
+        while (above := parent.get(found, found)) != found:
+            found = above
+        if found != partition:
+            parent[partition] = found
+        return found
+
+    for partitions in touched:
+        first = root(partitions[0])
+        for other in partitions[1:]:
+            parent[root(other)] = first
+    return root

@@ -1,0 +1,157 @@
+"""Runs batches: plan the tasks, choose the engine, try again until every task is durable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import Event
+from typing import Any, Protocol
+
+import psycopg
+from psycopg_pool import ConnectionPool
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
+
+from relay.config import Settings
+from relay.events import Batch, Outcome, Task, TaskOutcome
+from relay.faults import Action, ConfigurationError, Interrupted, RelayError, TaskFault, TransientFault, action_for, describe
+from relay.pipeline.apply import Applier
+from relay.pipeline.inline import InlineEngine, Result
+from relay.pipeline.plan import Planner
+from relay.pipeline.spark import SparkEngine
+from relay.store.connections import open_pool
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_SECONDS = 0.1
+LONGEST_WAIT_SECONDS = 5.0
+
+
+class Engine(Protocol):
+    """Applies tasks, each in a target transaction of its own."""
+
+    name: str
+
+    def run(self, tasks: Sequence[Task]) -> list[Result]:
+        """The result of each task, in order."""
+
+
+class Pipeline:
+    """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._limit = settings.batch.inline_max_events
+        self._stopping = Event()
+        workers = settings.batch.inline_workers
+        self._inline = InlineEngine(Applier(settings, workers), workers)
+        self._spark = SparkEngine(settings)
+        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
+        self._planner = Planner(settings.partitions, self._hashtext)
+        self._needs_spark = self._limit < settings.batch.max_events
+
+    def start(self) -> None:
+        """Start the Spark session in the background, unless every batch is small enough to do without."""
+        if self._needs_spark:
+            self._spark.start()
+
+    def interrupt(self) -> None:
+        """Give up waiting to try again: the batch in hand ends or raises Interrupted."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Stop the engines and close the connections."""
+        self._stopping.set()
+        self._inline.close()
+        self._spark.close()
+        self._source.close()
+
+    def run(self, batch: Batch) -> Outcome:
+        """Apply the batch; returns when all of it is durable.
+
+        Tries again as long as faults are transient. Raises RelayError where trying again is no use, and Interrupted
+        when the service is stopping; then nothing may be acknowledged.
+        """
+        done: list[TaskOutcome] = []
+        todo: Sequence[Task] | None = None
+        engine: Engine = self._inline
+
+        def once() -> None:
+            nonlocal todo, engine
+            if todo is None:
+                todo = self._planner.plan(batch.transactions)
+            engine = self._engine(batch)
+            results = engine.run(todo)
+            todo, faults = _sort(todo, results, done)
+            if faults:
+                raise TransientFault(faults[0])
+
+        self._until_it_works(once, batch)
+        return Outcome(engine.name, tuple(done))
+
+    def _until_it_works(self, attempt: Any, batch: Batch) -> None:
+        retrying = Retrying(
+            retry=retry_if_exception(_transient),
+            wait=wait_exponential_jitter(initial=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1),
+            stop=stop_when_event_set(self._stopping),
+            sleep=self._stopping.wait,
+            before_sleep=_say(batch),
+            reraise=True,
+        )
+        try:
+            retrying(attempt)
+        except Exception as error:
+            if _transient(error):
+                raise Interrupted from None
+            raise
+
+    def _engine(self, batch: Batch) -> Engine:
+        if batch.spooled or batch.events <= self._limit:
+            # A spooled transaction is a file of this machine.
+            return self._inline
+        if self._limit == 0:
+            while not self._spark.wait(0.5):
+                if self._stopping.is_set():
+                    raise TransientFault("the Spark session is being built")
+            return self._spark
+        return self._spark if self._spark.ready else self._inline
+
+    def _hashtext(self, hosts: Sequence[str]) -> list[int]:
+        with self._source.connection() as conn:
+            rows = conn.execute(
+                "select hashtext(host) from unnest(%s::text[]) with ordinality as t (host, n) order by n",
+                (list(hosts),),
+            ).fetchall()
+        return [value for (value,) in rows]
+
+
+def _transient(error: BaseException) -> bool:
+    return action_for(error) is Action.RETRY
+
+
+def _sort(
+    tasks: Sequence[Task], results: Sequence[Result], done: list[TaskOutcome]
+) -> tuple[list[Task], list[str]]:
+    """Keep what is done; returns the tasks to try again and why. Raises RelayError for a fault that stops."""
+    todo: list[Task] = []
+    faults: list[str] = []
+    for task, result in zip(tasks, results, strict=True):
+        if isinstance(result, TaskOutcome):
+            done.append(result)
+        elif result.action is Action.STOP:
+            raise ConfigurationError(result.text) if result.status == 2 else RelayError(result.text)
+        else:
+            todo.append(task)
+            faults.append(result.text)
+    return todo, faults
+
+
+def _say(batch: Batch) -> Any:
+    said = [""]
+
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
+        if text != said[0]:
+            said[0] = text
+            log.warning("the batch waits to be tried again", extra={"batch": batch.number, "fault": text})
+
+    return say

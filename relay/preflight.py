@@ -1,0 +1,272 @@
+"""Looks at the surroundings before anything runs: each finding says what is wrong and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+
+from relay import handlers
+from relay.config import Settings
+from relay.faults import ConfigurationError, RelayError
+from relay.source.slot import publication_tables, require_ours, slot_state
+from relay.store import migrations, offsets
+from relay.store.connections import connect
+
+OLDEST_SERVER = 140000
+
+Connection = psycopg.Connection[Any]
+
+REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
+"""Fields that every outbox must have a column for; the others may be missing."""
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `text` says what is wrong, where, and what to do."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Everything that a run needs, as findings in the order in which a person would mend them."""
+    try:
+        with reach(settings.source_dsn, "source.dsn") as conn:
+            yield from _source(conn, settings)
+    except ConfigurationError as error:
+        yield Finding(Level.ERROR, "source", str(error))
+    try:
+        built = handlers.build(settings.handlers)
+    except ConfigurationError as error:
+        yield Finding(Level.ERROR, "handlers", str(error))
+        built = {}
+    yield from _routes(settings)
+    try:
+        with reach(settings.target_dsn, "target.dsn") as conn:
+            yield from _target(conn, settings, built)
+    except ConfigurationError as error:
+        yield Finding(Level.ERROR, "target", str(error))
+
+
+def require(settings: Settings) -> list[Finding]:
+    """Raise ConfigurationError with a line for each error found; returns the warnings."""
+    found = list(examine(settings))
+    errors = [finding.text for finding in found if finding.level is Level.ERROR]
+    if errors:
+        raise ConfigurationError("\n".join(dict.fromkeys(errors)))
+    return [finding for finding in found if finding.level is Level.WARNING]
+
+
+@contextmanager
+def reach(dsn: str, key: str) -> Iterator[Connection]:
+    """A connection, or ConfigurationError with the server's own words and the key to look at."""
+    try:
+        conn = connect(dsn)
+    except psycopg.OperationalError as error:
+        first = str(error).strip().splitlines()[0].removeprefix("connection failed: ")
+        raise ConfigurationError(
+            f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
+        ) from None
+    with conn:
+        yield conn
+
+
+def require_logical_wal(conn: Connection) -> None:
+    """Raise ConfigurationError if the server does not write what logical decoding needs."""
+    if conn.info.server_version < OLDEST_SERVER:
+        raise ConfigurationError(
+            f"source.dsn: the server is PostgreSQL {conn.info.server_version // 10000}, relay needs 14 or later"
+        )
+    level = conn.execute("show wal_level").fetchone()
+    if level and level[0] != "logical":
+        raise ConfigurationError(
+            f"source.dsn: the server runs with wal_level={level[0]}, relay needs logical: "
+            "run `alter system set wal_level = logical` and restart the server"
+        )
+
+
+def require_table(conn: Connection, settings: Settings) -> None:
+    """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
+    source = settings.source
+    columns = {
+        name
+        for (name,) in conn.execute(
+            """
+            select a.attname from pg_attribute a
+              join pg_class c on c.oid = a.attrelid join pg_namespace n on n.oid = c.relnamespace
+             where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p') and a.attnum > 0 and not a.attisdropped
+            """,
+            source.table_name,
+        )
+    }
+    if not columns:
+        raise ConfigurationError(
+            f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
+            "or name the table that you have"
+        )
+    for field, column in source.mapping.items():
+        if column not in columns and (field in REQUIRED_FIELDS or field in source.columns):
+            raise ConfigurationError(
+                f"source.columns: the table {source.table} has no column {column!r} for {field}: "
+                f"add it, or map the column that holds it (columns: {{{field}: …}})"
+            )
+
+
+def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
+    try:
+        check(*arguments)
+    except ConfigurationError as error:
+        return Finding(Level.ERROR, subject, str(error))
+    return Finding(Level.OK, subject, fine)
+
+
+def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    source = settings.source
+    yield _caught("wal_level", "the server writes logical WAL", require_logical_wal, conn)
+    yield _role(conn)
+    yield _caught("table", f"{source.table} is there with its columns", require_table, conn, settings)
+    yield _publication(conn, settings)
+    yield from _slot(conn, settings)
+
+
+def _role(conn: Connection) -> Finding:
+    row = conn.execute(
+        "select rolreplication or rolsuper, current_user from pg_roles where rolname = current_user"
+    ).fetchone()
+    may, name = row if row else (False, "?")
+    if may or _managed_replication(conn):
+        return Finding(Level.OK, "role", f"{name} may replicate")
+    return Finding(
+        Level.ERROR,
+        "role",
+        f"source.dsn: the role {name} may not replicate: run `alter role {name} replication` as an administrator, "
+        "or connect as a role that may",
+    )
+
+
+def _managed_replication(conn: Connection) -> bool:
+    """Managed servers give the right by membership instead of by attribute."""
+    row = conn.execute(
+        "select bool_or(pg_has_role(current_user, oid, 'member')) from pg_roles where rolname = 'rds_replication'"
+    ).fetchone()
+    return bool(row and row[0])
+
+
+def _publication(conn: Connection, settings: Settings) -> Finding:
+    source = settings.source
+    tables = publication_tables(conn, source.publication)
+    if tables is None:
+        return Finding(
+            Level.ERROR,
+            "publication",
+            f"source.publication: there is no publication {source.publication!r}: run `relay init`",
+        )
+    if source.table not in tables:
+        return Finding(
+            Level.ERROR,
+            "publication",
+            f"source.publication: {source.publication!r} does not publish {source.table}: "
+            f"run `alter publication {source.publication} add table {source.table}`",
+        )
+    return Finding(Level.OK, "publication", f"{source.publication} publishes {source.table}")
+
+
+def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    name = settings.source.slot
+    state = slot_state(conn, name)
+    if state is None:
+        yield Finding(
+            Level.ERROR, "slot", f"source.slot: there is no replication slot {name!r}: run `relay init`"
+        )
+        yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
+    else:
+        yield _caught("slot", f"{name} is there", require_ours, state, conn.info.dbname)
+        if state.wal_status == "lost":
+            yield Finding(
+                Level.ERROR,
+                "slot",
+                f"source.slot: the server has removed WAL that {name!r} needed: drop it with "
+                f"`select pg_drop_replication_slot('{name}')` and run `relay init`; events in between are missing",
+            )
+    if state is not None and state.active:
+        yield Finding(
+            Level.WARNING,
+            "slot",
+            f"{name} is being read by process {state.active_pid}: a second relay waits and takes over when it ends",
+        )
+    else:
+        yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
+
+
+def _room(conn: Connection, setting: str, used: str) -> Finding:
+    limit = conn.execute("select current_setting(%s)::int", (setting,)).fetchone()
+    taken = conn.execute(used.encode()).fetchone()
+    if limit and taken and taken[0] >= limit[0]:
+        return Finding(
+            Level.ERROR,
+            setting,
+            f"source.dsn: all {limit[0]} of {setting} are taken: raise it and restart the server, or free one",
+        )
+    return Finding(Level.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken")
+
+
+def _routes(settings: Settings) -> Iterator[Finding]:
+    routed = {name for route in settings.routes for name in route.handlers}
+    for name in settings.handlers:
+        if name not in routed:
+            yield Finding(Level.WARNING, "routes", f"handlers.{name}: no route leads to it: add one, or remove it")
+    if not settings.routes:
+        yield Finding(
+            Level.WARNING,
+            "routes",
+            f"routes: there are none, so every event is unrouted ({settings.unrouted}): add a route",
+        )
+
+
+def _target(
+    conn: Connection, settings: Settings, built: dict[str, handlers.Handler]
+) -> Iterator[Finding]:
+    pending = migrations.pending(conn, "target")
+    if pending:
+        yield Finding(
+            Level.ERROR, "schema", f"target.dsn: relay's tables are not installed ({pending[0]}): run `relay init`"
+        )
+    else:
+        yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
+    for name, handler in built.items():
+        yield _check_handler(conn, name, handler)
+
+
+def require_group(conn: Connection, settings: Settings) -> None:
+    """Raise ConfigurationError if the group is not initialised with the configured number of partitions."""
+    stored = offsets.partition_count(conn, settings.group)
+    if stored == 0:
+        raise ConfigurationError(f"group: {settings.group!r} is not initialised: run `relay init`")
+    offsets.require_partition_count(stored, settings.group, settings.partitions)
+
+
+def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Finding:
+    try:
+        handler.configure(conn)
+        handler.check(conn)
+    except RelayError as error:
+        return Finding(Level.ERROR, "handler", str(error))
+    except psycopg.Error as error:
+        return Finding(
+            Level.ERROR, "handler", f"handlers.{name}: {str(error).strip().splitlines()[0]}: grant what it needs"
+        )
+    return Finding(Level.OK, "handler", f"{name} is accepted by the target")

@@ -1,0 +1,136 @@
+"""Publishing from the command line: business transactions from JSON, or realistic ones made up."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+
+_REQUIRED = ("host_id", "events")
+_KNOWN = frozenset({"host_id", "user_id", "events", "transaction_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class Business:
+    """The arguments of `relay.publish`."""
+
+    host_id: str
+    user_id: str | None
+    events: list[dict[str, Any]]
+    transaction_id: str | None = None
+
+
+def parse(text: str, origin: str) -> list[Business]:
+    """Read one JSON object, an array of them, or one on each line.
+
+    Raises ConfigurationError that says which of them is wrong, and where.
+    """
+    return [_business(item, f"{origin}: transaction {n}") for n, item in enumerate(_items(text, origin), start=1)]
+
+
+def _items(text: str, origin: str) -> list[Any]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        return [_line(line, f"{origin}:{n}") for n, line in lines]
+    return whole if isinstance(whole, list) else [whole]
+
+
+def _line(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{place}: is not JSON: {error}") from None
+
+
+def _business(item: Any, place: str) -> Business:
+    if not isinstance(item, dict):
+        raise ConfigurationError(f"{place}: must be an object with host_id and events")
+    for key in _REQUIRED:
+        if key not in item:
+            raise ConfigurationError(f"{place}: {key} is missing")
+    unknown = sorted(set(item) - _KNOWN)
+    if unknown:
+        raise ConfigurationError(f"{place}: {unknown[0]} is not a key; the keys are {', '.join(sorted(_KNOWN))}")
+    if not isinstance(item["events"], list) or not item["events"]:
+        raise ConfigurationError(f"{place}: events must be an array of at least one event")
+    return Business(item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id"))
+
+
+def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, int]:
+    """Publish each in a database transaction of its own; returns how many transactions and events.
+
+    The connection must be in autocommit mode. Raises ConfigurationError for what the database refuses.
+    """
+    published = events = 0
+    for business in transactions:
+        try:
+            conn.execute(
+                "select relay.publish(%s::uuid, %s::uuid, %s::jsonb, %s::uuid)",
+                (business.host_id, business.user_id, json.dumps(business.events), business.transaction_id),
+            )
+        except (psycopg.DataError, psycopg.IntegrityError) as error:
+            raise ConfigurationError(
+                f"transaction {published + 1}: {str(error).strip().splitlines()[0]}: "
+                f"{published} transactions before it are published"
+            ) from None
+        published += 1
+        events += len(business.events)
+    return published, events
+
+
+_NOTES = ("gift wrap", "leave at the door", "second floor", "call on arrival", "no substitutes", "fragile")
+_CUSTOMERS = 1_000
+
+
+def business_transactions(count: int, hosts: int = 8, seed: int | None = None) -> Iterator[Business]:
+    """Made-up orders of a shop with several tenants: each places, pays and ships, in two to eight events."""
+    chance = random.Random(seed)  # noqa: S311
+    tenants = [uuid.UUID(int=chance.getrandbits(128), version=4) for _ in range(hosts)]
+    for _ in range(count):
+        yield _order(chance, str(chance.choice(tenants)))
+
+
+def _order(chance: random.Random, host: str) -> Business:
+    order = str(uuid.UUID(int=chance.getrandbits(128), version=4))
+    lines = [
+        {"sku": f"SKU-{chance.randrange(10_000):05}", "quantity": chance.randint(1, 5), "price": _price(chance)}
+        for _ in range(chance.randint(1, 4))
+    ]
+    total = round(sum(line["quantity"] * line["price"] for line in lines), 2)
+    customer = chance.randrange(_CUSTOMERS)
+    events = [_event("order.placed", "Order", order, 1, order=order, customer=customer, amount=total)]
+    for version, line in enumerate(lines, start=2):
+        amount = round(line["quantity"] * line["price"], 2)
+        events.append(_event("order.line_added", "Order", order, version, **line, amount=amount))
+    if chance.random() < 0.8:
+        events.append(_event("payment.captured", "Payment", order, 1, order=order, amount=total))
+    if chance.random() < 0.5:
+        note = chance.choice(_NOTES)
+        events.append(_event("order.shipped", "Order", order, len(lines) + 2, order=order, amount=0, note=note))
+    return Business(host, str(uuid.UUID(int=customer + 1)), events)
+
+
+def _price(chance: random.Random) -> float:
+    return round(chance.uniform(1, 200), 2)
+
+
+def _event(event_type: str, aggregate_type: str, aggregate: str, version: int, **payload: Any) -> dict[str, Any]:
+    return {
+        "event_type": event_type,
+        "aggregate_type": aggregate_type,
+        "aggregate_id": aggregate,
+        "aggregate_version": version,
+        "payload": payload,
+        "metadata": {"source": "relay publish --generate"},
+    }

@@ -1,0 +1,76 @@
+"""Which handlers an event goes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from relay.config import Route, Scalar
+from relay.events import Event
+
+Test = Callable[[Event], bool]
+
+
+class Router:
+    """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = [
+            ([_test(name, patterns) for name, patterns in route.match.items()], route.handlers, route.continue_)
+            for route in routes
+        ]
+
+    def handlers(self, event: Event) -> tuple[str, ...]:
+        """The names of the event's handlers, each once, in the order of the routes; empty if no route matches."""
+        names: dict[str, None] = {}
+        for tests, handlers, goes_on in self._routes:
+            if all(test(event) for test in tests):
+                names.update(dict.fromkeys(handlers))
+                if not goes_on:
+                    break
+        return tuple(names)
+
+
+def _test(name: str, patterns: Sequence[Scalar]) -> Test:
+    head, *path = name.split(".")
+    if not path:
+        return lambda event: any(_matches(event.text(head), pattern) for pattern in patterns)
+
+    def test(event: Event) -> bool:
+        text = event.text(head)
+        if text is None:
+            return False
+        try:
+            found, value = _dig(json.loads(text), path)
+        except ValueError:
+            return False  # a mapped text column need not hold JSON
+        return found and any(_matches(value, pattern) for pattern in patterns)
+
+    return test
+
+
+def _dig(value: Any, path: Sequence[str]) -> tuple[bool, Any]:
+    """The value at a path of object keys and array positions, and whether there is one."""
+    for step in path:
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return False, None
+    return True, value
+
+
+def _matches(value: Any, pattern: Scalar) -> bool:
+    """Whether a value is the pattern, or a text that the pattern, as a glob, covers (case matters)."""
+    if value is None:
+        return False
+    if isinstance(pattern, bool) or isinstance(value, bool):
+        return value is pattern or (isinstance(value, bool) and pattern == str(value).lower())
+    if isinstance(pattern, str):
+        return fnmatchcase(value if isinstance(value, str) else json.dumps(value), pattern)
+    if isinstance(value, str):
+        return value == str(pattern)
+    return bool(value == pattern)

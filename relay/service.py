@@ -1,0 +1,107 @@
+"""The loop: take a batch, make it durable, acknowledge it. Start-up, signals and shutdown around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from threading import Timer
+from types import FrameType
+
+from relay.config import Settings
+from relay.events import Batch, Outcome
+from relay.faults import Interrupted
+from relay.pipeline.runner import Pipeline
+from relay.source.wal import WalSource
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One relay in the foreground."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._pipeline = Pipeline(settings)
+        self._source = WalSource(settings)
+        self._last_resort = Timer(settings.shutdown_timeout, _give_up)
+        self._last_resort.daemon = True
+
+    def run(self) -> None:
+        """Relay until a signal says stop. Raises RelayError when relaying cannot go on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            self._pipeline.start()
+            self._source.start()
+            for batch in self._source.batches():
+                self._relay(batch)
+        except Interrupted:
+            log.warning("stopping with the batch in hand unfinished; it will be delivered again")
+        finally:
+            self._source.close()
+            self._pipeline.close()
+            self._last_resort.cancel()
+        log.info("stopped", extra={"lsn": str(self._source.flushed)})
+
+    def _relay(self, batch: Batch) -> None:
+        started = time.monotonic()
+        outcome = self._pipeline.run(batch)
+        self._source.ack(batch)
+        _report(batch, outcome, time.monotonic() - started)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        log.info("stopping after the batch in hand", extra={"signal": signal.Signals(number).name})
+        self._source.stop()
+        self._pipeline.interrupt()
+        if not self._last_resort.is_alive():
+            self._last_resort.start()
+
+
+def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
+    for dead in outcome.dead:
+        log.warning(
+            "dead letter",
+            extra={
+                "batch": batch.number,
+                "transaction_id": dead.transaction_id,
+                "lsn": str(dead.end_lsn),
+                "events": dead.events,
+                "handler": dead.handler,
+                "fault": dead.fault,
+            },
+        )
+    log.info(
+        "batch",
+        extra={
+            "batch": batch.number,
+            "engine": outcome.engine,
+            "lsn": str(batch.end),
+            "events": batch.events,
+            "transactions": len(batch.transactions),
+            "applied": outcome.applied,
+            "skipped": outcome.skipped,
+            "dead": sum(dead.events for dead in outcome.dead),
+            "tasks": len(outcome.tasks),
+            "ms": round(seconds * 1000, 1),
+        },
+    )
+    if log.isEnabledFor(logging.DEBUG):
+        for task in outcome.tasks:
+            log.debug(
+                "task",
+                extra={
+                    "batch": batch.number,
+                    "partition": ",".join(map(str, task.partitions)),
+                    "applied": task.applied,
+                    "skipped": task.skipped,
+                },
+            )
+
+
+def _give_up() -> None:
+    log.error("the batch in hand did not end within shutdown_timeout; it will be delivered again")
+    logging.shutdown()
+    # The target rolls back what is unfinished, and nothing of it was acknowledged.
+    os._exit(1)

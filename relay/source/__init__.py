@@ -1,0 +1,1 @@
+"""Where events come from: the replication slot, and what its stream means."""

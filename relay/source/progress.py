@@ -1,0 +1,76 @@
+"""What may be told to PostgreSQL about the positions of the stream. No I/O."""
+
+from __future__ import annotations
+
+from struct import Struct
+from threading import Lock
+
+from relay.events import Lsn
+
+STATUS = Struct(">cQQQq?")
+"""Standby status update: written, flushed and applied position, clock in microseconds since 2000, reply wanted.
+
+Source: PostgreSQL documentation, "Streaming Replication Protocol".
+"""
+
+
+class Progress:
+    """Received and durable positions, shared by the receiver and the service.
+
+    The flushed position never moves back, never passes a commit that is not acknowledged, and follows the stream when
+    nothing is pending, so that an idle outbox does not hold WAL.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._received = Lsn(0)
+        self._flushed = Lsn(0)
+        self._last_commit = Lsn(0)
+
+    def start(self, confirmed: Lsn) -> None:
+        """Begin, or go on after a reconnection, from what the slot has confirmed."""
+        with self._lock:
+            self._received = max(self._received, confirmed)
+            if self._last_commit <= self._flushed:
+                self._flushed = max(self._flushed, confirmed)
+
+    def commit(self, end: Lsn) -> None:
+        """A commit with rows of the outbox was received whole: it is pending until it is acknowledged."""
+        with self._lock:
+            self._received = max(self._received, end)
+            self._last_commit = max(self._last_commit, end)
+
+    def nothing_until(self, position: Lsn) -> None:
+        """The stream reached a position, between transactions, with nothing in it for us."""
+        with self._lock:
+            self._received = max(self._received, position)
+            self._advance(Lsn(0))
+
+    def ack(self, end: Lsn) -> None:
+        """Everything up to a commit's end is durable in the target."""
+        with self._lock:
+            self._advance(end)
+
+    def _advance(self, end: Lsn) -> None:
+        self._flushed = max(self._flushed, end)
+        if self._flushed >= self._last_commit:
+            self._flushed = max(self._flushed, self._received)
+
+    @property
+    def received(self) -> Lsn:
+        """Where the stream is to be resumed after a lost connection."""
+        with self._lock:
+            return self._received
+
+    @property
+    def flushed(self) -> Lsn:
+        """Up to where PostgreSQL may recycle the WAL."""
+        with self._lock:
+            return self._flushed
+
+    def status(self, clock: int, reply: bool = False) -> bytes | None:
+        """The status update to send, or None while no position is known."""
+        with self._lock:
+            if not self._flushed:
+                return None
+            return STATUS.pack(b"r", max(self._received, self._flushed), self._flushed, self._flushed, clock, reply)

@@ -1,0 +1,83 @@
+"""A transaction too large for memory, on disk: rows are appended once and read as often as needed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+
+_LENGTH = Struct(">I")
+_READ = 1 << 20
+_WRITE = 1 << 20
+
+
+class Spool:
+    """An unnamed temporary file of rows; the operating system removes it when the last reader is gone."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=_WRITE)  # noqa: SIM115
+        self._end = 0
+
+    def append(self, row: bytes, to: SpooledTuples) -> None:
+        """Write one row behind the others and note whose it is."""
+        self._file.write(_LENGTH.pack(len(row)))
+        self._file.write(row)
+        start = self._end
+        self._end += _LENGTH.size + len(row)
+        to.extend(start, self._end)
+
+    def seal(self) -> None:
+        """Make everything written readable."""
+        self._file.flush()
+
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """The rows between two positions. Positions are given with each read, so readers may run side by side."""
+        descriptor = self._file.fileno()
+        buffer = b""
+        while start < end or buffer:
+            if len(buffer) < _LENGTH.size or len(buffer) < _LENGTH.size + _LENGTH.unpack_from(buffer)[0]:
+                chunk = os.pread(descriptor, min(_READ, end - start), start)
+                if not chunk:
+                    raise OSError("the spool file of a large transaction was cut short")
+                start += len(chunk)
+                buffer += chunk
+            at = 0
+            while len(buffer) - at >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, at)
+                after = at + _LENGTH.size + length
+                if after > len(buffer):
+                    break
+                yield buffer[at + _LENGTH.size : after]
+                at = after
+            buffer = buffer[at:]
+
+
+class SpooledTuples:
+    """The rows of one business transaction inside a spool: a list of runs, one where nothing interleaves."""
+
+    __slots__ = ("_count", "_ends", "_spool", "_starts")
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._starts = array("Q")
+        self._ends = array("Q")
+        self._count = 0
+
+    def extend(self, start: int, end: int) -> None:
+        """Note one more row, which stands between the two positions."""
+        self._count += 1
+        if self._ends and self._ends[-1] == start:
+            self._ends[-1] = end
+            return
+        self._starts.append(start)
+        self._ends.append(end)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start, end in zip(self._starts, self._ends, strict=True):
+            yield from self._spool.read(start, end)

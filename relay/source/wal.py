@@ -1,0 +1,470 @@
+"""Streams a slot over COPY BOTH: a thread receives and reports, the service takes batches and acknowledges.
+
+psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with `replication=database`, and
+its libpq wrapper reads and writes the copy. Source: PostgreSQL documentation, "Streaming Replication Protocol".
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from struct import Struct
+from threading import Condition, Event, Thread
+
+import psycopg
+from psycopg import sql
+from psycopg.pq import ExecStatus
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
+
+from relay.config import Settings
+from relay.events import Batch, Lsn
+from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
+from relay.source.assembler import Assembler, Received
+from relay.source.pgoutput import POSTGRES_EPOCH, CommitMessage, ProtocolError
+from relay.source.progress import Progress
+from relay.source.slot import require_ours, slot_state
+
+log = logging.getLogger(__name__)
+
+_XLOG_DATA, _KEEPALIVE = b"wk"
+_DATA_START = 25  # an XLogData message is its kind, two positions and a clock before the payload
+_KEEPALIVE_BODY = Struct(">QqB")
+_EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
+
+GULP_READS = 512
+"""How often the socket is read before what came is looked at, so that a fast sender cannot hold the loop for ever."""
+BUSY_BYTES = 64 * 1024
+"""A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
+NAP_SECONDS = 0.005
+IDLE_REPORT_SECONDS = 0.2
+"""How long idle progress may wait before it is reported; durable batches are reported at once."""
+ACTIVE_WAIT_SECONDS = 1.0
+DEFAULT_SENDER_TIMEOUT = 60.0
+STATUS_SHARE = 0.6
+
+SESSION_OPTIONS = (
+    "-c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres -c extra_float_digits=1 -c bytea_output=hex"
+)
+"""Pins the text form of values, whatever the server's or the role's defaults are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One replication connection in COPY BOTH mode."""
+
+    conn: psycopg.Connection[object]
+    status_every: float
+    dead_after: float
+
+
+class _SlotActive(Exception):
+    """Another process reads the slot."""
+
+
+class WalSource:
+    """The slot as a source of batches.
+
+    `batches()` yields whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
+    Faults of the connection are waited out; others end `batches()` with a RelayError.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._limits = settings.batch
+        self._budget = settings.source.buffer_bytes
+        self._progress = Progress()
+        self._assembler = Assembler(
+            settings.source.table_name,
+            settings.source.mapping,
+            settings.batch.max_bytes,
+            settings.batch.spool_directory,
+        )
+        self._queue: deque[Received] = deque()
+        self._changed = Condition()
+        self._buffered = 0
+        self._error: BaseException | None = None
+        self._stopping = Event()
+        self._closing = Event()
+        self._bell, self._hear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._hear.setblocking(False)
+        self._reported = Lsn(0)
+        self._batches = 0
+        self.connected = Event()
+        self._thread = Thread(target=self._run, name="receiver", daemon=True)
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Report the last position and leave the slot."""
+        self._stopping.set()
+        self._closing.set()
+        self._ring()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position that was reported, or is about to be, as durable."""
+        return self._progress.flushed
+
+    def batches(self) -> Iterator[Batch]:
+        """Whole commits as they come: more under load, few when idle. Ends after `stop()`. Raises RelayError."""
+        while not self._stopping.is_set():
+            taken = self._take()
+            if taken:
+                self._batches += 1
+                yield Batch(
+                    number=self._batches,
+                    transactions=[t for received in taken for t in received.transactions],
+                    end=taken[-1].commit.end_lsn,
+                    events=sum(received.events for received in taken),
+                    size=sum(received.size for received in taken),
+                    spooled=taken[0].spooled,
+                )
+
+    def ack(self, batch: Batch) -> None:
+        """The batch is durable: PostgreSQL may recycle its WAL."""
+        self._progress.ack(batch.end)
+        with self._changed:
+            self._buffered -= batch.size
+        self._ring()
+
+    def _take(self) -> list[Received]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._error or self._stopping.is_set())
+            if self._stopping.is_set():
+                return []
+            if not self._queue:
+                assert self._error is not None
+                raise self._error
+            taken = [self._queue.popleft()]
+            events, size = taken[0].events, taken[0].size
+            while self._queue and not taken[0].spooled:
+                following = self._queue[0]
+                events += following.events
+                size += following.size
+                if following.spooled or events > self._limits.max_events or size > self._limits.max_bytes:
+                    break
+                taken.append(self._queue.popleft())
+            return taken
+
+    def _ring(self) -> None:
+        try:
+            self._bell.send(b"!")
+        except BlockingIOError:
+            pass  # it is ringing already
+        except OSError:
+            log.debug("receiver is gone")
+
+    # The receiver's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._session()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closing.is_set():
+            return
+        if isinstance(error, ProtocolError):
+            error = RelayError(f"the replication stream cannot be read: {error}")
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _session(self) -> None:
+        """Connect and receive until the connection is lost."""
+        stream = self._connect()
+        if stream is None:
+            return
+        self.connected.set()
+        try:
+            self._receive(stream)
+        except psycopg.Error as error:
+            if action_for(error) is not Action.RETRY:
+                raise _explained(error, self._settings) from error
+            log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
+            self._closing.wait(NAP_SECONDS * 20)
+        finally:
+            self.connected.clear()
+            stream.conn.close()
+
+    def _connect(self) -> _Stream | None:
+        retrying = Retrying(
+            retry=retry_if_exception(_worth_waiting),
+            wait=_wait,
+            stop=stop_when_event_set(self._closing),
+            sleep=self._closing.wait,
+            before_sleep=_say_why(),
+            reraise=True,
+        )
+        try:
+            return retrying(self._open)
+        except (psycopg.Error, _SlotActive):
+            if self._closing.is_set():
+                return None
+            raise
+
+    def _open(self) -> _Stream:
+        if self._closing.is_set():
+            raise _SlotActive
+        source = self._settings.source
+        conn: psycopg.Connection[object] = psycopg.connect(
+            self._settings.source_dsn,
+            replication="database",
+            # A walsender speaks the simple query protocol only.
+            cursor_factory=psycopg.ClientCursor,
+            autocommit=True,
+            client_encoding="UTF8",
+            options=SESSION_OPTIONS,
+            application_name="relay",
+            connect_timeout=10,
+            # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
+            keepalives_idle=30,
+            keepalives_interval=10,
+            keepalives_count=3,
+        )
+        try:
+            return self._start_replication(conn, source.slot, source.publication)
+        except BaseException as error:
+            conn.close()
+            if isinstance(error, psycopg.errors.ObjectInUse):
+                raise _SlotActive from error
+            if isinstance(error, psycopg.Error) and action_for(error) is not Action.RETRY:
+                raise _explained(error, self._settings) from error
+            raise
+
+    def _start_replication(self, conn: psycopg.Connection[object], slot: str, publication: str) -> _Stream:
+        state = slot_state(conn, slot)
+        if state is None:
+            raise ConfigurationError(
+                f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
+            )
+        require_ours(state, conn.info.dbname)
+        timeout = _sender_timeout(conn)
+        self._assembler.reset()
+        if state.confirmed_flush_lsn:
+            self._progress.start(Lsn.parse(state.confirmed_flush_lsn))
+        command = sql.SQL(
+            "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {})"
+        ).format(
+            sql.Identifier(slot),
+            sql.SQL(str(self._progress.received)),  # type: ignore[arg-type]
+            sql.Literal(sql.Identifier(publication).as_string(conn)),
+        )
+        result = conn.pgconn.exec_(command.as_bytes(conn))
+        if result.status != ExecStatus.COPY_BOTH:
+            raise psycopg.errors.error_from_result(result, encoding="utf-8")
+        log.info(
+            "streaming", extra={"slot": slot, "lsn": str(self._progress.received), "server": conn.info.server_version}
+        )
+        return _Stream(conn, timeout * STATUS_SHARE, timeout * 1.5)
+
+    def _receive(self, stream: _Stream) -> None:
+        pgconn = stream.conn.pgconn
+        pgconn.nonblocking = 1
+        last_heard = last_sent = time.monotonic()
+        self._reported = Lsn(0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
+            selector.register(self._hear, selectors.EVENT_READ, "bell")
+            reading = True
+            while not self._closing.is_set():
+                full = self._buffered + self._assembler.size >= self._budget
+                if full is reading:
+                    reading = not full
+                    if full:
+                        selector.unregister(pgconn.socket)
+                    else:
+                        selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
+                        last_heard = time.monotonic()
+                owing = self._progress.flushed > self._reported
+                ready = {key.data for key, _ in selector.select(IDLE_REPORT_SECONDS if owing else 1.0)}
+                rung = "bell" in ready
+                if rung:
+                    self._hear.recv(4096)
+                asked = False
+                if "stream" in ready:
+                    last_heard = time.monotonic()
+                    asked = self._gulp(pgconn, selector)
+                now = time.monotonic()
+                silent = now - last_heard if reading else 0.0
+                if silent > stream.dead_after:
+                    raise psycopg.OperationalError(f"no word from the server for {silent:.0f} s")
+                due = now - last_sent > stream.status_every or (
+                    owing and now - last_sent > IDLE_REPORT_SECONDS
+                )
+                if asked or rung or due:
+                    self._report(pgconn, reply=silent > stream.status_every / 2)
+                    last_sent = now
+            self._report(pgconn)
+            self._leave(stream)
+
+    def _gulp(self, pgconn: psycopg.pq.abc.PGconn, selector: selectors.BaseSelector) -> bool:
+        """Empty the socket, then take in what came; returns whether the server asks for a status.
+
+        Waking the walsender's reader for every message is what slows the walsender down. So while the stream is behind,
+        the socket is emptied and then left alone for some milliseconds; at the head of the stream there is no nap.
+        """
+        asked = False
+        while True:
+            for _ in range(GULP_READS):
+                pgconn.consume_input()
+                if not any(key.data == "stream" for key, _ in selector.select(0)):
+                    break
+            size, wanted = self._drain(pgconn)
+            asked = asked or wanted
+            if size < BUSY_BYTES or asked:
+                return asked
+            if self._buffered + self._assembler.size >= self._budget or self._closing.is_set():
+                return asked
+            if self._progress.flushed > self._reported:
+                self._report(pgconn)
+            time.sleep(NAP_SECONDS)
+
+    def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
+        """Assemble every message that libpq holds; returns the bytes taken and whether a status is asked for."""
+        finished: list[Received] = []
+        size = 0
+        asked = False
+        feed = self._assembler.feed
+        while True:
+            length, data = pgconn.get_copy_data(1)
+            if length <= 0:
+                break
+            size += length
+            kind = data[0]
+            if kind == _XLOG_DATA:
+                came = feed(bytes(data[_DATA_START:]))
+                if came is not None:
+                    self._closed(came, finished)
+            elif kind == _KEEPALIVE:
+                position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                asked = asked or bool(wanted)
+                if not self._assembler.open:
+                    self._progress.nothing_until(Lsn(position))
+        if finished:
+            with self._changed:
+                self._queue.extend(finished)
+                self._buffered += sum(received.size for received in finished)
+                self._changed.notify_all()
+        if length < 0:
+            raise _end_of_stream(pgconn)
+        return size, asked
+
+    def _closed(self, came: Received | CommitMessage, finished: list[Received]) -> None:
+        if isinstance(came, CommitMessage):
+            self._progress.nothing_until(came.end_lsn)
+            return
+        self._progress.commit(came.commit.end_lsn)
+        finished.append(came)
+
+    def _report(self, pgconn: psycopg.pq.abc.PGconn, reply: bool = False) -> None:
+        clock = int((time.time() - _EPOCH_SECONDS) * 1_000_000)
+        flushed = self._progress.flushed
+        status = self._progress.status(clock, reply)
+        if status is None:
+            return
+        pgconn.put_copy_data(status)
+        pgconn.flush()
+        self._reported = flushed
+
+    def _leave(self, stream: _Stream) -> None:
+        """End the copy and wait for the server's word, so that it has surely read the last status."""
+        pgconn = stream.conn.pgconn
+        pgconn.put_copy_end()
+        pgconn.flush()
+        deadline = time.monotonic() + 2.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(pgconn.socket, selectors.EVENT_READ)
+            while time.monotonic() < deadline:
+                length, _ = pgconn.get_copy_data(1)
+                if length < 0:
+                    return
+                if length == 0:
+                    selector.select(max(0.0, deadline - time.monotonic()))
+                    pgconn.consume_input()
+
+
+def _sender_timeout(conn: psycopg.Connection[object]) -> float:
+    row = conn.execute(
+        "select setting::float8 / 1000 from pg_settings where name = 'wal_sender_timeout'"
+    ).fetchone()
+    assert isinstance(row, tuple)
+    return float(row[0]) or DEFAULT_SENDER_TIMEOUT
+
+
+def _end_of_stream(pgconn: psycopg.pq.abc.PGconn) -> psycopg.Error:
+    result = pgconn.get_result()
+    if result is not None and result.status == ExecStatus.FATAL_ERROR:
+        return psycopg.errors.error_from_result(result, encoding="utf-8")
+    return psycopg.OperationalError("the server ended the stream")
+
+
+def _worth_waiting(error: BaseException) -> bool:
+    return isinstance(error, _SlotActive) or action_for(error) is Action.RETRY
+
+
+_backoff = wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.5)
+
+
+def _wait(state: RetryCallState) -> float:
+    outcome = state.outcome
+    if outcome is not None and isinstance(outcome.exception(), _SlotActive):
+        return ACTIVE_WAIT_SECONDS
+    return float(_backoff(state))
+
+
+def _say_why() -> object:
+    """A callback that logs each change of the reason for waiting, once."""
+    said: list[str] = [""]
+
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is None:
+            return
+        if isinstance(error, _SlotActive):
+            reason = "another process reads the slot; standing by"
+        else:
+            reason = f"cannot stream yet: {describe(error)}"
+        if reason != said[0]:
+            said[0] = reason
+            log.warning(reason)
+
+    return say
+
+
+def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
+    source = settings.source
+    first = str(error).strip().splitlines()[0]
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return ConfigurationError(
+            f"source.dsn: {first}: give the role the REPLICATION attribute, or connect as one that has it"
+        )
+    if isinstance(error, psycopg.errors.UndefinedObject):
+        return ConfigurationError(
+            f"source.slot or source.publication: {first}: run `relay init` to create slot {source.slot!r} and "
+            f"publication {source.publication!r}"
+        )
+    if isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
+        return RelayError(
+            f"the slot {source.slot!r} cannot serve any more: {first}: drop it with "
+            f"`select pg_drop_replication_slot('{source.slot}')` and create it again with `relay init`"
+        )
+    return RelayError(f"the server refuses to stream: {first}")

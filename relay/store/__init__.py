@@ -1,0 +1,1 @@
+"""Every SQL statement on relay's own tables."""

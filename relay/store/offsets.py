@@ -1,0 +1,134 @@
+"""Progress of a consumer group: `relay.consumer_offsets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row, scalar_row
+
+from relay.events import Lsn
+from relay.faults import ConfigurationError
+
+TOPIC = 1
+"""The one topic that the outbox is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far one partition is: see the comments on the table's columns."""
+
+    partition_id: int
+    next_offset: int
+    applied_lsn: Lsn
+    handover_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Where a partition stands after a task."""
+
+    partition_id: int
+    next_offset: int
+    applied_lsn: Lsn
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    partition_id: int
+    next_offset: int
+    applied_lsn: str
+    handover_offset: int
+
+
+_SELECT = """
+    select partition_id, next_offset, applied_lsn::text as applied_lsn, handover_offset
+      from relay.consumer_offsets
+     where group_id = %s and topic_id = %s
+"""
+
+
+def _cursors(rows: Sequence[_Row]) -> list[Cursor]:
+    return [
+        Cursor(row.partition_id, row.next_offset, Lsn.parse(row.applied_lsn), row.handover_offset)
+        for row in rows
+    ]
+
+
+def lock(conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]) -> Mapping[int, Cursor]:
+    """Lock the partitions' rows to the end of the transaction, in order, and return where they stand.
+
+    Raises ConfigurationError if one is not there: the group was not initialised, or has another number of partitions.
+    """
+    with conn.cursor(row_factory=class_row(_Row)) as cursor:
+        rows = cursor.execute(
+            _SELECT + " and partition_id = any(%s) order by partition_id for update",
+            (group, TOPIC, list(partitions)),
+        ).fetchall()
+    found = {cursor.partition_id: cursor for cursor in _cursors(rows)}
+    missing = [partition for partition in partitions if partition not in found]
+    if missing:
+        raise ConfigurationError(
+            f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
+            "or restore the number of partitions that the group began with"
+        )
+    return found
+
+
+def advance(conn: psycopg.Connection[Any], group: str, advances: Sequence[Advance]) -> None:
+    """Move the partitions forward; they must be locked. No cursor ever moves back."""
+    conn.execute(
+        """
+        update relay.consumer_offsets as o
+           set next_offset = greatest(o.next_offset, a.next_offset),
+               applied_lsn = greatest(o.applied_lsn, a.applied_lsn::pg_lsn),
+               updated_at  = now()
+          from unnest(%s::int[], %s::bigint[], %s::text[]) as a (partition_id, next_offset, applied_lsn)
+         where o.group_id = %s and o.topic_id = %s and o.partition_id = a.partition_id
+        """,
+        (
+            [a.partition_id for a in advances],
+            [a.next_offset for a in advances],
+            [str(a.applied_lsn) for a in advances],
+            group,
+            TOPIC,
+        ),
+    )
+
+
+def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
+    """Every partition of the group, in order."""
+    with conn.cursor(row_factory=class_row(_Row)) as cursor:
+        return _cursors(cursor.execute(_SELECT + " order by partition_id", (group, TOPIC)).fetchall())
+
+
+def create(conn: psycopg.Connection[Any], group: str, partitions: int, next_offset: int) -> int:
+    """Create the cursors of a new group; returns how many were missing. Existing cursors stay as they are."""
+    return conn.execute(
+        """
+        insert into relay.consumer_offsets (group_id, topic_id, partition_id, next_offset)
+        select %s, %s, partition_id, %s from generate_series(0, %s - 1) as partition_id
+        on conflict do nothing
+        """,
+        (group, TOPIC, next_offset, partitions),
+    ).rowcount
+
+
+def partition_count(conn: psycopg.Connection[Any], group: str) -> int:
+    """How many partitions the group began with; 0 if it is not initialised."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found = cursor.execute(
+            "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
+        ).fetchone()
+    return int(found or 0)
+
+
+def require_partition_count(stored: int, group: str, partitions: int) -> None:
+    """Raise ConfigurationError if the configured number of partitions is not the stored one."""
+    if stored not in (0, partitions):
+        raise ConfigurationError(
+            f"partitions: the configuration says {partitions}, but the group {group!r} was initialised with {stored}: "
+            f"set partitions: {stored}, or choose another group"
+        )

@@ -1,0 +1,95 @@
+-- The gapless offset of the outbox and the triggers that keep it. Installs in the database that publishes events.
+-- Applied once by `relay init`; `psql -v ON_ERROR_STOP=1 -1 -f` does the same.
+
+create schema if not exists relay;
+
+create table if not exists relay.migrations (
+    name       text primary key,
+    applied_at timestamptz not null default now()
+);
+
+create table if not exists relay.log_counter (
+    id          int primary key,
+    next_offset bigint not null default 1
+);
+insert into relay.log_counter (id, next_offset) values (1, 1) on conflict do nothing;
+
+-- The row lock that this update takes is held to the end of the publisher's transaction: offsets are therefore in
+-- commit order and come back with a rollback.
+create or replace function relay.reserve_offsets(how_many bigint) returns bigint
+language sql security definer set search_path = pg_catalog, pg_temp
+as $$
+    update relay.log_counter set next_offset = next_offset + how_many where id = 1
+    returning next_offset - how_many
+$$;
+
+-- Gives a row that comes without an offset the next one. The argument is the name of the offset column.
+-- The counter's row is locked at the first such row of a statement, counted in a transaction-local setting, and written
+-- back once by relay.write_back_offset: one update a row would make a statement of n rows cost n².
+create or replace function relay.fill_offset() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    given   bigint;
+    current bigint;
+begin
+    if tg_argv[0] = 'c_offset' then
+        given := new.c_offset;
+    else
+        given := (to_jsonb(new) ->> tg_argv[0])::bigint;
+    end if;
+    if given is not null then
+        return new;
+    end if;
+    current := nullif(current_setting('relay.pending_offset', true), '')::bigint;
+    if current is null then
+        select next_offset into strict current from relay.log_counter where id = 1 for update;
+    end if;
+    perform set_config('relay.pending_offset', (current + 1)::text, true);
+    if tg_argv[0] = 'c_offset' then
+        new.c_offset := current;
+    else
+        new := jsonb_populate_record(new, jsonb_build_object(tg_argv[0], current));
+    end if;
+    return new;
+end
+$$;
+
+create or replace function relay.write_back_offset() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    pending bigint := nullif(current_setting('relay.pending_offset', true), '')::bigint;
+begin
+    if pending is not null then
+        update relay.log_counter set next_offset = pending where id = 1;
+        perform set_config('relay.pending_offset', '', true);
+    end if;
+    return null;
+end
+$$;
+
+create or replace function relay.notify_event() returns trigger
+language plpgsql
+as $$
+begin
+    perform pg_notify('event_channel', '');
+    return null;
+end
+$$;
+
+-- Puts relay's triggers on an outbox table, its own or one that was there before.
+create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
+language plpgsql
+as $$
+begin
+    execute format('create or replace trigger relay_fill_offset before insert on %s'
+                   ' for each row execute function relay.fill_offset(%L)', outbox, offset_column);
+    execute format('create or replace trigger relay_write_back_offset after insert on %s'
+                   ' for each statement execute function relay.write_back_offset()', outbox);
+    execute format('create or replace trigger relay_notify_event after insert on %s'
+                   ' for each statement execute function relay.notify_event()', outbox);
+end
+$$;
+
+insert into relay.migrations (name) values ('source/001_offsets.sql') on conflict do nothing;

@@ -1,0 +1,206 @@
+"""A PostgreSQL server of the test session's own: a container where Docker answers, else embedded.
+
+`RELAY_TEST_POSTGRES` decides: `docker`, `embedded`, a folder with the binaries of another version,
+or unset for a container if Docker answers and the embedded server if not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg import sql
+
+from relay.embedded import (
+    HOST,
+    SETTINGS,
+    START_TIMEOUT,
+    STOP_SIGNALS,
+    STOP_TIMEOUT,
+    Cluster,
+    StopMode,
+    free_port,
+    uri,
+)
+
+if TYPE_CHECKING:
+    from testcontainers.community.postgres import PostgresContainer
+
+IMAGE = "postgres:18"
+VARIABLE = "RELAY_TEST_POSTGRES"
+
+_CONTAINER_PORT = 5432
+
+
+class Server(ABC):
+    """A PostgreSQL server that a test may stop, kill and start; data and port stay the same."""
+
+    @abstractmethod
+    def dsn(self, database: str = "postgres") -> str:
+        """The connection URI of a database, as superuser; the database need not exist."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the server unless it runs, and wait until it accepts connections."""
+
+    @abstractmethod
+    def stop(self, mode: StopMode = "fast") -> None:
+        """Stop the server and wait; `immediate` leaves recovery to the next start."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill every process of the server at once (SIGKILL) and wait."""
+
+    def create_database(self, name: str) -> str:
+        """Create a database and return its connection URI."""
+        self._execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+        return self.dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database if it exists, with its slots and whoever is connected."""
+        # DROP DATABASE ends sessions by itself, but refuses while a slot of the database is in use.
+        self._execute(
+            sql.SQL(
+                "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots"
+                " where database = {} and active"
+            ).format(sql.Literal(name))
+        )
+        self._execute(
+            sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name))
+        )
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute(statement)
+
+
+class EmbeddedServer(Server):
+    """A server from binaries on this machine."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def dsn(self, database: str = "postgres") -> str:
+        return self.cluster.dsn(database)
+
+    def start(self) -> None:
+        self.cluster.start()
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        self.cluster.stop(mode)
+
+    def kill(self) -> None:
+        self.cluster.kill()
+
+
+class ContainerServer(Server):
+    """A server in a container, published on a host port that stays the same over restarts."""
+
+    def __init__(self, container: PostgresContainer, port: int) -> None:
+        self.container = container
+        local = _connects(port)
+        self.host = HOST if local else container.get_container_host_ip()
+        self.port = port if local else container.get_exposed_port(_CONTAINER_PORT)
+
+    def dsn(self, database: str = "postgres") -> str:
+        return uri(self.host, self.port, database, self.container.username, self.container.password)
+
+    def start(self) -> None:
+        if not self._running():
+            self.container.get_wrapped_container().start()
+        self._wait_until_ready()
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        self._end(STOP_SIGNALS[mode].name)
+
+    def kill(self) -> None:
+        self._end("SIGKILL")
+
+    def _end(self, signal: str) -> None:
+        if self._running():
+            self.container.get_wrapped_container().kill(signal=signal)
+            self.container.get_wrapped_container().wait(timeout=STOP_TIMEOUT)
+
+    def _running(self) -> bool:
+        self.container.reload()
+        return self.container.status == "running"
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while True:
+            try:
+                psycopg.connect(self.dsn(), connect_timeout=2).close()
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline or not self._running():
+                    raise
+                time.sleep(0.05)
+            else:
+                return
+
+
+@contextmanager
+def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run a new server, ready for logical replication, and remove it with its data at the end.
+
+    settings: server settings on top of `relay.embedded.SETTINGS`.
+    """
+    choice = os.environ.get(VARIABLE) or ("docker" if docker_answers() else "embedded")
+    if choice == "docker":
+        with _container({**SETTINGS, **(settings or {})}) as server:
+            yield server
+    else:
+        bin_dir = None if choice == "embedded" else Path(choice)
+        with Cluster(settings=settings, bin_dir=bin_dir) as cluster:
+            yield EmbeddedServer(cluster)
+
+
+def docker_answers() -> bool:
+    """Whether testcontainers is installed and reaches a Docker engine."""
+    try:
+        from testcontainers.core.docker_client import DockerClient
+
+        client = DockerClient().client
+        client.ping()
+    except Exception:
+        # The client raises errors of docker, requests and the operating system alike.
+        return False
+    client.close()
+    return True
+
+
+@contextmanager
+def _container(settings: Mapping[str, str]) -> Iterator[Server]:
+    from testcontainers.community.postgres import PostgresContainer
+
+    port = free_port()
+    flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    container = PostgresContainer(
+        IMAGE, username="postgres", password=secrets.token_hex(8), dbname="postgres", driver=None
+    )
+    # Docker would publish another random port at each start.
+    container.with_bind_ports(_CONTAINER_PORT, port).with_command(["postgres", *flags])
+    with container:
+        server = ContainerServer(container, port)
+        server.start()
+        yield server
+
+
+def _connects(port: int) -> bool:
+    """Whether the published port is on this machine's loopback.
+
+    Testcontainers names the bridge instead wherever `/.dockerenv` exists, and `localhost` may mean
+    ::1, where Docker need not listen. Only a remote engine or a test inside a container needs more.
+    """
+    try:
+        socket.create_connection((HOST, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
