@@ -45,7 +45,7 @@ bench: $(INSTALLED) ## measure throughput and latency on this machine
 	$(BIN)/python -m bench $(ARGS)
 
 $(INSTALLED): $(DEPENDENCIES) pyproject.toml
-	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # Spark comes as an archive of source that pip packs into a wheel first; packing without compression halves the time.
@@ -57,10 +57,10 @@ $(DEPENDENCIES): requirements.lock requirements-build.lock
 	@echo "venv: $$($(PYTHON) --version) into $(VENV), about 900 MB to fetch the first time"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@printf '[bdist_wheel]\ncompression = stored\n' >$(VENV)/build.cfg
-	@$(BIN)/python -m pip install -q --require-hashes -r requirements-build.lock
+	@$(BIN)/python -m pip install -qq --require-hashes -r requirements-build.lock
 	@echo "venv: $$(grep -c == requirements.lock) packages from requirements.lock"
 	@DIST_EXTRA_CONFIG="$(CURDIR)/$(VENV)/build.cfg" \
-	  $(BIN)/python -m pip install -q --no-build-isolation --require-hashes -r requirements.lock
+	  $(BIN)/python -m pip install -qq --no-build-isolation --require-hashes -r requirements.lock
 	@touch $@
 
 LOCK = build/uv/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
@@ -68,7 +68,7 @@ LOCK = build/uv/bin/uv pip compile -q --universal --python-version 3.11 --genera
 
 lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	$(PYTHON) -m venv build/uv
-	build/uv/bin/pip install -q uv==$(UV_VERSION)
+	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
 	$(LOCK) --upgrade --extra java --extra connect -c requirements.lock pyproject.toml -o requirements-runtime.lock

@@ -25,14 +25,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-dlq = typer.Typer(help="Dead letters: transactions that could not be applied.", no_args_is_help=True)
+dlq = typer.Typer(
+    help="Dead letters: transactions that could not be applied.", no_args_is_help=True
+)
 app.add_typer(dlq, name="dlq")
 
 out = Console()
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="The configuration; default $RELAY_CONFIG, else relay.yaml."),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="The configuration; default $RELAY_CONFIG, else relay.yaml.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 AdminOption = Annotated[
@@ -105,7 +112,11 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
     found = list(examine(load(config)))
     if as_json:
-        print(json.dumps([{"level": f.level, "subject": f.subject, "text": f.text} for f in found], indent=2))
+        print(
+            json.dumps(
+                [{"level": f.level, "subject": f.subject, "text": f.text} for f in found], indent=2
+            )
+        )
     else:
         for finding in found:
             stream = sys.stderr if finding.level is Level.ERROR else sys.stdout
@@ -117,8 +128,12 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def run(
     config: ConfigOption = None,
-    log_format: Annotated[LogFormat, typer.Option(help="How log lines are written.")] = LogFormat.TEXT,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        LogFormat, typer.Option(help="How log lines are written.")
+    ] = LogFormat.TEXT,
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")
+    ] = "info",
 ) -> None:
     """Relay in the foreground until SIGTERM or SIGINT."""
     from relay.preflight import require
@@ -129,7 +144,7 @@ def run(
     configure(log_format, log_level)
     settings = load(config)
     require(settings)
-    Service(settings).run()
+    Service(settings).run_in_foreground()
 
 
 @app.command()
@@ -137,7 +152,10 @@ def status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
     alive: Annotated[
-        bool, typer.Option("--check", help="Exit with status 1 unless the slot is being read and is whole.")
+        bool,
+        typer.Option(
+            "--check", help="Exit with status 1 unless the slot is being read and is whole."
+        ),
     ] = False,
 ) -> None:
     """Show slot, partitions and dead letters."""
@@ -160,7 +178,10 @@ def _print_status(found: Any) -> None:
         facts.add_row("slot", "missing: run `relay init`")
     else:
         facts.add_row("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
-        facts.add_row("WAL", f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind")
+        facts.add_row(
+            "WAL",
+            f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind",
+        )
     facts.add_row("dead letters", str(found.dead_letters))
     out.print(facts)
     table = Table("partition", "next offset", "applied LSN")
@@ -172,14 +193,18 @@ def _print_status(found: Any) -> None:
 @app.command()
 def publish(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="JSON; standard input if it is missing or '-'.")
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="JSON; standard input if it is missing or '-'."),
     ] = None,
     config: ConfigOption = None,
     generate: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Make up N business transactions instead.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Make up N business transactions instead."),
     ] = None,
     hosts: Annotated[int, typer.Option(min=1, help="With --generate: over how many hosts.")] = 8,
-    seed: Annotated[int | None, typer.Option(help="With --generate: make the same ones again.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="With --generate: make the same ones again.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Publish business transactions: {host_id, user_id, events: [...]}, an array of them, or one on each line."""
@@ -213,7 +238,9 @@ def _input(file: Path | None) -> tuple[str, str]:
 @dlq.command("list")
 def dlq_list(
     config: ConfigOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many transactions, newest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, help="At most so many transactions, newest first.")
+    ] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List dead transactions, newest first."""
@@ -222,7 +249,9 @@ def dlq_list(
     if as_json:
         print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
         return
-    table = Table("id", "transaction", "host", "events", "event type", "handler", "exception", "since")
+    table = Table(
+        "id", "transaction", "host", "events", "event type", "handler", "exception", "since"
+    )
     for item in found:
         table.add_row(
             str(item.id),
@@ -239,13 +268,19 @@ def dlq_list(
 
 @dlq.command("show")
 def dlq_show(
-    letter_id: Annotated[int, typer.Argument(metavar="ID")], config: ConfigOption = None, as_json: JsonOption = False
+    letter_id: Annotated[int, typer.Argument(metavar="ID")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every event of the dead transaction that holds letter ID, payload and exception included."""
     with _target(load(config)) as (conn, group):
-        found = [dead_letters.as_json(letter) for letter in dead_letters.letters(conn, group, letter_id)]
+        found = [
+            dead_letters.as_json(letter) for letter in dead_letters.letters(conn, group, letter_id)
+        ]
     if not found:
-        raise ConfigurationError(f"there is no dead letter {letter_id} in group {group!r}: see `relay dlq list`")
+        raise ConfigurationError(
+            f"there is no dead letter {letter_id} in group {group!r}: see `relay dlq list`"
+        )
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -273,7 +308,10 @@ def _target(settings: Settings) -> Any:
 @app.command()
 def demo(
     directory: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to work; default: a temporary folder, removed at the end.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to work; default: a temporary folder, removed at the end."
+        ),
     ] = None,
 ) -> None:
     """Show the whole thing on an embedded PostgreSQL and a local Spark, and verify the result from the database."""
@@ -284,7 +322,9 @@ def demo(
 
 
 @app.command()
-def uninstall(config: ConfigOption = None, admin_dsn: AdminOption = None, yes: YesOption = False) -> None:
+def uninstall(
+    config: ConfigOption = None, admin_dsn: AdminOption = None, yes: YesOption = False
+) -> None:
     """Drop slot, publication and schema, progress and dead letters included; the outbox and its rows stay."""
     from relay.install import remove
 

@@ -98,7 +98,9 @@ class Source(_Section):
     def _known_fields(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if name not in FIELDS:
-                raise ValueError(f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}")
+                raise ValueError(
+                    f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}"
+                )
         return value
 
     @property
@@ -291,7 +293,9 @@ def _read(file: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(f"{file}: must be a mapping of keys such as source, handlers and routes")
+        raise ConfigurationError(
+            f"{file}: must be a mapping of keys such as source, handlers and routes"
+        )
     return content
 
 
@@ -337,5 +341,3 @@ def _place(location: tuple[int | str, ...], file: Path | None, content: dict[str
     if file is None or (in_environment and found is content):
         return "environment"
     return str(file)
-
-

@@ -244,6 +244,7 @@ class Cluster:
             [self._bin / "initdb", "-D", self.data, f"--locale={locale}", *options],
             capture_output=True,
             text=True,
+            errors="replace",
             **self._process_options(),
         )
 

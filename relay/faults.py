@@ -77,7 +77,9 @@ def action_for(error: BaseException) -> Action:
         return Action.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
-    if isinstance(error, TransientFault | PoolTimeout | ConnectionError | TimeoutError | MemoryError):
+    if isinstance(
+        error, TransientFault | PoolTimeout | ConnectionError | TimeoutError | MemoryError
+    ):
         return Action.RETRY
     if isinstance(error, Exception):
         return Action.DEAD_LETTER
@@ -107,7 +109,9 @@ def describe(error: BaseException) -> str:
         parts.append(f"sqlstate {error.sqlstate}")
     if error.sqlstate is None or _database_action(error) is Action.RETRY:
         # The server's or libpq's own words about itself; they name hosts and ports, never rows.
-        parts.append(str(error).strip().splitlines()[0] if str(error).strip() else "connection lost")
+        parts.append(
+            str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+        )
     elif error.diag.constraint_name:
         parts.append(f"constraint {error.diag.constraint_name}")
     return ": ".join(parts)

@@ -18,7 +18,9 @@ Connection = psycopg.Connection[Any]
 OWN_TABLE = Source().table
 
 
-def initialise(settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None) -> list[str]:
+def initialise(
+    settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None
+) -> list[str]:
     """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
 
     The DSNs, where given, belong to an administrator; the configured roles need fewer rights.

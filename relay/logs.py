@@ -20,7 +20,9 @@ class LogFormat(StrEnum):
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {
-        key: value for key, value in record.__dict__.items() if key not in _STANDARD and value is not None
+        key: value
+        for key, value in record.__dict__.items()
+        if key not in _STANDARD and value is not None
     }
 
 

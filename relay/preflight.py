@@ -138,7 +138,9 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     source = settings.source
     yield _caught("wal_level", "the server writes logical WAL", require_logical_wal, conn)
     yield _role(conn)
-    yield _caught("table", f"{source.table} is there with its columns", require_table, conn, settings)
+    yield _caught(
+        "table", f"{source.table} is there with its columns", require_table, conn, settings
+    )
     yield _publication(conn, settings)
     yield from _slot(conn, settings)
 
@@ -190,7 +192,9 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
     state = slot_state(conn, name)
     if state is None:
         yield Finding(
-            Level.ERROR, "slot", f"source.slot: there is no replication slot {name!r}: run `relay init`"
+            Level.ERROR,
+            "slot",
+            f"source.slot: there is no replication slot {name!r}: run `relay init`",
         )
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
@@ -221,14 +225,20 @@ def _room(conn: Connection, setting: str, used: str) -> Finding:
             setting,
             f"source.dsn: all {limit[0]} of {setting} are taken: raise it and restart the server, or free one",
         )
-    return Finding(Level.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken")
+    return Finding(
+        Level.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken"
+    )
 
 
 def _routes(settings: Settings) -> Iterator[Finding]:
     routed = {name for route in settings.routes for name in route.handlers}
     for name in settings.handlers:
         if name not in routed:
-            yield Finding(Level.WARNING, "routes", f"handlers.{name}: no route leads to it: add one, or remove it")
+            yield Finding(
+                Level.WARNING,
+                "routes",
+                f"handlers.{name}: no route leads to it: add one, or remove it",
+            )
     if not settings.routes:
         yield Finding(
             Level.WARNING,
@@ -243,7 +253,9 @@ def _target(
     pending = migrations.pending(conn, "target")
     if pending:
         yield Finding(
-            Level.ERROR, "schema", f"target.dsn: relay's tables are not installed ({pending[0]}): run `relay init`"
+            Level.ERROR,
+            "schema",
+            f"target.dsn: relay's tables are not installed ({pending[0]}): run `relay init`",
         )
     else:
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
@@ -267,6 +279,8 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
         return Finding(Level.ERROR, "handler", str(error))
     except psycopg.Error as error:
         return Finding(
-            Level.ERROR, "handler", f"handlers.{name}: {str(error).strip().splitlines()[0]}: grant what it needs"
+            Level.ERROR,
+            "handler",
+            f"handlers.{name}: {str(error).strip().splitlines()[0]}: grant what it needs",
         )
     return Finding(Level.OK, "handler", f"{name} is accepted by the target")

@@ -34,7 +34,10 @@ def parse(text: str, origin: str) -> list[Business]:
 
     Raises ConfigurationError that says which of them is wrong, and where.
     """
-    return [_business(item, f"{origin}: transaction {n}") for n, item in enumerate(_items(text, origin), start=1)]
+    return [
+        _business(item, f"{origin}: transaction {n}")
+        for n, item in enumerate(_items(text, origin), start=1)
+    ]
 
 
 def _items(text: str, origin: str) -> list[Any]:
@@ -61,10 +64,14 @@ def _business(item: Any, place: str) -> Business:
             raise ConfigurationError(f"{place}: {key} is missing")
     unknown = sorted(set(item) - _KNOWN)
     if unknown:
-        raise ConfigurationError(f"{place}: {unknown[0]} is not a key; the keys are {', '.join(sorted(_KNOWN))}")
+        raise ConfigurationError(
+            f"{place}: {unknown[0]} is not a key; the keys are {', '.join(sorted(_KNOWN))}"
+        )
     if not isinstance(item["events"], list) or not item["events"]:
         raise ConfigurationError(f"{place}: events must be an array of at least one event")
-    return Business(item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id"))
+    return Business(
+        item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id")
+    )
 
 
 def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, int]:
@@ -77,7 +84,12 @@ def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, in
         try:
             conn.execute(
                 "select relay.publish(%s::uuid, %s::uuid, %s::jsonb, %s::uuid)",
-                (business.host_id, business.user_id, json.dumps(business.events), business.transaction_id),
+                (
+                    business.host_id,
+                    business.user_id,
+                    json.dumps(business.events),
+                    business.transaction_id,
+                ),
             )
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             raise ConfigurationError(
@@ -89,11 +101,20 @@ def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, in
     return published, events
 
 
-_NOTES = ("gift wrap", "leave at the door", "second floor", "call on arrival", "no substitutes", "fragile")
+_NOTES = (
+    "gift wrap",
+    "leave at the door",
+    "second floor",
+    "call on arrival",
+    "no substitutes",
+    "fragile",
+)
 _CUSTOMERS = 1_000
 
 
-def business_transactions(count: int, hosts: int = 8, seed: int | None = None) -> Iterator[Business]:
+def business_transactions(
+    count: int, hosts: int = 8, seed: int | None = None
+) -> Iterator[Business]:
     """Made-up orders of a shop with several tenants: each places, pays and ships, in two to eight events."""
     chance = random.Random(seed)  # noqa: S311
     tenants = [uuid.UUID(int=chance.getrandbits(128), version=4) for _ in range(hosts)]
@@ -103,13 +124,19 @@ def business_transactions(count: int, hosts: int = 8, seed: int | None = None) -
 
 def _order(chance: random.Random, host: str) -> Business:
     order = str(uuid.UUID(int=chance.getrandbits(128), version=4))
-    lines = [
-        {"sku": f"SKU-{chance.randrange(10_000):05}", "quantity": chance.randint(1, 5), "price": _price(chance)}
+    lines: list[dict[str, Any]] = [
+        {
+            "sku": f"SKU-{chance.randrange(10_000):05}",
+            "quantity": chance.randint(1, 5),
+            "price": _price(chance),
+        }
         for _ in range(chance.randint(1, 4))
     ]
     total = round(sum(line["quantity"] * line["price"] for line in lines), 2)
     customer = chance.randrange(_CUSTOMERS)
-    events = [_event("order.placed", "Order", order, 1, order=order, customer=customer, amount=total)]
+    events = [
+        _event("order.placed", "Order", order, 1, order=order, customer=customer, amount=total)
+    ]
     for version, line in enumerate(lines, start=2):
         amount = round(line["quantity"] * line["price"], 2)
         events.append(_event("order.line_added", "Order", order, version, **line, amount=amount))
@@ -117,7 +144,11 @@ def _order(chance: random.Random, host: str) -> Business:
         events.append(_event("payment.captured", "Payment", order, 1, order=order, amount=total))
     if chance.random() < 0.5:
         note = chance.choice(_NOTES)
-        events.append(_event("order.shipped", "Order", order, len(lines) + 2, order=order, amount=0, note=note))
+        events.append(
+            _event(
+                "order.shipped", "Order", order, len(lines) + 2, order=order, amount=0, note=note
+            )
+        )
     return Business(host, str(uuid.UUID(int=customer + 1)), events)
 
 
@@ -125,7 +156,9 @@ def _price(chance: random.Random) -> float:
     return round(chance.uniform(1, 200), 2)
 
 
-def _event(event_type: str, aggregate_type: str, aggregate: str, version: int, **payload: Any) -> dict[str, Any]:
+def _event(
+    event_type: str, aggregate_type: str, aggregate: str, version: int, **payload: Any
+) -> dict[str, Any]:
     return {
         "event_type": event_type,
         "aggregate_type": aggregate_type,

@@ -18,7 +18,11 @@ class Router:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = [
-            ([_test(name, patterns) for name, patterns in route.match.items()], route.handlers, route.continue_)
+            (
+                [_test(name, patterns) for name, patterns in route.match.items()],
+                route.handlers,
+                route.continue_,
+            )
             for route in routes
         ]
 

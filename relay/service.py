@@ -13,25 +13,34 @@ from relay.config import Settings
 from relay.events import Batch, Outcome
 from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
+from relay.pipeline.session import Session
 from relay.source.wal import WalSource
 
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """One relay in the foreground."""
+    """One relay. A Spark session that is passed in is used, and stopped at the end, like one of its own."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._pipeline = Pipeline(settings)
+    def __init__(self, settings: Settings, session: Session | None = None) -> None:
+        self._pipeline = Pipeline(settings, session)
         self._source = WalSource(settings)
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 
-    def run(self) -> None:
-        """Relay until a signal says stop. Raises RelayError when relaying cannot go on."""
+    def run_in_foreground(self) -> None:
+        """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when relaying cannot go on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        self.run()
+
+    def stop(self) -> None:
+        """Let `run` end after the batch in hand."""
+        self._source.stop()
+        self._pipeline.interrupt()
+
+    def run(self) -> None:
+        """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
             self._pipeline.start()
             self._source.start()
@@ -53,8 +62,7 @@ class Service:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping after the batch in hand", extra={"signal": signal.Signals(number).name})
-        self._source.stop()
-        self._pipeline.interrupt()
+        self.stop()
         if not self._last_resort.is_alive():
             self._last_resort.start()
 

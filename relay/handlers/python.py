@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -41,7 +41,7 @@ class Python:
 
 def _load(name: str, path: str) -> Function:
     module_name, _, attribute = path.partition(":")
-    here = os.getcwd()
+    here = str(Path.cwd())
     if here not in sys.path:
         # As with `python -m`: a module beside the configuration is found without installing it.
         sys.path.append(here)
@@ -53,10 +53,14 @@ def _load(name: str, path: str) -> Function:
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigurationError(f"handlers.{name}.callable: {module_name!r} has no {attribute!r}")
+            raise ConfigurationError(
+                f"handlers.{name}.callable: {module_name!r} has no {attribute!r}"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise ConfigurationError(f"handlers.{name}.callable: {path!r} is not callable")
     if inspect.iscoroutinefunction(found):
-        raise ConfigurationError(f"handlers.{name}.callable: {path!r} is async; relay calls plain functions")
+        raise ConfigurationError(
+            f"handlers.{name}.callable: {path!r} is async; relay calls plain functions"
+        )
     return found  # type: ignore[no-any-return]

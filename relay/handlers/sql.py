@@ -8,7 +8,6 @@ from itertools import chain, islice
 
 import psycopg
 
-
 from relay.config import SqlHandler
 from relay.events import EVENT_FIELDS, SQL_TYPES, Transaction
 from relay.faults import Action, ConfigurationError, action_for
@@ -104,7 +103,7 @@ def _typed(match: re.Match[str]) -> str:
 
 
 def _numbered(statement: str, names: tuple[str, ...]) -> str:
-    """The statement as the server parses it, with $1, $2, …"""
+    """The statement as the server parses it, with numbered parameters."""
     place = {name: position for position, name in enumerate(names, start=1)}
 
     def number(match: re.Match[str]) -> str:
@@ -126,5 +125,3 @@ def _parse(conn: Connection, name: str, statement: str) -> None:
             raise ConfigurationError(
                 f"handlers.{name}.statement: {message}: correct the statement, or create and grant what it names"
             )
-
-

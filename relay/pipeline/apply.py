@@ -133,7 +133,11 @@ class Applier:
         return outcome
 
     def _apply_fresh(
-        self, conn: Connection, task: Task, fresh: list[tuple[Undecoded, tuple[int, ...]]], careful: bool
+        self,
+        conn: Connection,
+        task: Task,
+        fresh: list[tuple[Undecoded, tuple[int, ...]]],
+        careful: bool,
     ) -> TaskOutcome:
         routed = [self._route(transaction) for transaction, _ in fresh]
         dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
@@ -169,9 +173,13 @@ class Applier:
                     failure.handler.check(conn)
                 return [self._bury(conn, routed[0], failure.handler.name, reason)]
         middle = len(routed) // 2
-        return self._apply_carefully(conn, routed[:middle]) + self._apply_carefully(conn, routed[middle:])
+        return self._apply_carefully(conn, routed[:middle]) + self._apply_carefully(
+            conn, routed[middle:]
+        )
 
-    def _run_handlers(self, conn: Connection, routed: Sequence[_Routed], settle: bool = False) -> None:
+    def _run_handlers(
+        self, conn: Connection, routed: Sequence[_Routed], settle: bool = False
+    ) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
         To settle is to check deferred constraints now, while it is known whose doing it is.
@@ -231,7 +239,9 @@ class Applier:
             )
             for name, count in counts.items()
         }
-        return _Routed(transaction.transaction_id, transaction.commit, events, parts, greatest + 1, refusal)
+        return _Routed(
+            transaction.transaction_id, transaction.commit, events, parts, greatest + 1, refusal
+        )
 
     def _refuse(self, event: Event) -> NotRouted | None:
         if self._unrouted == "ignore":
@@ -258,7 +268,9 @@ def _reason(error: BaseException) -> BaseException:
     return error.__cause__ or error if isinstance(error, _HandlerFailed) else error
 
 
-def _applied(transaction: Undecoded, touched: Sequence[int], cursors: Mapping[int, offsets.Cursor]) -> bool:
+def _applied(
+    transaction: Undecoded, touched: Sequence[int], cursors: Mapping[int, offsets.Cursor]
+) -> bool:
     """Whether a redelivered transaction is in the target already.
 
     Its partitions moved together when it was applied, so they agree.
@@ -274,5 +286,10 @@ def _advances(
     for (transaction, touched), item in zip(fresh, routed, strict=True):
         for partition in touched:
             next_offset, lsn = reached.get(partition, (1, Lsn(0)))
-            reached[partition] = (max(next_offset, item.next_offset), max(lsn, transaction.commit.end_lsn))
-    return [offsets.Advance(partition, *position) for partition, position in sorted(reached.items())]
+            reached[partition] = (
+                max(next_offset, item.next_offset),
+                max(lsn, transaction.commit.end_lsn),
+            )
+    return [
+        offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
+    ]

@@ -29,8 +29,8 @@ class Planner:
     def plan(self, transactions: Sequence[Undecoded]) -> list[Task]:
         """Tasks that share no partition; within each, commit order.
 
-        A transaction whose hosts lie in several partitions joins these into one task, so that both its atomicity and the
-        order per host hold.
+        A transaction whose hosts lie in several partitions joins these into one task, so that both
+        its atomicity and the order per host hold.
         """
         self._learn(host for transaction in transactions for host in transaction.hosts)
         touched = [self._touched(transaction.hosts) for transaction in transactions]

@@ -9,14 +9,30 @@ from typing import Any, Protocol
 
 import psycopg
 from psycopg_pool import ConnectionPool
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
 
 from relay.config import Settings
 from relay.events import Batch, Outcome, Task, TaskOutcome
-from relay.faults import Action, ConfigurationError, Interrupted, RelayError, TaskFault, TransientFault, action_for, describe
+from relay.faults import (
+    Action,
+    ConfigurationError,
+    Interrupted,
+    RelayError,
+    TransientFault,
+    action_for,
+    describe,
+)
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
+from relay.pipeline.session import Session
 from relay.pipeline.spark import SparkEngine
 from relay.store.connections import open_pool
 
@@ -38,12 +54,13 @@ class Engine(Protocol):
 class Pipeline:
     """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
         self._inline = InlineEngine(Applier(settings, workers), workers)
-        self._spark = SparkEngine(settings)
+        self._session = session or Session(settings.spark)
+        self._spark = SparkEngine(settings, self._session)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext)
         self._needs_spark = self._limit < settings.batch.max_events
@@ -51,7 +68,7 @@ class Pipeline:
     def start(self) -> None:
         """Start the Spark session in the background, unless every batch is small enough to do without."""
         if self._needs_spark:
-            self._spark.start()
+            self._session.start()
 
     def interrupt(self) -> None:
         """Give up waiting to try again: the batch in hand ends or raises Interrupted."""
@@ -61,7 +78,7 @@ class Pipeline:
         """Stop the engines and close the connections."""
         self._stopping.set()
         self._inline.close()
-        self._spark.close()
+        self._session.close()
         self._source.close()
 
     def run(self, batch: Batch) -> Outcome:
@@ -90,9 +107,11 @@ class Pipeline:
     def _until_it_works(self, attempt: Any, batch: Batch) -> None:
         retrying = Retrying(
             retry=retry_if_exception(_transient),
-            wait=wait_exponential_jitter(initial=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1),
+            wait=wait_exponential_jitter(
+                initial=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
+            ),
             stop=stop_when_event_set(self._stopping),
-            sleep=self._stopping.wait,
+            sleep=sleep_using_event(self._stopping),
             before_sleep=_say(batch),
             reraise=True,
         )
@@ -108,11 +127,10 @@ class Pipeline:
             # A spooled transaction is a file of this machine.
             return self._inline
         if self._limit == 0:
-            while not self._spark.wait(0.5):
-                if self._stopping.is_set():
-                    raise TransientFault("the Spark session is being built")
+            while not self._session.get(timeout=0.5) and not self._stopping.is_set():
+                pass
             return self._spark
-        return self._spark if self._spark.ready else self._inline
+        return self._spark if self._session.get() else self._inline
 
     def _hashtext(self, hosts: Sequence[str]) -> list[int]:
         with self._source.connection() as conn:
@@ -152,6 +170,8 @@ def _say(batch: Batch) -> Any:
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
         if text != said[0]:
             said[0] = text
-            log.warning("the batch waits to be tried again", extra={"batch": batch.number, "fault": text})
+            log.warning(
+                "the batch waits to be tried again", extra={"batch": batch.number, "fault": text}
+            )
 
     return say

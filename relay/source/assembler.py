@@ -21,7 +21,7 @@ from relay.source.pgoutput import (
 )
 from relay.source.spool import Spool, SpooledTuples
 
-_BEGIN, _COMMIT, _RELATION, _INSERT = b"BCRI"
+_INSERT = ord("I")
 _OID = Struct(">I")
 _TUPLE = 6  # an Insert is its kind, the relation's oid and 'N' before the row
 
@@ -106,23 +106,16 @@ class Assembler:
 
     def feed(self, message: bytes) -> Received | CommitMessage | None:
         """Take one message; returns the finished commit, the bare CommitMessage of one without rows, or None."""
-        kind = message[0]
-        if kind == _INSERT:
+        if message[0] == _INSERT:
             self._insert(message)
-        elif kind == _BEGIN:
-            begin = decode(message)
-            assert isinstance(begin, Begin)
-            self._begin = begin
-        elif kind == _COMMIT:
-            commit = decode(message)
-            assert isinstance(commit, CommitMessage)
-            return self._commit(commit)
-        elif kind == _RELATION:
-            relation = decode(message)
-            assert isinstance(relation, Relation)
-            self._relation(relation)
-        else:
-            decode(message)  # the others carry nothing for an outbox, but must be well formed
+            return None
+        match decode(message):
+            case Begin() as begin:
+                self._begin = begin
+            case CommitMessage() as commit:
+                return self._commit(commit)
+            case Relation() as relation:
+                self._relation(relation)
         return None
 
     def _relation(self, relation: Relation) -> None:
@@ -161,13 +154,12 @@ class Assembler:
         self._events += 1
         self._size += len(row)
         group.size += len(row)
-        if self._spool is None:
-            group.rows.append(row)
-            if self._size > self._max_bytes:
-                self._spill()
-        else:
-            assert group.spooled is not None
+        if self._spool is not None and group.spooled is not None:
             self._spool.append(row, group.spooled)
+            return
+        group.rows.append(row)
+        if self._size > self._max_bytes:
+            self._spill()
 
     def _new_group(self, key: Key, layout: _Layout, transaction_id: bytes | None) -> _Group:
         text = None if transaction_id is None else transaction_id.decode()
@@ -188,7 +180,10 @@ class Assembler:
             )
         values = dict(zip(now.columns, decode_tuple(row), strict=True))
         return encode_tuple(
-            [value if isinstance(value := values.get(name), bytes) else None for name in first.columns]
+            [
+                value if isinstance(value := values.get(name), bytes) else None
+                for name in first.columns
+            ]
         )
 
     def _spill(self) -> None:

@@ -5,10 +5,11 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from struct import Struct, error as _StructError
+from struct import Struct
 
 from relay.events import FIELDS, Commit, Event, Lsn, Row
 
@@ -169,11 +170,8 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"unknown pgoutput message {data[:1]!r}")
     try:
         return decoder(data)
-    except (IndexError, ValueError, _StructError) as error:
+    except (IndexError, ValueError, struct.error) as error:
         raise ProtocolError(f"malformed pgoutput message {data[:1]!r}") from error
-
-
-
 
 
 def _string(data: bytes, start: int) -> tuple[str, int]:
@@ -261,7 +259,7 @@ def _message(data: bytes) -> LogicalMessage:
     return LogicalMessage(bool(data[1] & 1), Lsn(lsn), prefix, content)
 
 
-_DECODERS = {
+_DECODERS: dict[int, Callable[[bytes], Message]] = {
     ord("B"): _begin,
     ord("C"): _commit,
     ord("O"): _origin,
@@ -303,7 +301,7 @@ def decode_tuple(data: bytes) -> tuple[Value, ...]:
     """All values of one TupleData, as bytes, in the order of the table. Raises ProtocolError."""
     try:
         return _values(data, 0)[0]
-    except (IndexError, _StructError) as error:
+    except (IndexError, struct.error) as error:
         raise ProtocolError("malformed TupleData") from error
 
 

@@ -73,4 +73,6 @@ class Progress:
         with self._lock:
             if not self._flushed:
                 return None
-            return STATUS.pack(b"r", max(self._received, self._flushed), self._flushed, self._flushed, clock, reply)
+            return STATUS.pack(
+                b"r", max(self._received, self._flushed), self._flushed, self._flushed, clock, reply
+            )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row
+from psycopg.rows import args_row, class_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
@@ -53,17 +53,20 @@ def create_slot(conn: psycopg.Connection[object], name: str) -> Lsn:
     from before the publication. Waits for the transactions that are running. Raises psycopg.Error.
     """
     failover = sql.SQL(", failover => true") if conn.info.server_version >= 170000 else sql.SQL("")
-    row = conn.execute(
-        sql.SQL("select lsn::text from pg_create_logical_replication_slot({name}, {plugin}{failover})").format(
-            name=name, plugin=PLUGIN, failover=failover
+    with conn.cursor(row_factory=args_row(Lsn.parse)) as cursor:
+        cursor.execute(
+            sql.SQL(
+                "select lsn::text from pg_create_logical_replication_slot({name}, {plugin}{failover})"
+            ).format(name=name, plugin=PLUGIN, failover=failover)
         )
-    ).fetchone()
-    assert isinstance(row, tuple)
-    return Lsn.parse(row[0])
+        return next(cursor)
 
 
 def ensure_slot(conn: psycopg.Connection[object], name: str) -> bool:
-    """Create the slot if it is not there; returns whether it was created. Raises ConfigurationError if it is not ours."""
+    """Create the slot if it is not there; returns whether it was created.
+
+    Raises ConfigurationError if it is there but not ours.
+    """
     state = slot_state(conn, name)
     if state is None:
         create_slot(conn, name)
@@ -89,7 +92,8 @@ def require_ours(state: SlotState, database: str) -> None:
 def drop_slot(conn: psycopg.Connection[object], name: str) -> bool:
     """Drop the slot if it is there; returns whether it was. Raises psycopg.errors.ObjectInUse while it is read."""
     cursor = conn.execute(
-        "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s", (name,)
+        "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s",
+        (name,),
     )
     return cursor.rowcount > 0
 
@@ -99,7 +103,8 @@ def publication_tables(conn: psycopg.Connection[object], name: str) -> list[str]
     if not conn.execute("select from pg_publication where pubname = %s", (name,)).rowcount:
         return None
     rows = conn.execute(
-        "select schemaname || '.' || tablename from pg_publication_tables where pubname = %s order by 1", (name,)
+        "select schemaname || '.' || tablename from pg_publication_tables where pubname = %s order by 1",
+        (name,),
     ).fetchall()
     return [row[0] for row in rows if isinstance(row, tuple)]
 

@@ -38,7 +38,10 @@ class Spool:
         descriptor = self._file.fileno()
         buffer = b""
         while start < end or buffer:
-            if len(buffer) < _LENGTH.size or len(buffer) < _LENGTH.size + _LENGTH.unpack_from(buffer)[0]:
+            if (
+                len(buffer) < _LENGTH.size
+                or len(buffer) < _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+            ):
                 chunk = os.pread(descriptor, min(_READ, end - start), start)
                 if not chunk:
                     raise OSError("the spool file of a large transaction was cut short")

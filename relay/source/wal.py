@@ -1,7 +1,9 @@
 """Streams a slot over COPY BOTH: a thread receives and reports, the service takes batches and acknowledges.
 
-psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with `replication=database`, and
-its libpq wrapper reads and writes the copy. Source: PostgreSQL documentation, "Streaming Replication Protocol".
+psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with
+`replication=database`, and its libpq wrapper reads and writes the copy.
+
+Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import Struct
 from threading import Condition, Event, Thread
@@ -19,7 +21,15 @@ from threading import Condition, Event, Thread
 import psycopg
 from psycopg import sql
 from psycopg.pq import ExecStatus
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
+from psycopg.rows import scalar_row
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
 
 from relay.config import Settings
 from relay.events import Batch, Lsn
@@ -47,9 +57,7 @@ ACTIVE_WAIT_SECONDS = 1.0
 DEFAULT_SENDER_TIMEOUT = 60.0
 STATUS_SHARE = 0.6
 
-SESSION_OPTIONS = (
-    "-c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres -c extra_float_digits=1 -c bytea_output=hex"
-)
+SESSION_OPTIONS = "-c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres -c bytea_output=hex"
 """Pins the text form of values, whatever the server's or the role's defaults are."""
 
 
@@ -148,8 +156,7 @@ class WalSource:
             self._changed.wait_for(lambda: self._queue or self._error or self._stopping.is_set())
             if self._stopping.is_set():
                 return []
-            if not self._queue:
-                assert self._error is not None
+            if self._error is not None and not self._queue:
                 raise self._error
             taken = [self._queue.popleft()]
             events, size = taken[0].events, taken[0].size
@@ -157,7 +164,11 @@ class WalSource:
                 following = self._queue[0]
                 events += following.events
                 size += following.size
-                if following.spooled or events > self._limits.max_events or size > self._limits.max_bytes:
+                if (
+                    following.spooled
+                    or events > self._limits.max_events
+                    or size > self._limits.max_bytes
+                ):
                     break
                 taken.append(self._queue.popleft())
             return taken
@@ -199,7 +210,9 @@ class WalSource:
         except psycopg.Error as error:
             if action_for(error) is not Action.RETRY:
                 raise _explained(error, self._settings) from error
-            log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
+            log.warning(
+                "replication connection lost; reconnecting", extra={"fault": describe(error)}
+            )
             self._closing.wait(NAP_SECONDS * 20)
         finally:
             self.connected.clear()
@@ -210,7 +223,7 @@ class WalSource:
             retry=retry_if_exception(_worth_waiting),
             wait=_wait,
             stop=stop_when_event_set(self._closing),
-            sleep=self._closing.wait,
+            sleep=sleep_using_event(self._closing),
             before_sleep=_say_why(),
             reraise=True,
         )
@@ -250,7 +263,9 @@ class WalSource:
                 raise _explained(error, self._settings) from error
             raise
 
-    def _start_replication(self, conn: psycopg.Connection[object], slot: str, publication: str) -> _Stream:
+    def _start_replication(
+        self, conn: psycopg.Connection[object], slot: str, publication: str
+    ) -> _Stream:
         state = slot_state(conn, slot)
         if state is None:
             raise ConfigurationError(
@@ -265,14 +280,19 @@ class WalSource:
             "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {})"
         ).format(
             sql.Identifier(slot),
-            sql.SQL(str(self._progress.received)),  # type: ignore[arg-type]
+            sql.SQL(str(self._progress.received)),
             sql.Literal(sql.Identifier(publication).as_string(conn)),
         )
         result = conn.pgconn.exec_(command.as_bytes(conn))
         if result.status != ExecStatus.COPY_BOTH:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")
         log.info(
-            "streaming", extra={"slot": slot, "lsn": str(self._progress.received), "server": conn.info.server_version}
+            "streaming",
+            extra={
+                "slot": slot,
+                "lsn": str(self._progress.received),
+                "server": conn.info.server_version,
+            },
         )
         return _Stream(conn, timeout * STATUS_SHARE, timeout * 1.5)
 
@@ -295,7 +315,9 @@ class WalSource:
                         selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
                         last_heard = time.monotonic()
                 owing = self._progress.flushed > self._reported
-                ready = {key.data for key, _ in selector.select(IDLE_REPORT_SECONDS if owing else 1.0)}
+                ready = {
+                    key.data for key, _ in selector.select(IDLE_REPORT_SECONDS if owing else 1.0)
+                }
                 rung = "bell" in ready
                 if rung:
                     self._hear.recv(4096)
@@ -403,11 +425,11 @@ class WalSource:
 
 
 def _sender_timeout(conn: psycopg.Connection[object]) -> float:
-    row = conn.execute(
-        "select setting::float8 / 1000 from pg_settings where name = 'wal_sender_timeout'"
-    ).fetchone()
-    assert isinstance(row, tuple)
-    return float(row[0]) or DEFAULT_SENDER_TIMEOUT
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            "select setting::float8 / 1000 from pg_settings where name = 'wal_sender_timeout'"
+        )
+        return float(next(cursor)) or DEFAULT_SENDER_TIMEOUT
 
 
 def _end_of_stream(pgconn: psycopg.pq.abc.PGconn) -> psycopg.Error:
@@ -431,7 +453,7 @@ def _wait(state: RetryCallState) -> float:
     return float(_backoff(state))
 
 
-def _say_why() -> object:
+def _say_why() -> Callable[[RetryCallState], None]:
     """A callback that logs each change of the reason for waiting, once."""
     said: list[str] = [""]
 

@@ -38,7 +38,9 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
     )
 
 
-def open_pool(dsn: str, size: int, configure: Configure | None = None) -> ConnectionPool[psycopg.Connection[Any]]:
+def open_pool(
+    dsn: str, size: int, configure: Configure | None = None
+) -> ConnectionPool[psycopg.Connection[Any]]:
     """A pool of at most `size` connections in which dicts are written as jsonb and `Lsn` as pg_lsn."""
 
     def prepare(conn: psycopg.Connection[Any]) -> None:

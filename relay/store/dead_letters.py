@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
-from relay.events import SQL_TYPES, Event, Events
+from relay.events import SQL_TYPES, Events
 from relay.faults import exception_text
 
 _CHUNK = 1_000
@@ -40,7 +40,7 @@ _COLUMNS = ("group_id", "handler", "exception", "attempts", *_FROM_EVENT)
 
 
 def _insert(as_written: bool) -> sql.Composed:
-    """The insert of one event. JSON that jsonb refuses, such as a \\u0000, is kept as a JSON string of its text."""
+    """The insert of one event; JSON that jsonb refuses (an escaped NUL) is kept as a string of its text."""
     casts = []
     for field in _FROM_EVENT.values():
         if field in ("payload", "metadata") and not as_written:
@@ -54,18 +54,26 @@ def _insert(as_written: bool) -> sql.Composed:
 
 def _plain(text: str | None) -> str | None:
     """The text as PostgreSQL can hold it: what was no UTF-8 in the source becomes a replacement character."""
-    return None if text is None else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return (
+        None if text is None else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    )
 
 
 def bury(
-    conn: psycopg.Connection[Any], group: str, events: Events, handler: str | None, error: BaseException
+    conn: psycopg.Connection[Any],
+    group: str,
+    events: Events,
+    handler: str | None,
+    error: BaseException,
 ) -> None:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
     `handler` is the one that failed; None where no route matched.
     """
     first = (group, handler, exception_text(error), 1)
-    rows = ((*first, *(_plain(event.text(field)) for field in _FROM_EVENT.values())) for event in events)
+    rows = (
+        (*first, *(_plain(event.text(field)) for field in _FROM_EVENT.values())) for event in events
+    )
     while chunk := list(islice(rows, _CHUNK)):
         try:
             _write(conn, chunk, as_written=True)
@@ -125,7 +133,8 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
     """How many dead events the group has."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
-            "select count(*) from relay.dead_letter_queue where group_id = %s and status = 'dead'", (group,)
+            "select count(*) from relay.dead_letter_queue where group_id = %s and status = 'dead'",
+            (group,),
         ).fetchone()
     return int(found or 0)
 
@@ -178,5 +187,6 @@ def letters(conn: psycopg.Connection[Any], group: str, letter_id: int) -> Iterat
 def as_json(item: DeadTransaction | DeadLetter) -> dict[str, Any]:
     """The entry as JSON values: times in ISO 8601."""
     return {
-        key: value.isoformat() if isinstance(value, datetime) else value for key, value in asdict(item).items()
+        key: value.isoformat() if isinstance(value, datetime) else value
+        for key, value in asdict(item).items()
     }

@@ -57,7 +57,9 @@ def _cursors(rows: Sequence[_Row]) -> list[Cursor]:
     ]
 
 
-def lock(conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]) -> Mapping[int, Cursor]:
+def lock(
+    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
+) -> Mapping[int, Cursor]:
     """Lock the partitions' rows to the end of the transaction, in order, and return where they stand.
 
     Raises ConfigurationError if one is not there: the group was not initialised, or has another number of partitions.
@@ -101,7 +103,9 @@ def advance(conn: psycopg.Connection[Any], group: str, advances: Sequence[Advanc
 def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order."""
     with conn.cursor(row_factory=class_row(_Row)) as cursor:
-        return _cursors(cursor.execute(_SELECT + " order by partition_id", (group, TOPIC)).fetchall())
+        return _cursors(
+            cursor.execute(_SELECT + " order by partition_id", (group, TOPIC)).fetchall()
+        )
 
 
 def create(conn: psycopg.Connection[Any], group: str, partitions: int, next_offset: int) -> int:
@@ -120,7 +124,8 @@ def partition_count(conn: psycopg.Connection[Any], group: str) -> int:
     """How many partitions the group began with; 0 if it is not initialised."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
-            "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
+            "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s",
+            (group, TOPIC),
         ).fetchone()
     return int(found or 0)
 

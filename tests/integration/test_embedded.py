@@ -201,6 +201,18 @@ def test_a_failed_initdb_shows_what_it_said(folder: Path) -> None:
         cluster.start()
 
 
+def test_a_system_without_the_locale_still_gets_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    initdb = Cluster._initdb
+
+    def without_locale(self: Cluster, locale: str) -> subprocess.CompletedProcess[str]:
+        return initdb(self, "xx_XX.UTF-8" if locale == "C.UTF-8" else locale)
+
+    monkeypatch.setattr(Cluster, "_initdb", without_locale)
+    with Cluster() as cluster:
+        assert one(cluster, "show server_encoding") == "UTF8"
+        assert one(cluster, "show lc_messages") == "C"
+
+
 def test_a_folder_without_binaries_is_said_so(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="initdb not found"):
         Cluster(bin_dir=folder)

@@ -1,0 +1,218 @@
+"""The Spark session: built in the background, built again when it dies, ended with its JVM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_not_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from relay import config
+from relay.faults import ConfigurationError
+from relay.java import java_home
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
+
+_DEFAULTS = {
+    "spark.app.name": "relay",
+    # Without it every Python task waits 40 ms for a delayed TCP acknowledgement on the loopback interface.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.execution.pythonUDF.arrow.enabled": "true",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # What the driver remembers of past jobs would grow with every batch.
+    "spark.ui.retainedJobs": "10",
+    "spark.ui.retainedStages": "10",
+    "spark.ui.retainedTasks": "100",
+    "spark.sql.ui.retainedExecutions": "10",
+}
+_LOCAL = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "512m",
+}
+
+
+class Session:
+    """The one Spark session of this process.
+
+    It starts in the background, so that the first live batches do not wait for the JVM.
+    """
+
+    def __init__(self, settings: config.Spark) -> None:
+        self._settings = settings
+        self._session: SparkSession | None = None
+        self._settled = Event()
+        self._closing = Event()
+        self._builder: Thread | None = None
+        self._error: ConfigurationError | None = None
+
+    def start(self) -> None:
+        """Begin to build the session unless that is under way; returns at once."""
+        if self._builder is not None and self._builder.is_alive():
+            return
+        self._settled.clear()
+        self._builder = Thread(target=self._build_until_it_works, name="spark-start", daemon=True)
+        self._builder.start()
+
+    def get(self, timeout: float = 0.0) -> SparkSession | None:
+        """The session, or None while it is being built. Raises ConfigurationError if there can never be one."""
+        self._settled.wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._session
+
+    def lost(self, session: SparkSession) -> bool:
+        """Look whether a session has died after a failure; if so, begin to build another."""
+        if _alive(session):
+            return False
+        log.warning("the Spark session died; building it again")
+        self._discard()
+        self.start()
+        return True
+
+    def close(self) -> None:
+        """Stop the session and its JVM."""
+        self._closing.set()
+        if self._builder is not None:
+            self._builder.join(30)
+        self._discard()
+
+    def _build_until_it_works(self) -> None:
+        retrying = Retrying(
+            retry=retry_if_not_exception_type(ConfigurationError),
+            wait=wait_exponential_jitter(initial=1.0, max=30.0),
+            stop=stop_when_event_set(self._closing),
+            sleep=sleep_using_event(self._closing),
+            before_sleep=_say,
+            reraise=True,
+        )
+        try:
+            retrying(self._build)
+        except ConfigurationError as error:
+            self._error = error
+            self._settled.set()
+        except Exception as error:
+            log.debug("gave up building the Spark session", extra={"fault": first_line(error)})
+
+    def _build(self) -> None:
+        if self._closing.is_set():
+            return
+        _clear_remains()
+        session = _open(self._settings)
+        rows = session.createDataFrame(pa.table({"version": pa.array([""], pa.string())}))
+        # One job before the first batch: it finds executors that lack relay, and it warms a Python worker.
+        rows.mapInArrow(warm_up, "version string").collect()
+        self._session = session
+        self._settled.set()
+        log.info("the Spark session is ready", extra={"spark": session.version})
+
+    def _discard(self) -> None:
+        session, self._session = self._session, None
+        self._settled.clear()
+        if session is not None:
+            try:
+                session.stop()
+            except Exception as error:
+                log.debug("the Spark session did not stop", extra={"fault": first_line(error)})
+        _clear_remains()
+
+
+def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """On an executor: load what applying a task needs."""
+    import relay
+    import relay.pipeline.apply
+
+    for _ in batches:
+        yield pa.RecordBatch.from_arrays([pa.array([relay.__version__])], names=["version"])
+
+
+def _open(spark: config.Spark) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    builder: Any = SparkSession.builder
+    if spark.remote:
+        conf = dict(spark.conf)
+        builder = builder.remote(spark.remote)
+    else:
+        conf = _classic_conf(spark.master) | spark.conf
+        builder = builder.master(spark.master)
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    session: SparkSession = builder.getOrCreate()
+    return session
+
+
+def _classic_conf(master: str) -> dict[str, str]:
+    os.environ["JAVA_HOME"] = str(java_home())
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if master.startswith("local"):
+        # Nobody else has to reach this driver.
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    logging_file = Path(__file__).with_name("log4j2.properties")
+    conf = _DEFAULTS | {
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={logging_file.as_uri()}",
+    }
+    return conf | _LOCAL if master.startswith("local") else conf
+
+
+def _alive(session: SparkSession) -> bool:
+    try:
+        return session.range(1).count() == 1
+    except Exception:
+        return False
+
+
+def _clear_remains() -> None:
+    """End the JVM of this process, if any, and make PySpark forget it: it keeps a dead gateway for ever."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    gateway: Any = SparkContext._gateway
+    if gateway is None:
+        return
+    try:
+        gateway.shutdown()
+    except Exception as error:
+        log.debug("the Spark gateway did not shut down", extra={"fault": first_line(error)})
+    process = getattr(gateway, "proc", None)
+    if process is not None:
+        process.stdin.close()  # the JVM ends with its standard input
+        try:
+            process.wait(10)
+        except Exception:
+            process.kill()
+    SparkContext._gateway = None
+    SparkContext._jvm = None
+    SparkContext._active_spark_context = None
+    forgetful: Any = SparkSession
+    forgetful._instantiatedSession = None
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message, which Spark follows with a page of Java."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _say(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    if error is not None:
+        log.warning("the Spark session cannot be built yet", extra={"fault": first_line(error)})
