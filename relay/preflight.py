@@ -49,6 +49,8 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield from _source(conn, settings)
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "source", str(error))
+        if settings.one_database:
+            return
     try:
         built = handlers.build(settings.handlers)
     except ConfigurationError as error:
@@ -60,6 +62,11 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield from _target(conn, settings, built)
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "target", str(error))
+    except psycopg.errors.InsufficientPrivilege as error:
+        message = error.diag.message_primary
+        yield Finding(
+            Level.ERROR, "target", f"target.dsn: {message}: grant it, see sql/target/002_grants.sql"
+        )
 
 
 def require(settings: Settings) -> list[Finding]:

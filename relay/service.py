@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """One relay. A Spark session that is passed in is used, and stopped at the end, like one of its own."""
+    """One relay; it shares a Spark session that is passed in, and has one of its own otherwise."""
 
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._pipeline = Pipeline(settings, session)

@@ -52,13 +52,17 @@ class Engine(Protocol):
 
 
 class Pipeline:
-    """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process."""
+    """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process.
+
+    A Spark session that is passed in is shared: it must be started, and stays open at the end.
+    """
 
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
         self._inline = InlineEngine(Applier(settings, workers), workers)
+        self._own_session = session is None
         self._session = session or Session(settings.spark)
         self._spark = SparkEngine(settings, self._session)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
@@ -67,7 +71,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Start the Spark session in the background, unless every batch is small enough to do without."""
-        if self._needs_spark:
+        if self._needs_spark and self._own_session:
             self._session.start()
 
     def interrupt(self) -> None:
@@ -78,7 +82,8 @@ class Pipeline:
         """Stop the engines and close the connections."""
         self._stopping.set()
         self._inline.close()
-        self._session.close()
+        if self._own_session:
+            self._session.close()
         self._source.close()
 
     def run(self, batch: Batch) -> Outcome:
@@ -108,7 +113,7 @@ class Pipeline:
         retrying = Retrying(
             retry=retry_if_exception(_transient),
             wait=wait_exponential_jitter(
-                initial=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
+                multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
             ),
             stop=stop_when_event_set(self._stopping),
             sleep=sleep_using_event(self._stopping),

@@ -92,13 +92,14 @@ class Session:
         """Stop the session and its JVM."""
         self._closing.set()
         if self._builder is not None:
-            self._builder.join(30)
+            # A JVM that is only just starting ends with this process's end of its standard input.
+            self._builder.join(1)
         self._discard()
 
     def _build_until_it_works(self) -> None:
         retrying = Retrying(
             retry=retry_if_not_exception_type(ConfigurationError),
-            wait=wait_exponential_jitter(initial=1.0, max=30.0),
+            wait=wait_exponential_jitter(multiplier=1.0, max=30.0),
             stop=stop_when_event_set(self._closing),
             sleep=sleep_using_event(self._closing),
             before_sleep=_say,
@@ -127,11 +128,12 @@ class Session:
     def _discard(self) -> None:
         session, self._session = self._session, None
         self._settled.clear()
-        if session is not None:
-            try:
-                session.stop()
-            except Exception as error:
-                log.debug("the Spark session did not stop", extra={"fault": first_line(error)})
+        if session is None:
+            return
+        try:
+            session.stop()
+        except Exception as error:
+            log.debug("the Spark session did not stop", extra={"fault": first_line(error)})
         _clear_remains()
 
 

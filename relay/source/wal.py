@@ -20,6 +20,7 @@ from threading import Condition, Event, Thread
 
 import psycopg
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import ExecStatus
 from psycopg.rows import scalar_row
 from tenacity import (
@@ -103,7 +104,6 @@ class WalSource:
         self._hear.setblocking(False)
         self._reported = Lsn(0)
         self._batches = 0
-        self.connected = Event()
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
 
     def start(self) -> None:
@@ -204,7 +204,6 @@ class WalSource:
         stream = self._connect()
         if stream is None:
             return
-        self.connected.set()
         try:
             self._receive(stream)
         except psycopg.Error as error:
@@ -215,7 +214,6 @@ class WalSource:
             )
             self._closing.wait(NAP_SECONDS * 20)
         finally:
-            self.connected.clear()
             stream.conn.close()
 
     def _connect(self) -> _Stream | None:
@@ -245,7 +243,7 @@ class WalSource:
             cursor_factory=psycopg.ClientCursor,
             autocommit=True,
             client_encoding="UTF8",
-            options=SESSION_OPTIONS,
+            options=_session_options(self._settings.source_dsn),
             application_name="relay",
             connect_timeout=10,
             # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
@@ -424,6 +422,12 @@ class WalSource:
                     pgconn.consume_input()
 
 
+def _session_options(dsn: str) -> str:
+    """The pinned settings behind those that the user's connection string brings."""
+    own = conninfo_to_dict(dsn).get("options") or ""
+    return f"{own} {SESSION_OPTIONS}".strip()
+
+
 def _sender_timeout(conn: psycopg.Connection[object]) -> float:
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
@@ -443,7 +447,7 @@ def _worth_waiting(error: BaseException) -> bool:
     return isinstance(error, _SlotActive) or action_for(error) is Action.RETRY
 
 
-_backoff = wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.5)
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.5)
 
 
 def _wait(state: RetryCallState) -> float:

@@ -1,0 +1,63 @@
+"""Fixtures: one PostgreSQL server and one Spark session for the whole run, a fresh database for each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from relay.config import Spark
+from relay.pipeline.session import Session
+from tests.outbox import Outbox
+from tests.postgres import Server, start_server
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A PostgreSQL server that all tests share; nobody may stop it."""
+    with start_server() as running:
+        yield running
+
+
+@pytest.fixture
+def mortal_server() -> Iterator[Server]:
+    """A server of the test's own, to be stopped and killed."""
+    with start_server() as running:
+        yield running
+
+
+@pytest.fixture
+def database(server: Server) -> Iterator[str]:
+    """The DSN of a fresh database; its slots go with it."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    dsn = server.create_database(name)
+    yield dsn
+    server.drop_database(name)
+
+
+@pytest.fixture
+def outbox(database: str) -> Iterator[Outbox]:
+    """An installed outbox with a projection table in a fresh database."""
+    with Outbox(database) as made:
+        made.install()
+        yield made
+
+
+@pytest.fixture(scope="session")
+def spark_session() -> Iterator[Session]:
+    """A local Spark session that all tests share."""
+    session = Session(Spark(master="local[2]"))
+    session.start()
+    assert session.get(timeout=120) is not None
+    yield session
+    session.close()
+
+
+@pytest.fixture(params=["inline", "spark"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Every semantic test runs on both engines."""
+    return str(request.param)

@@ -1,0 +1,328 @@
+"""The commands as a user runs them: what they print, and with which exit status they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.outbox import PROJECTION, Outbox, event, host
+from tests.postgres import Server, start_server
+from tests.process import relay, running
+
+
+@pytest.fixture
+def config(outbox: Outbox, tmp_path: Path) -> Path:
+    return outbox.config_file(tmp_path / "relay.yaml")
+
+
+def refused(config: Path, *command: str) -> str:
+    """The one line on standard error of a command that ends with exit status 2."""
+    result = relay(*(command or ("run",)), "--config", str(config))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    return line
+
+
+def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(PROJECTION)
+        config = str(outbox.config_file(tmp_path / "relay.yaml"))
+        assert relay("init", "--config", config).returncode == 0
+        assert relay("init", "--config", config).stdout == "everything is there already\n"
+        assert relay("check", "--config", config).returncode == 0
+        published = relay(
+            "publish", "--config", config, "--generate", "50", "--seed", "1", "--json"
+        )
+        counts = json.loads(published.stdout)
+        assert counts["transactions"] == 50
+        assert outbox.value("select count(*) from outbox_message_t") == counts["events"]
+        with running(Path(config)) as service:
+            service.wait_said("streaming")
+            outbox.wait_drained()
+            assert relay("status", "--config", config, "--check").returncode == 0
+            assert service.terminate() == 0
+        outbox.assert_exact()
+        status = json.loads(relay("status", "--config", config, "--json").stdout)
+        assert status["source_mode"] == "wal"
+        assert status["slot"]["name"] == outbox.slot
+        assert status["slot"]["active"] is False
+        assert status["slot"]["wal_status"] == "reserved"
+        assert status["slot"]["lag_bytes"] < 100_000
+        assert max(p["next_offset"] for p in status["partitions"]) == counts["events"] + 1
+        assert len(status["partitions"]) == 8
+        assert status["dead_letters"] == 0
+        assert relay("status", "--config", config, "--check").returncode == 1
+        assert relay("uninstall", "--config", config, "--yes").returncode == 0
+        assert (
+            outbox.value(
+                "select count(*) from pg_replication_slots where slot_name = %s", (outbox.slot,)
+            )
+            == 0
+        )
+        assert outbox.value("select count(*) from pg_namespace where nspname = 'relay'") == 0
+        assert outbox.value("select count(*) from outbox_message_t") == counts["events"]
+
+
+def test_publish_from_standard_input(config: Path, outbox: Outbox) -> None:
+    item = {"host_id": str(host(1)), "events": [event(1), event(2)]}
+    for text in (
+        json.dumps(item),
+        json.dumps([item, item]),
+        f"{json.dumps(item)}\n\n{json.dumps(item)}\n",
+    ):
+        assert relay("publish", "--config", str(config), stdin=text).returncode == 0
+    assert outbox.value("select count(*) from outbox_message_t") == 10
+
+
+def test_dead_letters_are_listed_and_shown(config: Path, outbox: Outbox) -> None:
+    bad = outbox.publish(host(1), event(-1), event(2))
+    with running(config) as service:
+        outbox.wait_drained()
+        assert service.terminate(signal.SIGINT) == 0
+        assert (
+            "-1"
+            not in service.log.read_text()
+            .replace(str(bad), "")
+            .split("dead letter")[1]
+            .split("}")[0]
+        )
+    (letter,) = json.loads(relay("dlq", "list", "--config", str(config), "--json").stdout)
+    assert letter["transaction_id"] == str(bad)
+    assert letter["events"] == 2
+    shown = json.loads(
+        relay("dlq", "show", str(letter["id"]), "--config", str(config), "--json").stdout
+    )
+    assert [item["payload"] for item in shown] == [{"amount": -1}, {"amount": 2}]
+    assert relay("dlq", "show", str(letter["id"]), "--config", str(config)).returncode == 0
+    assert str(bad)[:8] in relay("dlq", "list", "--config", str(config), COLUMNS="200").stdout
+    assert "no dead letter 99" in relay("dlq", "show", "99", "--config", str(config)).stderr
+
+
+def test_neither_payloads_nor_passwords_are_logged(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.conn.execute("create role keeper superuser login password 'hunter2-secret'")
+    try:
+        dsn = f"{outbox.dsn}{'&' if '?' in outbox.dsn else '?'}user=keeper&password=hunter2-secret"
+        source = {**outbox.config()["source"], "dsn": dsn}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+        outbox.publish(host(1), event("payload-secret"))
+        with running(config, "--log-level", "debug") as service:
+            outbox.wait_drained()
+            assert service.terminate() == 0
+            text = service.log.read_text()
+        assert "dead letter" in text
+        assert "payload-secret" not in text
+        assert "hunter2-secret" not in text
+    finally:
+        outbox.conn.execute("drop role keeper")
+
+
+def test_unknown_key(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", partition=3)
+    assert refused(config).startswith(f"relay: {config}: partition: unknown key")
+
+
+def test_wrong_type(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", partitions="many")
+    assert refused(config).startswith(
+        f"relay: {config}: partitions: input should be a valid integer"
+    )
+
+
+def test_unknown_handler_in_a_route(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", routes=[{"handlers": ["nobody"]}])
+    assert "routes.0.handlers: there is no handler 'nobody'" in refused(config)
+
+
+def python_handler(path: str) -> dict[str, object]:
+    return {
+        "handlers": {"h": {"type": "python", "callable": path}},
+        "routes": [{"handlers": ["h"]}],
+    }
+
+
+def test_import_error(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", **python_handler("no.such.module:f"))
+    assert "handlers.h.callable: importing 'no.such.module' failed" in refused(config)
+
+
+def test_missing_function(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", **python_handler("json:no_such"))
+    assert "handlers.h.callable: 'json' has no 'no_such'" in refused(config)
+
+
+def test_bad_dsn(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", source={"dsn": "postgres//user:pass word"})
+    line = refused(config)
+    assert "source.dsn: is not a PostgreSQL connection string" in line
+    assert "word" not in line
+
+
+def test_unreachable_server(outbox: Outbox, tmp_path: Path) -> None:
+    source = {**outbox.config()["source"], "dsn": "postgresql://postgres@127.0.0.1:1/x"}
+    config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+    for command in (
+        ["run"],
+        ["init"],
+        ["status"],
+        ["check"],
+        ["publish", "--generate", "1"],
+        ["dlq", "list"],
+    ):
+        assert (
+            "e.dsn: cannot connect" in (line := refused(config, *command))
+            or "t.dsn: cannot connect" in line
+        )
+
+
+def test_wal_level_replica(tmp_path: Path) -> None:
+    with (
+        start_server({"wal_level": "replica"}) as server,
+        Outbox(server.create_database("plain")) as outbox,
+    ):
+        outbox.conn.execute(PROJECTION)
+        config = outbox.config_file(tmp_path / "relay.yaml")
+        assert "wal_level=replica, relay needs logical" in refused(config, "init")
+        assert (
+            "wal_level=replica, relay needs logical"
+            in relay("check", "--config", str(config)).stderr
+        )
+
+
+def test_missing_table(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute("drop table outbox_message_t")
+    outbox.conn.execute(b"create table other (host_id uuid)")
+    outbox.conn.execute(f"alter publication {outbox.slot} add table other".encode())
+    result = relay("run", "--config", str(config))
+    assert result.returncode == 2
+    assert (
+        "source.table: there is no table public.outbox_message_t" in result.stderr.splitlines()[0]
+    )
+
+
+def test_missing_column(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute("alter table outbox_message_t rename column host_id to tenant")
+    assert "the table public.outbox_message_t has no column 'host_id'" in refused(config)
+
+
+def test_changed_partition_count(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", partitions=16)
+    assert "partitions: the configuration says 16" in refused(config)
+    assert "initialised with 8" in refused(config, "init")
+
+
+def test_slot_of_another_plugin(config: Path, outbox: Outbox, server: Server) -> None:
+    outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
+    try:
+        outbox.conn.execute(
+            "select pg_create_logical_replication_slot(%s, 'test_decoding')", (outbox.slot,)
+        )
+    except Exception as error:  # the server may come without contrib modules
+        pytest.skip(f"no test_decoding: {type(error).__name__}")
+    assert "uses the plugin 'test_decoding'" in refused(config)
+    assert "uses the plugin 'test_decoding'" in refused(config, "init")
+
+
+def test_slot_of_another_database(
+    config: Path, outbox: Outbox, server: Server, tmp_path: Path
+) -> None:
+    other = server.create_database(f"{outbox.slot}_other")
+    try:
+        with Outbox(other) as elsewhere:
+            elsewhere.conn.execute(PROJECTION)
+            source = {"dsn": other, "slot": outbox.slot, "publication": outbox.slot}
+            bad = elsewhere.config_file(tmp_path / "other.yaml", source=source)
+            assert f"belongs to the database '{outbox.slot}'" in refused(bad, "init")
+    finally:
+        server.drop_database(f"{outbox.slot}_other")
+
+
+def test_a_bad_statement_is_found_by_check(outbox: Outbox, tmp_path: Path) -> None:
+    for statement, words in (
+        ("insert into nowhere values (%(id)s)", 'relation "nowhere" does not exist'),
+        ("insert into projection (id) values (%(name)s)", "%(name)s names no field of an event"),
+        ("insert into projection (id) values (%s)", "'%s' is no placeholder"),
+        (
+            "insert into projection (id) values (%(payload)s)",
+            'column "id" is of type uuid but expression is of type',
+        ),
+        ("selekt 1", "syntax error"),
+    ):
+        handlers = {"h": {"type": "sql", "statement": statement}}
+        config = outbox.config_file(
+            tmp_path / "relay.yaml", handlers=handlers, routes=[{"handlers": ["h"]}]
+        )
+        result = relay("check", "--config", str(config))
+        assert result.returncode == 2
+        assert f"handlers.h.statement: {words}" in result.stderr
+        assert "handlers.h.statement" in refused(config)
+
+
+def test_a_bad_batch_statement_is_found_by_check(outbox: Outbox, tmp_path: Path) -> None:
+    handlers = {
+        "h": {
+            "type": "sql",
+            "each": "batch",
+            "statement": "insert into projection (id) select nix from batch",
+        }
+    }
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", handlers=handlers, routes=[{"handlers": ["h"]}]
+    )
+    assert 'handlers.h.statement: column "nix" does not exist' in refused(config)
+
+
+def test_a_role_that_may_not_replicate(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.conn.execute("create role weak login password 'x'; grant all on schema relay to weak")
+    try:
+        source = {**outbox.config()["source"], "dsn": f"{outbox.dsn}?user=weak&password=x"}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+        result = relay("check", "--config", str(config))
+        assert result.returncode == 2
+        assert "the role weak may not replicate" in result.stderr
+    finally:
+        outbox.conn.execute("drop owned by weak; drop role weak")
+
+
+def test_an_event_that_may_not_be_unrouted_stops_the_service(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        routes=[{"match": {"event_type": "order.*"}, "handlers": ["projection"]}],
+        unrouted="fail",
+    )
+    outbox.publish(host(1), event(1, event_type="strange"))
+    with running(config) as service:
+        assert service.process.wait(30) == 1
+        assert "no route matches the event_type 'strange'" in service.log.read_text()
+    assert outbox.value("select count(*) from projection") == 0
+
+
+def test_a_statement_that_breaks_while_running_stops_and_blames_no_event(
+    config: Path, outbox: Outbox
+) -> None:
+    with running(config) as service:
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        outbox.conn.execute("alter table projection rename to elsewhere")
+        outbox.publish(host(1), event(2))
+        assert service.process.wait(30) == 2
+        assert (
+            'handlers.projection.statement: relation "projection" does not exist'
+            in service.log.read_text()
+        )
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    outbox.conn.execute("alter table elsewhere rename to projection")
+    outbox.drain(outbox.settings())
+    outbox.assert_exact()
+
+
+def test_usage_errors_and_help() -> None:
+    assert relay("--help").returncode == 0
+    assert relay("--version").stdout.startswith("relay ")
+    assert relay("nonsense").returncode == 2
+    assert relay("run", "--config", "/no/such/file.yaml").returncode == 2

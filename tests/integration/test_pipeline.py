@@ -1,0 +1,286 @@
+"""What becomes of events, on both engines: effects, dead letters, order, atomicity."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from relay.config import Settings
+from relay.pipeline.session import Session
+from tests.outbox import Outbox, event, host
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
+    """The shared Spark session, for those who need one."""
+    return request.getfixturevalue("spark_session") if engine == "spark" else None
+
+
+def dead(outbox: Outbox) -> list[tuple[object, ...]]:
+    return outbox.conn.execute(
+        "select transaction_id, handler, exception, payload from relay.dead_letter_queue order by id"
+    ).fetchall()
+
+
+def test_every_event_is_applied_once_in_order(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.fill(300, events=4, hosts=10)
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.value("select count(*) from projection") == 1200
+    outbox.assert_exact()
+
+
+def test_one_failing_transaction_between_two_good_ones(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.publish(host(1), event(1), event(2))
+    bad = outbox.publish(host(1), event(3), event(-1), event(4))
+    outbox.publish(host(1), event(5))
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 5]
+    letters = dead(outbox)
+    assert [letter[0] for letter in letters] == [bad] * 3
+    assert [letter[3] for letter in letters] == [{"amount": 3}, {"amount": -1}, {"amount": 4}]
+    assert {letter[1] for letter in letters} == {"projection"}
+    assert all("CheckViolation" in str(letter[2]) for letter in letters)
+    outbox.assert_exact()
+
+
+def test_a_commit_with_several_business_transactions_loses_only_the_failing_one(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    with outbox.conn.transaction():
+        outbox.publish(host(1), event(1))
+        bad = outbox.publish(host(1), event(-1), event(2))
+        outbox.publish(host(2), event(3))
+    outbox.drain(outbox.settings(engine), session)
+    assert sorted(outbox.column("select amount from projection")) == [1, 3]
+    assert {letter[0] for letter in dead(outbox)} == {bad}
+    outbox.assert_exact()
+
+
+def test_without_transaction_id_host_and_user_stand_for_the_transaction(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    with outbox.conn.transaction():
+        for user, amount in ((1, 1), (1, -1), (2, 3)):
+            outbox.conn.execute(
+                "insert into outbox_message_t (host_id, user_id, event_type, payload) "
+                "values (%s, %s, 'order.placed', jsonb_build_object('amount', %s::int))",
+                (host(1), host(user), amount),
+            )
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.column("select amount from projection") == [3]
+    assert [letter[0] for letter in dead(outbox)] == [None, None]
+    outbox.assert_exact()
+
+
+def test_valid_json_that_the_handler_does_not_want(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    bad = outbox.publish(host(1), event("a lot"))
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.column("select amount from projection") == [1]
+    ((transaction, handler, exception, payload),) = dead(outbox)
+    assert (transaction, handler, payload) == (bad, "projection", {"amount": "a lot"})
+    assert str(exception).startswith("InvalidTextRepresentation [22P02]")
+
+
+def test_many_failing_transactions_among_many(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    bad = set()
+    for number in range(200):
+        amount = -1 if number % 7 == 0 else number
+        transaction = outbox.publish(host(number % 5), event(amount), event(1))
+        if amount < 0:
+            bad.add(transaction)
+    outbox.drain(outbox.settings(engine), session)
+    assert {letter[0] for letter in dead(outbox)} == bad
+    assert outbox.value("select count(*) from projection") == 2 * (200 - len(bad))
+    outbox.assert_exact()
+
+
+def test_a_transaction_over_hosts_of_several_partitions_is_atomic(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    transaction = uuid.uuid4()
+    outbox.publish(host(1), event(1))
+    with outbox.conn.transaction():
+        for number in range(20):
+            outbox.publish(
+                host(number), event(-1 if number == 13 else 1), transaction_id=transaction
+            )
+    outbox.publish(host(5), event(1))
+    outbox.drain(outbox.settings(engine), session)
+    assert len(dead(outbox)) == 20
+    assert outbox.value("select count(*) from projection") == 2
+    outbox.assert_exact()
+
+
+def test_deferred_constraints_blame_the_right_transaction(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.conn.execute(
+        "create table parent (amount numeric primary key);"
+        "insert into parent select generate_series(1, 5);"
+        "alter table projection add foreign key (amount) references parent deferrable initially deferred"
+    )
+    good = [outbox.publish(host(1), event(n)) for n in (1, 2)]
+    bad = outbox.publish(host(1), event(77))
+    good.append(outbox.publish(host(1), event(3)))
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.column("select transaction_id from projection order by seq") == good
+    assert [letter[0] for letter in dead(outbox)] == [bad]
+
+
+def both_kinds(outbox: Outbox, engine: str) -> Settings:
+    outbox.conn.execute(
+        "create table totals (host_id uuid primary key, amount numeric check (amount < 100))"
+    )
+    return outbox.settings(
+        engine,
+        handlers={
+            "projection": outbox.config()["handlers"]["projection"],
+            "totals": {
+                "type": "sql",
+                "each": "batch",
+                "statement": "insert into totals select host_id, sum((payload->>'amount')::numeric) from batch"
+                " group by host_id on conflict (host_id) do update set amount = totals.amount + excluded.amount",
+            },
+        },
+        routes=[{"handlers": ["projection", "totals"]}],
+    )
+
+
+def test_event_and_batch_handlers_commit_together(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    settings = both_kinds(outbox, engine)
+    for number in range(30):
+        outbox.publish(host(number % 3), event(1), event(2))
+    outbox.drain(settings, session)
+    assert outbox.column("select amount from totals") == [30, 30, 30]
+    outbox.assert_exact()
+
+
+def test_poison_in_a_batch_handler_is_found_and_takes_its_other_effects_along(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    settings = both_kinds(outbox, engine)
+    for number in range(20):
+        outbox.publish(host(1), event(500 if number == 11 else 2))
+    outbox.drain(settings, session)
+    assert outbox.column("select amount from totals") == [38]
+    assert [letter[1] for letter in dead(outbox)] == ["totals"]
+    outbox.assert_exact()
+
+
+def test_text_survives_a_batch_relation(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.conn.execute(
+        "create table texts (n bigserial, aggregate_id text, payload jsonb, metadata jsonb)"
+    )
+    settings = outbox.settings(
+        engine,
+        handlers={
+            "texts": {
+                "type": "sql",
+                "each": "batch",
+                "statement": "insert into texts (aggregate_id, payload, metadata)"
+                " select aggregate_id, payload, metadata from batch",
+            }
+        },
+        routes=[{"handlers": ["texts"]}],
+    )
+    texts = ["", "\\N", "a\tb\nc\rd", "back\\slash", "ünïcödé 🚚", "\\.", "null", "'\"%s"]
+    for text in texts:
+        outbox.publish(host(1), event(text, aggregate_id=text, metadata={"t": text}))
+    outbox.drain(settings, session)
+    assert outbox.column("select aggregate_id from texts order by n") == texts
+    assert outbox.column("select payload->>'amount' from texts order by n") == texts
+    assert outbox.column("select metadata->>'t' from texts order by n") == texts
+
+
+PYTHON = {
+    "handlers": {"python": {"type": "python", "callable": "tests.callables:record"}},
+    "routes": [{"handlers": ["python"]}],
+}
+
+
+def test_a_python_handler_writes_in_the_same_transaction(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.publish(host(1), event(1), event(2))
+    bad = outbox.publish(host(1), event(13), event(4))
+    outbox.publish(host(2), event(5))
+    outbox.drain(outbox.settings(engine, **PYTHON), session)
+    assert sorted(outbox.column("select amount from projection")) == [1, 2, 5]
+    letters = dead(outbox)
+    assert [letter[0] for letter in letters] == [bad, bad]
+    assert all(letter[2] == "ValueError: thirteen is not an amount" for letter in letters)
+    outbox.assert_exact()
+
+
+def test_a_serialization_failure_is_tried_again_and_dead_letters_nothing(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    # A sequence does not roll back, so it counts attempts.
+    outbox.conn.execute(
+        """
+        create sequence attempts;
+        create function fail_twice() returns trigger language plpgsql as $$
+        begin
+            if nextval('attempts') <= 2 then
+                raise serialization_failure;
+            end if;
+            return new;
+        end $$;
+        create trigger fail_twice before insert on projection for each row execute function fail_twice()
+        """
+    )
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings(engine), session)
+    assert outbox.value("select last_value from attempts") == 3
+    assert not dead(outbox)
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("policy", "letters", "applied"), [("dead_letter", 2, 1), ("ignore", 0, 2)]
+)
+def test_unrouted_events_follow_the_policy(
+    outbox: Outbox, engine: str, session: Session | None, policy: str, letters: int, applied: int
+) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.publish(host(1), event(2), event(3, event_type="unheard.of"))
+    settings = outbox.settings(
+        engine,
+        routes=[{"match": {"event_type": "order.*"}, "handlers": ["projection"]}],
+        unrouted=policy,
+    )
+    outbox.drain(settings, session)
+    assert outbox.value("select count(*) from projection") == applied
+    assert [letter[1:3] for letter in dead(outbox)] == [
+        (None, "NotRouted: no route matches the event_type 'unheard.of'")
+    ] * letters
+
+
+def test_redelivery_is_recognised(outbox: Outbox, engine: str, session: Session | None) -> None:
+    """The target remembers; a slot that forgot what was confirmed changes nothing."""
+    outbox.conn.execute(
+        "select pg_copy_logical_replication_slot(%s, %s)", (outbox.slot, f"{outbox.slot}_copy")
+    )
+    outbox.publish(host(1), event(1))
+    outbox.publish(host(2), event(2))
+    outbox.drain(outbox.settings(engine), session)
+    source = {**outbox.config()["source"], "slot": f"{outbox.slot}_copy"}
+    outbox.publish(host(1), event(3))
+    outbox.slot = f"{outbox.slot}_copy"
+    outbox.drain(outbox.settings(engine, source=source), session)
+    assert outbox.column("select amount from projection order by amount") == [1, 2, 3]
+    outbox.assert_exact()

@@ -1,0 +1,218 @@
+"""What the integration tests share: an outbox to publish to, a relay to run, and questions to the database."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, Self
+
+import psycopg
+import yaml
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.types.json import Jsonb
+
+from relay.config import Settings
+from relay.install import initialise
+from relay.pipeline.session import Session
+from relay.service import Service
+
+APPEND = """
+    insert into projection (id, host_id, c_offset, transaction_id, amount)
+    values (%(id)s, %(host_id)s, %(c_offset)s, %(transaction_id)s, (%(payload)s->>'amount')::numeric)
+"""
+"""Appends without ON CONFLICT, so that a second application shows."""
+
+PROJECTION = """
+    create table projection (
+        seq bigserial, id uuid, host_id uuid, c_offset bigint, transaction_id uuid,
+        amount numeric check (amount >= 0)
+    )
+"""
+
+Event = Mapping[str, Any]
+
+
+def event(amount: Any = 1, event_type: str = "order.placed", **more: Any) -> dict[str, Any]:
+    """One event as `relay.publish` takes it."""
+    return {
+        "event_type": event_type,
+        "aggregate_type": "Order",
+        "aggregate_id": "1",
+        "payload": {"amount": amount},
+        **more,
+    }
+
+
+def host(number: int) -> uuid.UUID:
+    """The id of the tests' n-th host."""
+    return uuid.UUID(int=number, version=4)
+
+
+class Outbox:
+    """A database with relay's outbox in it, and a projection that handlers append to."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self.slot = str(conninfo_to_dict(dsn)["dbname"])
+        self.conn = psycopg.connect(dsn, autocommit=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.conn.close()
+
+    def config(self, **overrides: Any) -> dict[str, Any]:
+        """A configuration as its YAML would be; the projection takes every event."""
+        return {
+            "source": {"dsn": self.dsn, "slot": self.slot, "publication": self.slot},
+            "handlers": {"projection": {"type": "sql", "statement": APPEND}},
+            "routes": [{"handlers": ["projection"]}],
+            # Where no batch is too large for the driver, no JVM is started.
+            "batch": {"inline_max_events": 1_000_000_000},
+            **overrides,
+        }
+
+    def settings(self, engine: str = "inline", **overrides: Any) -> Settings:
+        """Settings that send every batch to one engine."""
+        inline_max_events = 0 if engine == "spark" else 1_000_000_000
+        batch = {"inline_max_events": inline_max_events, **overrides.pop("batch", {})}
+        return Settings(**self.config(batch=batch, **overrides))
+
+    def config_file(self, path: Path, **overrides: Any) -> Path:
+        """The configuration as a file."""
+        path.write_text(yaml.safe_dump(self.config(**overrides)))
+        return path
+
+    def install(self, **overrides: Any) -> None:
+        """Run what `relay init` runs, and create the projection."""
+        self.conn.execute(PROJECTION)
+        initialise(self.settings(**overrides))
+
+    def publish(
+        self, host_id: uuid.UUID, *events: Event, transaction_id: uuid.UUID | None = None
+    ) -> uuid.UUID:
+        """Publish one business transaction in a commit of its own."""
+        row = self.conn.execute(
+            "select relay.publish(%s, %s, %s, %s)",
+            (host_id, host(999), Jsonb(list(events)), transaction_id),
+        ).fetchone()
+        assert row is not None
+        return uuid.UUID(str(row[0]))
+
+    def fill(self, transactions: int, events: int = 5, hosts: int = 64) -> None:
+        """Publish many business transactions, each in a commit of its own, as fast as the server can."""
+        self.conn.execute(
+            f"""
+            do $$
+            begin
+                set local synchronous_commit = off;
+                for t in 1..{transactions} loop
+                    perform relay.publish(
+                        ('00000000-0000-4000-8000-' || lpad((t % {hosts})::text, 12, '0'))::uuid,
+                        ('00000000-0000-4000-9000-' || lpad((t % 1000)::text, 12, '0'))::uuid,
+                        (select jsonb_agg(jsonb_build_object(
+                            'event_type', 'order.placed', 'aggregate_type', 'Order', 'aggregate_id', t::text,
+                            'payload', jsonb_build_object('order', t, 'amount', n, 'note', repeat('x', 100))))
+                         from generate_series(1, {events}) n));
+                    commit;
+                    set local synchronous_commit = off;
+                end loop;
+            end $$
+            """.encode()
+        )
+
+    def column(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """The first column of a query."""
+        return [row[0] for row in self.conn.execute(query.encode(), parameters)]
+
+    def value(self, query: str, parameters: Sequence[Any] = ()) -> Any:
+        """The one value of a query."""
+        (found,) = self.column(query, parameters)
+        return found
+
+    def tip(self) -> str:
+        """The position up to which everything is to be confirmed."""
+        return str(self.value("select pg_current_wal_insert_lsn()::text"))
+
+    def confirmed(self, lsn: str) -> bool:
+        """Whether the slot is confirmed to a position."""
+        return bool(
+            self.value(
+                "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where slot_name = %s",
+                (lsn, self.slot),
+            )
+        )
+
+    def wait_drained(self, timeout: float = 60.0) -> None:
+        """Wait until the slot is confirmed to where the WAL is now."""
+        tip = self.tip()
+        wait_until(lambda: self.confirmed(tip), timeout)
+
+    def drain(
+        self, settings: Settings, session: Session | None = None, timeout: float = 60.0
+    ) -> None:
+        """Relay until everything published so far is confirmed."""
+        with relaying(settings, session):
+            self.wait_drained(timeout)
+
+    def assert_exact(self) -> None:
+        """Projection + dead letters = outbox, nothing twice, order per host held."""
+        assert self.value("select count(*) from projection") == self.value(
+            "select count(distinct id) from projection"
+        )
+        assert not self.column(
+            """
+            (select id from outbox_message_t
+             except (select id from projection union select event_id from relay.dead_letter_queue))
+            union all
+            ((select id from projection union all select event_id from relay.dead_letter_queue)
+             except all select id from outbox_message_t)
+            """
+        )
+        assert (
+            self.value(
+                """
+            select count(*) from (
+                select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken from projection
+            ) as followed where overtaken
+            """
+            )
+            == 0
+        )
+
+
+@contextmanager
+def relaying(settings: Settings, session: Session | None = None) -> Iterator[Service]:
+    """A relay in a thread of this process; what it raises is raised at the end."""
+    service = Service(settings, session)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            service.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = Thread(target=run, name="relay")
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join(60)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Ask again and again until the condition holds; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.02)

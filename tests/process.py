@@ -1,0 +1,109 @@
+"""Runs `relay` as a user does: a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.outbox import wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def relay(
+    *arguments: str, cwd: Path | None = None, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "relay", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=_environment(environment),
+        timeout=120,
+        check=False,
+    )
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}
+    # The tests' own handlers are found wherever the process works.
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+@dataclass
+class Running:
+    """A `relay run` with its log, one JSON object a line."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has logged so far."""
+        found = []
+        for line in self.log.read_text().splitlines():
+            if line.startswith("{") and line.endswith("}"):
+                found.append(json.loads(line))
+        return found
+
+    def said(self, message: str) -> bool:
+        """Whether a log line begins with this message."""
+        return any(line["message"].startswith(message) for line in self.lines())
+
+    def wait_said(self, message: str, timeout: float = 60.0) -> None:
+        """Wait for a log line."""
+        wait_until(lambda: self.said(message) or self.process.poll() is not None, timeout)
+        assert self.said(message), self.log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel's out-of-memory killer does."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to stop; returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(40)
+
+
+@contextmanager
+def running(config: Path, *arguments: str, **environment: str) -> Iterator[Running]:
+    """A `relay run` in the background; killed at the end if it still runs."""
+    log = config.with_suffix(".log")
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "relay",
+                "run",
+                "--config",
+                str(config),
+                "--log-format",
+                "json",
+                *arguments,
+            ],
+            stderr=stream,
+            stdout=stream,
+            env=_environment(environment),
+        )
+    try:
+        yield Running(process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+def lines_of(result: subprocess.CompletedProcess[str]) -> Sequence[str]:
+    """The error lines of a finished command."""
+    return result.stderr.splitlines()
