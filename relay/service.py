@@ -10,7 +10,7 @@ from threading import Timer
 from types import FrameType
 
 from relay.config import Settings
-from relay.events import Batch, Outcome
+from relay.events import Batch, Lsn, Outcome
 from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
@@ -53,6 +53,11 @@ class Service:
             self._pipeline.close()
             self._last_resort.cancel()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position up to which PostgreSQL may recycle the WAL."""
+        return self._source.flushed
 
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()

@@ -93,6 +93,14 @@ class Outbox:
         self.conn.execute(PROJECTION)
         initialise(self.settings(**overrides))
 
+    def install_again(self, settings: Settings) -> None:
+        """Run what `relay init` runs for other settings."""
+        initialise(settings)
+
+    def reconnect(self) -> None:
+        """Connect anew, after the server was away."""
+        self.conn = psycopg.connect(self.dsn, autocommit=True)
+
     def publish(
         self, host_id: uuid.UUID, *events: Event, transaction_id: uuid.UUID | None = None
     ) -> uuid.UUID:

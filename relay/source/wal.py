@@ -272,26 +272,20 @@ class WalSource:
         require_ours(state, conn.info.dbname)
         timeout = _sender_timeout(conn)
         self._assembler.reset()
-        if state.confirmed_flush_lsn:
-            self._progress.start(Lsn.parse(state.confirmed_flush_lsn))
+        confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
+        start = max(confirmed, self._progress.received)
         command = sql.SQL(
             "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {})"
         ).format(
             sql.Identifier(slot),
-            sql.SQL(str(self._progress.received)),
+            sql.SQL(str(start)),
             sql.Literal(sql.Identifier(publication).as_string(conn)),
         )
         result = conn.pgconn.exec_(command.as_bytes(conn))
         if result.status != ExecStatus.COPY_BOTH:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")
-        log.info(
-            "streaming",
-            extra={
-                "slot": slot,
-                "lsn": str(self._progress.received),
-                "server": conn.info.server_version,
-            },
-        )
+        self._progress.start(confirmed)
+        log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, timeout * STATUS_SHARE, timeout * 1.5)
 
     def _receive(self, stream: _Stream) -> None:

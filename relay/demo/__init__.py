@@ -1,0 +1,109 @@
+"""`relay demo`: from a publisher to the projection on a private PostgreSQL, then verified from the database."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from relay.demo.play import play
+from relay.demo.process import Log
+from relay.demo.report import facts, judge
+from relay.demo.screen import Screen
+from relay.demo.shop import Scale
+from relay.embedded import Cluster
+from relay.faults import ConfigurationError
+from relay.java import java_home
+
+__all__ = ["Scale", "run_demo"]
+
+SERVER_SETTINGS = {"track_commit_timestamp": "on"}
+"""Tells when an effect was committed, by the clock of the server that stamped its event."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_demo(console: Console, directory: Path | None, scale: Scale | None = None) -> bool:
+    """Run the demo, print its summary and return whether every promise was kept. Leaves nothing running.
+
+    directory: new or empty; keeps the server's data and the logs. By default a temporary folder, removed at the end.
+
+    Raises RelayError when the demo cannot be run or cannot go on, SystemExit on a signal.
+    """
+    _require_empty(directory)
+    java_home()  # raises before anything has begun
+    with (
+        _ended_by_signals(),
+        Screen(console) as screen,
+        Cluster(directory, settings=SERVER_SETTINGS) as cluster,
+        _undisturbed_end(),
+    ):
+        log = Log(cluster.directory / "relay.log")
+        try:
+            kept = _perform(cluster.create_database("demo"), log, screen, scale or Scale())
+        except Exception:
+            screen.lines("The end of relay's log:", log.tail())
+            raise
+        if not kept:
+            screen.lines("The end of relay's log:", log.tail())
+        return kept
+
+
+def _perform(dsn: str, log: Log, screen: Screen, scale: Scale) -> bool:
+    performance = play(dsn, log, screen, scale)
+    screen.step("verifying from the database")
+    checks = judge(dsn, performance)
+    screen.summary(facts(dsn, performance), checks)
+    return all(check.kept for check in checks)
+
+
+def _require_empty(directory: Path | None) -> None:
+    if directory is not None and directory.exists() and any(directory.iterdir()):
+        raise ConfigurationError(f"{directory}: is not empty: name a new folder")
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal came. Of this kind, because psycopg cancels a running query on a KeyboardInterrupt."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let the first signal take everything down, then end the program; later ones change nothing."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def end(number: int, _: FrameType | None) -> None:
+        _ignore_signals()
+        raise _Ended(number)
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
+    try:
+        yield
+    except _Ended as ended:
+        raise SystemExit(128 + ended.number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _undisturbed_end() -> Iterator[None]:
+    """From here on the demo ends by itself: a signal must not keep it from taking the rest down."""
+    try:
+        yield
+    finally:
+        _ignore_signals()
+
+
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

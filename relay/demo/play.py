@@ -1,0 +1,174 @@
+"""What happens in the demo: install, let a backlog build up, drain it, publish live, stop relay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from relay.demo.process import Batch, DemoFailed, Log, Relay, initialise
+from relay.demo.screen import Screen
+from relay.demo.shop import Poison, Scale, Shop
+from relay.store.connections import connect
+
+Connection = psycopg.Connection[Any]
+
+SCHEMA = Path(__file__).with_name("shop.sql")
+LOOK_SECONDS = 0.5
+START_SECONDS = 120.0
+STILL_SECONDS = 60.0
+"""How long relay may go without an event, or without a confirmation that is due."""
+
+_PROGRESS = """
+    select (select next_offset - 1 from relay.log_counter) as published,
+           (select count(*) from shop.projection) + (select count(*) from relay.dead_letter_queue) as settled
+"""
+_CONFIRMED = """
+    select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where database = current_database()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """What the demo did, as far as the database does not tell."""
+
+    poisons: list[Poison]
+    drained_from: datetime
+    first_live_offset: int
+    end: str
+    exit_status: int
+    batches: list[Batch]
+
+
+def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:
+    """Run the demo in an empty database. Raises DemoFailed when relay does not do its part."""
+    with connect(dsn) as conn:
+        screen.step(f"PostgreSQL {_value(conn, 'show server_version')} is running")
+        conn.execute(SCHEMA.read_bytes())
+        screen.step("relay init")
+        initialise(dsn)
+        screen.step("relay run")
+        with Relay(dsn, log) as relay:
+            return _Stage(conn, dsn, relay, log, screen, scale).perform()
+
+
+class _Stage:
+    """The running relay and its surroundings; `conn` looks on."""
+
+    def __init__(
+        self, conn: Connection, dsn: str, relay: Relay, log: Log, screen: Screen, scale: Scale
+    ) -> None:
+        self._conn = conn
+        self._dsn = dsn
+        self._relay = relay
+        self._log = log
+        self._screen = screen
+        self._scale = scale
+        self._shop = Shop(scale.hosts)
+
+    def perform(self) -> Performance:
+        self._wait_for_word("streaming")
+        drained_from = self._let_backlog_build_up()
+        self._screen.step("draining the backlog")
+        self._drain()
+        first_live_offset = int(_value(self._conn, "select next_offset from relay.log_counter"))
+        end = self._publish_live()
+        self._drain()
+        self._wait_until("confirm the end of the WAL", STILL_SECONDS, lambda: self._confirmed(end))
+        self._screen.step("stopping relay")
+        status = self._relay.stop()
+        return Performance(
+            self._shop.poisons,
+            drained_from,
+            first_live_offset,
+            end,
+            status,
+            self._log.batches(),
+        )
+
+    def _let_backlog_build_up(self) -> datetime:
+        """Publish the backlog and wait for Spark while the partitions are locked; returns when they were let go.
+
+        Another consumer would lock them so. Without the lock relay applies everything inline before Spark has started.
+        """
+        total = self._scale.backlog
+        self._screen.step(
+            f"publishing {total:,} events while Spark starts and the partitions are locked"
+        )
+        with connect(self._dsn) as lock, lock.transaction():
+            lock.execute("select from relay.consumer_offsets for update")
+            # Nobody relies on the durability of these commits, and a slow disk would take long for ten thousand.
+            with connect(self._dsn, options="-c synchronous_commit=off") as conn:
+                self._look_on(
+                    self._shop.backlog(conn, self._scale),
+                    lambda published, _: self._screen.show("published", published, total),
+                )
+            self._screen.step("waiting for Spark")
+            self._wait_for_word("the Spark session is ready")
+            moment: datetime = _value(lock, "select clock_timestamp()")
+        return moment
+
+    def _publish_live(self) -> str:
+        """Publish at an even pace; returns a position in the WAL behind the last commit."""
+        scale = self._scale
+        self._screen.step(
+            f"publishing {scale.live_rate} transactions a second for {scale.live_seconds:g} s"
+        )
+        with connect(self._dsn) as conn:
+            self._look_on(
+                self._shop.live(conn, scale),
+                lambda published, settled: self._screen.show("relayed", settled, published),
+            )
+            return str(_value(conn, "select pg_current_wal_flush_lsn()::text"))
+
+    def _look_on(self, steps: Iterable[None], show: Callable[[int, int], None]) -> None:
+        """Go through the steps, and now and then show what is published and settled."""
+        looked = time.monotonic()
+        for _ in steps:
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                self._relay.require_running()
+                show(*self._progress())
+                looked = time.monotonic()
+
+    def _drain(self) -> None:
+        """Wait until every published event is applied or dead. Raises DemoFailed if relay stands still."""
+        seen, since = -1, time.monotonic()
+        while True:
+            published, settled = self._progress()
+            self._screen.show("relayed", settled, published)
+            if settled >= published:
+                return
+            if settled > seen:
+                seen, since = settled, time.monotonic()
+            elif time.monotonic() - since > STILL_SECONDS:
+                raise DemoFailed(f"relay stands still at {settled:,} of {published:,} events")
+            self._relay.require_running()
+            time.sleep(LOOK_SECONDS / 2)
+
+    def _progress(self) -> tuple[int, int]:
+        row = self._conn.execute(_PROGRESS).fetchone()
+        return row or (0, 0)
+
+    def _confirmed(self, end: str) -> bool:
+        return bool(_value(self._conn, _CONFIRMED, end))
+
+    def _wait_for_word(self, message: str) -> None:
+        self._wait_until(f"say {message!r}", START_SECONDS, lambda: self._log.has_said(message))
+
+    def _wait_until(self, what: str, seconds: float, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while not reached():
+            self._relay.require_running()
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"relay did not {what} within {seconds:g} s")
+            time.sleep(0.1)
+
+
+def _value(conn: Connection, query: str, *parameters: object) -> Any:
+    row = conn.execute(query.encode(), parameters or None).fetchone()
+    return row[0] if row else None

@@ -1,0 +1,145 @@
+"""The relay that the demo watches: the command as a process of its own, and what its log says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from relay.faults import RelayError
+
+STOP_SECONDS = 40.0
+"""Twice `shutdown_timeout`, after which relay gives up by itself."""
+TAIL_LINES = 15
+
+
+class DemoFailed(RelayError):
+    """The demo cannot go on."""
+
+
+def configuration_file() -> Path:
+    """The demo's configuration: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    shipped = package / "config"
+    return (shipped if shipped.is_dir() else package.parent / "config") / "demo.yaml"
+
+
+def environment(dsn: str) -> dict[str, str]:
+    """The demo's DSN, and nothing else that would lead relay to a database of the user's."""
+    kept = {name: text for name, text in os.environ.items() if not _is_setting(name)}
+    return kept | {"RELAY_SOURCE__DSN": dsn}
+
+
+def _is_setting(name: str) -> bool:
+    return name.upper().startswith("RELAY_")
+
+
+def command(name: str, *options: str) -> list[str]:
+    """A relay command on the demo's configuration."""
+    return [sys.executable, "-m", "relay", name, "--config", str(configuration_file()), *options]
+
+
+def initialise(dsn: str) -> None:
+    """Run `relay init`. Raises DemoFailed."""
+    result = subprocess.run(
+        command("init"),
+        env=environment(dsn),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode:
+        raise DemoFailed(f"relay init failed:\n{result.stderr.strip()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as relay's log tells of it."""
+
+    number: int
+    engine: str
+    events: int
+
+
+class Log:
+    """The file that relay's log goes to."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def has_said(self, message: str) -> bool:
+        """Whether there is an entry with this message."""
+        return any(entry.get("message") == message for entry in self._entries())
+
+    def batches(self) -> list[Batch]:
+        """The batches that it tells of, in order."""
+        return [
+            Batch(entry["batch"], entry["engine"], entry["events"])
+            for entry in self._entries()
+            if entry.get("message") == "batch"
+        ]
+
+    def tail(self) -> list[str]:
+        """The last lines."""
+        return self._lines()[-TAIL_LINES:]
+
+    def _entries(self) -> list[dict[str, Any]]:
+        # Java writes lines of its own, and the last one may not be whole yet.
+        whole = (line for line in self._lines() if line.startswith("{") and line.endswith("}"))
+        return [json.loads(line) for line in whole]
+
+    def _lines(self) -> list[str]:
+        return self.file.read_text(errors="replace").splitlines() if self.file.exists() else []
+
+
+class Relay:
+    """`relay run` as a process that starts at once; as a context manager it is gone on exit, by force if need be."""
+
+    def __init__(self, dsn: str, log: Log) -> None:
+        with log.file.open("wb") as file:
+            self._process = subprocess.Popen(
+                command("run", "--log-format", "json"),
+                env=environment(dsn),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                # Ctrl-C at a terminal is for the demo, which ends relay after its own work.
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            if self._process.poll() is None:
+                # The JVM ends with relay, since its standard input closes.
+                self._process.kill()
+                self._process.wait()
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit status. Raises DemoFailed if relay does not end."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"relay did not end within {STOP_SECONDS:g} s of SIGTERM") from None
+
+    def require_running(self) -> None:
+        """Raise DemoFailed if relay has ended by itself."""
+        status = self._process.poll()
+        if status is not None:
+            raise DemoFailed(f"relay ended by itself with status {status}")

@@ -1,0 +1,112 @@
+"""The demo's figures: from the database, and from relay's log what only that can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+from psycopg.rows import dict_row
+
+from relay.demo.play import Performance
+from relay.demo.process import Batch
+from relay.demo.verify import Check, verify
+from relay.store.connections import connect
+
+Connection = psycopg.Connection[Any]
+Figures = dict[str, Any]
+
+_OUTBOX = """
+    select count(*) as events, count(distinct host_id) as hosts,
+           count(distinct coalesce(transaction_id::text, concat_ws(' ', host_id, user_id, xmin))) as transactions,
+           count(*) filter (where event_type = 'catalogue.product_imported') as imported,
+           count(*) filter (where c_offset < %(live)s) as waiting
+      from public.outbox_message_t
+"""
+_DEAD = """
+    select count(*) as events,
+           count(distinct coalesce(transaction_id::text, concat_ws(' ', host_id, user_id, commit_lsn))) as transactions
+      from relay.dead_letter_queue
+"""
+_DRAIN = """
+    select extract(epoch from max(pg_xact_commit_timestamp(xmin)) - %(from)s)::float8 as seconds
+      from shop.projection where c_offset < %(live)s
+"""
+# From the moment at which the event is stamped, inside its own transaction, to the commit of its effect.
+_LIVE = """
+    select percentile_cont(array[0.5, 0.99]) within group (
+               order by 1000 * extract(epoch from pg_xact_commit_timestamp(p.xmin) - o.event_ts)::float8
+           ) as ms,
+           count(distinct o.transaction_id) as transactions
+      from shop.projection p join public.outbox_message_t o using (id)
+     where o.c_offset >= %(live)s
+"""
+
+
+def judge(dsn: str, performance: Performance) -> list[Check]:
+    """Whether the database holds what it must, and whether relay worked as the demo means to show."""
+    with connect(dsn) as conn:
+        checks = verify(conn, performance.poisons, performance.end)
+    spark, inline = (_events(performance.batches, engine) for engine in ("spark", "inline"))
+    status = performance.exit_status
+    return [
+        *checks,
+        Check(
+            "Spark and inline at work",
+            spark > 0 and inline > 0,
+            f"{spark:,} events on Spark, {inline:,} inline",
+        ),
+        Check("relay ended by SIGTERM", status == 0, f"exit status {status}"),
+    ]
+
+
+def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
+    """The summary: names and figures."""
+    known = {"live": performance.first_live_offset, "from": performance.drained_from}
+    with connect(dsn) as conn, conn.cursor(row_factory=dict_row) as cursor:
+        outbox, dead, drain, live = (
+            next(cursor.execute(query, known)) for query in (_OUTBOX, _DEAD, _DRAIN, _LIVE)
+        )
+    median, tail = live["ms"]
+    return [
+        (
+            "events",
+            f"{outbox['events']:,} of {outbox['hosts']} hosts, {outbox['imported']:,} of them in one transaction",
+        ),
+        ("business transactions", f"{outbox['transactions']:,}"),
+        ("dead letters", f"{dead['events']:,} events of {dead['transactions']:,} transactions"),
+        ("on Spark", _share(performance.batches, "spark")),
+        ("inline", _share(performance.batches, "inline")),
+        (
+            "backlog",
+            f"{outbox['waiting']:,} events in {drain['seconds']:.1f} s: {outbox['waiting'] / drain['seconds']:,.0f}/s",
+        ),
+        (
+            "live",
+            f"{live['transactions']:,} transactions, from publishing to the commit in the projection: "
+            f"p50 {median:.1f} ms, p99 {tail:.1f} ms",
+        ),
+    ]
+
+
+def _events(batches: Sequence[Batch], engine: str) -> int:
+    return sum(batch.events for batch in batches if batch.engine == engine)
+
+
+def _share(batches: Sequence[Batch], engine: str) -> str:
+    """How many batches and events an engine ran, with the numbers of the batches."""
+    numbers = [batch.number for batch in batches if batch.engine == engine]
+    if not numbers:
+        return "nothing"
+    return f"{_events(batches, engine):,} events in {len(numbers):,} batches ({_ranges(numbers)})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: 1, 4-7, 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

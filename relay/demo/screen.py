@@ -1,0 +1,89 @@
+"""What a person sees of the demo: steps, progress and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from relay.demo.verify import Check
+
+LINE_SECONDS = 2.0
+"""How often progress is a line of its own where there is no terminal."""
+NAME_WIDTH = 38
+
+
+class Screen:
+    """A line for each step; while one lasts, a moving bar on a terminal and now and then a line elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = self._since = self._said = time.monotonic()
+        self._first: int | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bar = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, text: str) -> None:
+        """Begin a step."""
+        self._said = self._since = time.monotonic()
+        self._first = None
+        self._print(f"{self._since - self._started:5.1f} s  {text}")
+        self._progress.reset(self._bar, total=None, description="")
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show how far the step is and how fast it goes."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._since = done, now
+        rate = (done - self._first) / (now - self._since) if done > self._first else 0
+        text = f"         {what} {done:,} of {total:,} events, {rate:,.0f}/s"
+        self._progress.update(self._bar, description=text, completed=done, total=total)
+        if not self._console.is_terminal and now - self._said >= LINE_SECONDS:
+            self._said = now
+            self._print(text)
+
+    def summary(self, facts: Sequence[tuple[str, str]], checks: Sequence[Check]) -> None:
+        """Print what was done, and whether each promise was kept and by what numbers."""
+        kept, broken = ("ok", "FAILED") if self._console.options.ascii_only else ("✓", "✗")
+        self._print("")
+        for name, text in facts:
+            self._row("", name, text)
+        self._print("")
+        for check in checks:
+            style = "green" if check.kept else "bold red"
+            self._row(kept if check.kept else broken, check.promise, check.found, style)
+
+    def lines(self, title: str, lines: Sequence[str]) -> None:
+        """Print lines as they are, under a title."""
+        self._print(title)
+        for line in lines:
+            self._print(line)
+
+    def _row(self, mark: str, name: str, text: str, style: str = "") -> None:
+        # No table: it would break long lines wherever there is no terminal.
+        self._print(f"{mark:2} {name:{NAME_WIDTH}} {text}", style)
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

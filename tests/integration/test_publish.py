@@ -1,0 +1,235 @@
+"""The schema from SQL: publishing, offsets, triggers, installation, rights."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from threading import Thread
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.embedded import wheel_binaries
+from relay.install import initialise
+from relay.store import migrations
+from tests.outbox import Outbox, event, host
+
+
+def offsets(outbox: Outbox) -> list[int]:
+    return outbox.column("select c_offset from outbox_message_t order by c_offset")
+
+
+def test_publish_stamps_its_events(outbox: Outbox) -> None:
+    transaction = outbox.publish(
+        host(1), event(1), event(2, aggregate_version=7, metadata={"k": 1}), event(3)
+    )
+    rows = outbox.conn.execute(
+        "select transaction_id, transaction_ordinal, transaction_count, c_offset, payload->>'amount',"
+        " aggregate_version, metadata, host_id from outbox_message_t order by c_offset"
+    ).fetchall()
+    assert [row[:5] for row in rows] == [(transaction, n, 3, n, str(n)) for n in (1, 2, 3)]
+    assert rows[1][5:7] == (7, {"k": 1})
+    assert {row[7] for row in rows} == {host(1)}
+
+
+def test_publish_works_inside_the_callers_transaction(outbox: Outbox, database: str) -> None:
+    outbox.publish(host(1), event(1))
+    with psycopg.connect(database) as publisher:
+        publisher.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2)])))
+        assert offsets(outbox) == [1]
+        publisher.rollback()
+    outbox.publish(host(1), event(3))
+    assert offsets(outbox) == [1, 2]
+    assert outbox.column("select payload->>'amount' from outbox_message_t order by c_offset") == [
+        "1",
+        "3",
+    ]
+
+
+def test_offsets_stay_gapless_when_a_savepoint_is_rolled_back(outbox: Outbox) -> None:
+    with outbox.conn.transaction():
+        outbox.publish(host(1), event(1))
+        with outbox.conn.transaction(force_rollback=True):
+            outbox.publish(host(1), event(2))
+            outbox.conn.execute(
+                "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{}')",
+                (host(1),),
+            )
+        outbox.publish(host(1), event(3))
+    assert offsets(outbox) == [1, 2]
+
+
+def test_rows_without_an_offset_get_one(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute(
+        "insert into outbox_message_t (host_id, event_type, payload)"
+        " select %s, 'x', to_jsonb(n) from generate_series(1, 1000) n",
+        (host(1),),
+    )
+    outbox.publish(host(1), event(1))
+    assert offsets(outbox) == list(range(1, 1003))
+    assert outbox.value("select next_offset from relay.log_counter") == 1003
+
+
+def test_copy_gets_offsets_too(outbox: Outbox) -> None:
+    with (
+        outbox.conn.cursor() as cursor,
+        cursor.copy("copy outbox_message_t (host_id, event_type, payload) from stdin") as copy,
+    ):
+        for number in range(100):
+            copy.write_row((host(number), "x", "{}"))
+    assert offsets(outbox) == list(range(1, 101))
+
+
+def test_concurrent_publishers_get_offsets_in_commit_order(outbox: Outbox, database: str) -> None:
+    def publish() -> None:
+        with psycopg.connect(database, autocommit=True) as conn:
+            for number in range(50):
+                with conn.transaction(force_rollback=number % 5 == 0):
+                    conn.execute(
+                        "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
+                    )
+
+    threads = [Thread(target=publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert offsets(outbox) == list(range(1, 4 * 40 * 2 + 1))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[], {}, None, [1], [{"event_type": "x"}], [{**event(1), "event_type": None}], [event(1), "x"]],
+    ids=str,
+)
+def test_publish_refuses_malformed_events(outbox: Outbox, events: object) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"relay\.publish"):
+        outbox.conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb(events)))
+    outbox.publish(host(1), event(1))
+    assert offsets(outbox) == [1]
+
+
+def test_a_listener_is_woken(outbox: Outbox, database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as listener:
+        listener.execute("listen event_channel")
+        outbox.publish(host(1), event(1))
+        assert [n.channel for n in listener.notifies(timeout=10, stop_after=1)] == ["event_channel"]
+
+
+def test_installing_twice_changes_nothing(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    before = outbox.conn.execute(
+        "select name, applied_at from relay.migrations order by name"
+    ).fetchall()
+    assert initialise(outbox.settings()) == []
+    assert (
+        outbox.conn.execute(
+            "select name, applied_at from relay.migrations order by name"
+        ).fetchall()
+        == before
+    )
+    assert len(before) == sum(
+        len(migrations.files(side)) for side in ("source", "outbox", "target")
+    )  # type: ignore[arg-type]
+
+
+def test_two_installations_at_once_wait_for_each_other(database: str) -> None:
+    failures: list[BaseException] = []
+
+    def install() -> None:
+        try:
+            with psycopg.connect(database, autocommit=True) as conn:
+                for side in ("source", "outbox", "target"):
+                    migrations.install(conn, side)  # type: ignore[arg-type]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=install) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_files_are_plain_sql_for_psql(database: str) -> None:
+    psql = shutil.which("psql") or str(wheel_binaries() / "psql")
+    for _ in range(2):
+        for side in ("source", "outbox", "target"):
+            for file in migrations.files(side):  # type: ignore[arg-type]
+                subprocess.run(
+                    [psql, "-q", "-v", "ON_ERROR_STOP=1", "-1", "-d", database, "-f", str(file)],
+                    check=True,
+                    capture_output=True,
+                )
+    with psycopg.connect(database, autocommit=True) as conn:
+        assert migrations.pending(conn, "source") == []
+        assert migrations.install(conn, "target") == []
+
+
+def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("set role relay_publisher")
+        conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
+        conn.execute(
+            "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{}')",
+            (host(1),),
+        )
+        for forbidden in (
+            "select * from outbox_message_t",
+            "update relay.log_counter set next_offset = 1",
+            "delete from outbox_message_t",
+            "select relay.reserve_offsets(10)",
+            "select * from relay.dead_letter_queue",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(forbidden)
+    assert offsets(outbox) == [1, 2]
+
+
+def test_the_service_runs_with_least_privilege(outbox: Outbox) -> None:
+    outbox.conn.execute("alter role relay login password 'p'; grant insert on projection to relay")
+    outbox.conn.execute("grant usage on sequence projection_seq_seq to relay")
+    dsn = psycopg.conninfo.make_conninfo(outbox.dsn, user="relay", password="p")
+    outbox.publish(host(1), event(1))
+    bad = outbox.publish(host(1), event(-1))
+    outbox.drain(outbox.settings(source={**outbox.config()["source"], "dsn": dsn}))
+    assert outbox.column("select amount from projection") == [1]
+    assert outbox.column("select transaction_id from relay.dead_letter_queue") == [bad]
+    outbox.conn.execute("alter role relay nologin")
+
+
+def test_an_outbox_that_was_there_before_is_adopted(database: str, tmp_path: Path) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            """
+            create schema shop;
+            create table shop.events (
+                body jsonb not null, kind text not null, tenant uuid not null, event_id uuid primary key, pos bigint
+            );
+            create table projection (seq bigserial, id uuid, host_id uuid, c_offset bigint, transaction_id uuid,
+                                     amount numeric)
+            """
+        )
+        columns = {
+            "id": "event_id",
+            "host_id": "tenant",
+            "payload": "body",
+            "event_type": "kind",
+            "c_offset": "pos",
+        }
+        source = {**outbox.config()["source"], "table": "shop.events", "columns": columns}
+        settings = outbox.settings(source=source)
+        initialise(settings)
+        assert outbox.value("select to_regclass('public.outbox_message_t') is null")
+        outbox.conn.execute(
+            "insert into shop.events (body, kind, tenant, event_id)"
+            " select jsonb_build_object('amount', n), 'x', %s, gen_random_uuid() from generate_series(1, 5) n",
+            (host(1),),
+        )
+        outbox.drain(settings)
+        assert outbox.column("select c_offset from projection order by seq") == [1, 2, 3, 4, 5]
+        assert outbox.column("select amount from projection order by seq") == [1, 2, 3, 4, 5]

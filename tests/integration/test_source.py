@@ -1,0 +1,204 @@
+"""The stream under real conditions: idleness, slow handlers, large transactions, altered tables, standby."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import running
+
+
+def test_an_idle_outbox_does_not_hold_the_wal_of_others(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "create table noise (filler text); alter table noise alter filler set storage external"
+    )
+    before = outbox.value("select pg_current_wal_lsn()::text")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1))
+        for _ in range(5):
+            # Five statements, since the walsender decodes a transaction as a whole.
+            outbox.conn.execute(
+                "insert into noise select repeat(md5(n::text), 250) from generate_series(1, 13000) n"
+            )
+        written = outbox.value(
+            "select pg_wal_lsn_diff(pg_current_wal_lsn(), %s::pg_lsn)", (before,)
+        )
+        outbox.wait_drained()
+        lag = outbox.value(
+            "select pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn) from pg_replication_slots"
+            " where slot_name = %s",
+            (outbox.slot,),
+        )
+    assert written > 500_000_000
+    assert lag < 1_000_000
+    outbox.assert_exact()
+
+
+def test_a_handler_slower_than_wal_sender_timeout_keeps_the_connection(outbox: Outbox) -> None:
+    dsn = make_conninfo(outbox.dsn, options="-c wal_sender_timeout=1s")
+    handlers = {
+        "slow": {
+            "type": "sql",
+            "statement": "insert into projection (id) select %(id)s from pg_sleep(4)",
+        }
+    }
+    settings = outbox.settings(
+        source={**outbox.config()["source"], "dsn": dsn},
+        handlers=handlers,
+        routes=[{"handlers": ["slow"]}],
+    )
+    outbox.publish(host(1), event(1))
+    with relaying(settings):
+        wait_until(lambda: bool(reader(outbox)))
+        first = reader(outbox)
+        outbox.wait_drained()
+        assert reader(outbox) == first
+    assert outbox.value("select count(*) from projection") == 1
+
+
+def reader(outbox: Outbox) -> int | None:
+    found = outbox.value(
+        "select active_pid from pg_replication_slots where slot_name = %s", (outbox.slot,)
+    )
+    return int(found) if found else None
+
+
+def test_a_lost_replication_connection_is_made_again(outbox: Outbox) -> None:
+    with relaying(outbox.settings()):
+        for number in range(5):
+            outbox.publish(host(number), event(number))
+            outbox.wait_drained()
+            pid = reader(outbox)
+            outbox.conn.execute("select pg_terminate_backend(%s)", (pid,))
+            wait_until(lambda gone=pid: reader(outbox) not in (None, gone))  # type: ignore[misc]
+        outbox.publish(host(1), event(9))
+        outbox.wait_drained()
+    outbox.assert_exact()
+    assert outbox.value("select count(*) from projection") == 6
+
+
+def test_a_second_relay_stands_by_and_takes_over(outbox: Outbox) -> None:
+    with relaying(outbox.settings()):
+        wait_until(lambda: bool(reader(outbox)))
+        first = reader(outbox)
+        with relaying(outbox.settings()) as second:
+            outbox.publish(host(1), event(1))
+            outbox.wait_drained()
+            assert reader(outbox) == first
+            assert second.flushed == 0
+    with relaying(outbox.settings()) as successor:
+        outbox.publish(host(1), event(2))
+        outbox.wait_drained()
+        assert successor.flushed > 0
+    outbox.assert_exact()
+
+
+def test_the_table_may_be_altered_in_mid_stream(outbox: Outbox) -> None:
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1))
+        outbox.conn.execute("alter table outbox_message_t add column extra text default 'x'")
+        outbox.publish(host(1), event(2))
+        outbox.conn.execute(
+            "alter table outbox_message_t drop column aggregate_version, drop column extra"
+        )
+        # relay.publish names the dropped column, an insert of one's own does not.
+        with outbox.conn.transaction():
+            insert = (
+                "insert into outbox_message_t (host_id, event_type, payload) "
+                "values (%s, 'x', jsonb_build_object('amount', %s::int))"
+            )
+            outbox.conn.execute(insert, (host(1), 3))
+            outbox.conn.execute("alter table outbox_message_t add column extra text default 'y'")
+            outbox.conn.execute(insert, (host(1), 4))
+        outbox.wait_drained()
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 3, 4]
+    outbox.assert_exact()
+
+
+def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> None:
+    settings = outbox.settings(batch={"max_bytes": 4096})
+    outbox.publish(host(1), event(1))
+    large = outbox.publish(host(2), *(event(n) for n in range(500)))
+    with outbox.conn.transaction():
+        poison = outbox.publish(host(2), *(event(n) for n in range(300)), event(-1))
+        outbox.publish(host(3), *(event(n) for n in range(100)))
+    outbox.publish(host(2), event(2))
+    outbox.drain(settings)
+    assert (
+        outbox.value("select count(*) from projection where transaction_id = %s", (large,)) == 500
+    )
+    assert outbox.value("select count(*) from projection") == 602
+    assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [poison]
+    outbox.assert_exact()
+
+
+@pytest.mark.slow
+def test_a_million_events_in_one_transaction_stay_out_of_memory(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    handlers = {
+        "projection": {
+            "type": "sql",
+            "each": "batch",
+            "statement": "insert into projection (id, host_id, c_offset, amount)"
+            " select id, host_id, c_offset, (payload->>'amount')::numeric from batch",
+        }
+    }
+    # The default limits, so that a Spark session is there as well.
+    config = outbox.config_file(tmp_path / "relay.yaml", handlers=handlers, batch={})
+    count = 1_000_000
+    outbox.conn.execute(
+        f"""
+        insert into outbox_message_t (host_id, event_type, payload, transaction_id)
+        select %s, 'order.placed', jsonb_build_object('order', n, 'amount', n, 'note', repeat('x', 100)),
+               '00000000-0000-4000-8000-000000000001'
+          from generate_series(1, {count}) n
+        """.encode(),
+        (host(1),),
+    )
+    with running(config) as service:
+        service.wait_said("the Spark session is ready", 120)
+        process = psutil.Process(service.process.pid)
+        tip = outbox.tip()
+        peak = 0
+
+        def drained() -> bool:
+            nonlocal peak
+            peak = max(peak, process.memory_info().rss)
+            return outbox.confirmed(tip)
+
+        wait_until(drained, 240)
+        assert service.terminate() == 0
+    assert outbox.value("select count(*) from projection") == count
+    assert outbox.value("select count(distinct id) from projection") == count
+    print(f"peak resident set {peak / 1e6:.0f} MB")
+    assert peak < 300_000_000
+
+
+def test_the_last_position_is_confirmed_at_a_clean_stop(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    with running(config) as service:
+        outbox.fill(500)
+        wait_until(lambda: outbox.value("select count(*) from projection") == 2500)
+        assert service.terminate() == 0
+    tip = outbox.value("select max(applied_lsn)::text from relay.consumer_offsets")
+    assert outbox.confirmed(tip)
+
+
+def test_a_handlers_lock_timeout_is_tried_again(outbox: Outbox, database: str) -> None:
+    dsn = make_conninfo(database, options="-c lock_timeout=200ms")
+    settings = outbox.settings(target={"dsn": dsn})
+    with psycopg.connect(database) as blocker, relaying(settings):
+        blocker.execute("lock table projection in access exclusive mode")
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") > 0)
+        wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") == 0)
+        blocker.rollback()
+        outbox.wait_drained()
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    outbox.assert_exact()

@@ -1,0 +1,441 @@
+"""The configuration: what is read from where, and one clear line for each fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relay.config import Settings, load
+from relay.faults import ConfigurationError
+
+SECRET = "s3cret"
+
+Load = Callable[[str], Settings]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No file, and none of the environment that the tests themselves were started with."""
+    for name in list(os.environ):
+        if name.upper().startswith("RELAY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def read() -> Load:
+    """Load a text as the configuration file `shop.yaml`."""
+
+    def read(text: str) -> Settings:
+        Path("shop.yaml").write_text(text)
+        return load(Path("shop.yaml"))
+
+    return read
+
+
+def refused(text: str) -> list[str]:
+    """The lines with which a file is refused."""
+    Path("shop.yaml").write_text(text)
+    with pytest.raises(ConfigurationError) as raised:
+        load(Path("shop.yaml"))
+    assert raised.value.exit_status == 2
+    return str(raised.value).splitlines()
+
+
+def refused_environment() -> list[str]:
+    with pytest.raises(ConfigurationError) as raised:
+        load(None)
+    return str(raised.value).splitlines()
+
+
+# What is right.
+
+
+def test_without_file_and_environment_the_defaults_hold() -> None:
+    settings = load(None)
+    assert settings.source.table_name == ("public", "outbox_message_t")
+    assert (settings.group, settings.partitions, settings.unrouted) == ("default", 8, "dead_letter")
+    assert settings.batch.inline_max_events == 1000
+    assert settings.one_database
+
+
+def test_the_contract_of_the_design_is_accepted_whole(read: Load) -> None:
+    settings = read(
+        """
+source:
+  dsn: postgresql://relay@localhost:5432/app
+  table: public.outbox_message_t
+  slot: relay
+  publication: relay
+  mode: auto
+target:
+  dsn: null
+group: default
+partitions: 8
+batch: {max_events: 10000, max_bytes: 16777216, inline_max_events: 1000}
+poll: {wait_period_ms: 1000, batch_size: 1000}
+spark: {master: "local[*]", remote: null, conf: {}}
+handlers:
+  orders:   {type: sql, each: event, statement: "insert into t values (%(id)s, %(payload)s)"}
+  totals:   {type: sql, each: batch, statement: "insert into t select id from batch"}
+  audit:    {type: python, callable: "shop.audit:on_transaction"}
+routes:
+  - {match: {event_type: "order.*"}, handlers: [orders, totals]}
+  - {match: {aggregate_type: Payment}, handlers: [audit]}
+unrouted: dead_letter
+"""
+    )
+    assert list(settings.handlers) == ["orders", "totals", "audit"]
+    assert [route.handlers for route in settings.routes] == [["orders", "totals"], ["audit"]]
+    assert [route.match for route in settings.routes] == [
+        {"event_type": ["order.*"]},
+        {"aggregate_type": ["Payment"]},
+    ]
+    assert settings.target_dsn == settings.source_dsn == "postgresql://relay@localhost:5432/app"
+
+
+def test_a_target_of_its_own_is_another_database(read: Load) -> None:
+    settings = read("{source: {dsn: 'host=a'}, target: {dsn: 'host=b'}}")
+    assert (settings.source_dsn, settings.target_dsn) == ("host=a", "host=b")
+    assert not settings.one_database
+
+
+def test_columns_rename_some_fields_and_leave_the_others(read: Load) -> None:
+    mapping = read("source: {columns: {host_id: tenant}}").source.mapping
+    assert mapping["host_id"] == "tenant"
+    assert mapping["payload"] == "payload"
+
+
+def test_spark_s_own_settings_become_the_texts_that_spark_reads(read: Load) -> None:
+    conf = read("spark: {conf: {a: true, b: 1, c: 1.5, d: x}}").spark.conf
+    assert conf == {"a": "true", "b": "1", "c": "1.5", "d": "x"}
+
+
+def test_settings_travel_to_spark_s_workers(read: Load) -> None:
+    settings = read(
+        "handlers: {h: {type: sql, statement: select 1}}\nroutes: [{handlers: [h], continue: true}]"
+    )
+    again = pickle.loads(pickle.dumps(settings))
+    assert again == settings
+    assert again.routes[0].continue_ is True
+
+
+def test_an_empty_file_is_the_defaults(read: Load) -> None:
+    assert read("# nothing yet\n") == load(None)
+
+
+# Which file.
+
+
+def test_the_given_file_comes_before_relay_config_and_that_before_relay_yaml(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("given", "named", "relay"):
+        Path(f"{name}.yaml").write_text(f"group: {name}")
+    assert load(None).group == "relay"
+    monkeypatch.setenv("RELAY_CONFIG", "named.yaml")
+    assert load(None).group == "named"
+    assert load(Path("given.yaml")).group == "given"
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_missing_file_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAY_CONFIG", "missing.yaml")
+    with pytest.raises(
+        ConfigurationError, match=r"^missing\.yaml: cannot be read .*--config FILE$"
+    ):
+        load(Path("missing.yaml") if how == "argument" else None)
+
+
+def test_a_folder_is_no_file() -> None:
+    with pytest.raises(ConfigurationError, match=r"^\.: cannot be read \(Is a directory\)"):
+        load(Path())
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("group: a\nroutes: [\n", "shop.yaml:3: is not valid YAML: "),
+        ("group: a\nsource: b: c\n", "shop.yaml:2: is not valid YAML: "),
+        ("\tgroup: a", "shop.yaml:1: is not valid YAML: "),
+        ("group: *nowhere", "shop.yaml:1: is not valid YAML: "),
+        ("group: !!python/name:os.system x", "shop.yaml:1: is not valid YAML: "),
+        ("group: \x00", "shop.yaml: is not valid YAML"),
+        # Looks like a date to YAML, but is none.
+        ("group: 2026-99-99", "shop.yaml"),
+        ("partitions: !!int many", "shop.yaml"),
+        ("- a\n- b", "shop.yaml: must be a mapping"),
+        ("just text", "shop.yaml: must be a mapping"),
+        ("5: a", "shop.yaml: must be a mapping"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_no_mapping_in_yaml_is_one_line_with_its_place(text: str, line: str) -> None:
+    (found,) = refused(text)
+    assert found.startswith(line)
+
+
+def test_a_file_that_is_not_utf8_is_one_line() -> None:
+    Path("shop.yaml").write_bytes("group: Zoë".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"^shop\.yaml: is not UTF-8 text$"):
+        load(Path("shop.yaml"))
+
+
+# What is wrong in a file.
+
+HANDLER = "handlers: {h: {type: sql, statement: select 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("grou: a", "grou: unknown key"),
+        ("source: {dns: x}", "source.dns: unknown key"),
+        ("batch: {poll: {}}", "batch.poll: unknown key"),
+        ("self: 1", "self: unknown key"),
+        ("_env_file: x", "_env_file: unknown key"),
+        ("handlers: {h: {type: sql, statement: x, foo: 1}}", "handlers.h.foo: unknown key"),
+        # A handler may be called like its type.
+        ("handlers: {sql: {type: sql, statement: x, foo: 1}}", "handlers.sql.foo: unknown key"),
+        (HANDLER + "routes: [{handlers: [h], match: {}, cont: 1}]", "routes.0.cont: unknown key"),
+        (HANDLER + "routes: [{handlers: [h], continue_: 1}]", "routes.0.continue_: unknown key"),
+    ],
+)
+def test_an_unknown_key_is_named(text: str, start: str) -> None:
+    (line,) = refused(text)
+    assert line.startswith(f"shop.yaml: {start}")
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("source: text", "source: "),
+        ("source: null", "source: "),
+        ("source: {dsn: 5}", "source.dsn: "),
+        ("source: {dsn: {host: h}}", "source.dsn: "),
+        ("source: {table: outbox}", "source.table: must be schema.table"),
+        ("source: {table: a.b.c}", "source.table: must be schema.table"),
+        ("source: {table: .t}", "source.table: must be schema.table"),
+        ("source: {slot: Relay-1}", "source.slot: "),
+        (f"source: {{slot: {'s' * 64}}}", "source.slot: "),
+        ("source: {mode: push}", "source.mode: input should be 'auto', 'wal' or 'poll'"),
+        ("source: {columns: {hots_id: x}}", "source.columns: 'hots_id' is not a field"),
+        ("source: {columns: {id: 5}}", "source.columns.id: "),
+        ("group: ''", "group: "),
+        ("group: 5", "group: "),
+        ("partitions: many", "partitions: "),
+        ("partitions: 0", "partitions: "),
+        ("partitions: 8.5", "partitions: "),
+        ("partitions: yes", "partitions: "),
+        ("batch: {max_events: 0}", "batch.max_events: "),
+        ("batch: {max_bytes: 16MB}", "batch.max_bytes: "),
+        ("batch: {inline_max_events: -1}", "batch.inline_max_events: "),
+        ("unrouted: drop", "unrouted: input should be 'dead_letter', 'ignore' or 'fail'"),
+        ("shutdown_timeout: 0", "shutdown_timeout: "),
+        ("spark: {conf: {a: [b]}}", "spark.conf.a: "),
+        ("handlers: [h]", "handlers: "),
+        ("handlers: {h: text}", "handlers.h: "),
+        ("handlers: {h: {type: http}}", "handlers.h: "),
+        ("handlers: {h: {statement: x}}", "handlers.h: "),
+        ("handlers: {h: {type: sql}}", "handlers.h.statement: is required"),
+        ("handlers: {h: {type: sql, statement: ''}}", "handlers.h.statement: "),
+        ("handlers: {h: {type: sql, statement: x, each: row}}", "handlers.h.each: "),
+        ("handlers: {h: {type: python, callable: shop}}", "handlers.h.callable: must be module:"),
+        (
+            "handlers: {h: {type: python, callable: 'a:b()'}}",
+            "handlers.h.callable: must be module:",
+        ),
+        ("routes: {handlers: [h]}", "routes: "),
+        (HANDLER + "routes: [{match: {}}]", "routes.0.handlers: is required"),
+        (HANDLER + "routes: [{handlers: []}]", "routes.0.handlers: "),
+        (HANDLER + "routes: [{handlers: h}]", "routes.0.handlers: "),
+        (HANDLER + "routes: [{handlers: [h], continue: perhaps}]", "routes.0.continue: "),
+        (
+            HANDLER + "routes: [{handlers: [h], match: {event_typ: x}}]",
+            "routes.0.match: 'event_typ' is neither a field",
+        ),
+        (
+            HANDLER + "routes: [{handlers: [h], match: {event_type.x: a}}]",
+            "routes.0.match: 'event_type.x' is neither a field",
+        ),
+        (
+            HANDLER + "routes: [{handlers: [h]}, {handlers: [h], match: {event_type: {a: b}}}]",
+            "routes.1.match.event_type: must be a value, a pattern",
+        ),
+        (
+            HANDLER + "routes: [{handlers: [h], match: {event_type: []}}]",
+            "routes.0.match.event_type: must be a value, a pattern",
+        ),
+        (
+            HANDLER + "routes: [{handlers: [h], match: {event_type: }}]",
+            "routes.0.match.event_type: must be a value, a pattern",
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> None:
+    (line,) = refused(text)
+    assert line.startswith(f"shop.yaml: {start}")
+    assert len(line) > len(f"shop.yaml: {start}") or not start.endswith(" ")
+
+
+def test_an_unknown_handler_in_a_route_is_named_with_the_handlers_there_are() -> None:
+    (line,) = refused(HANDLER + "routes: [{handlers: [h]}, {handlers: [orders]}]")
+    assert line == "shop.yaml: routes.1.handlers: there is no handler 'orders' (handlers: h)"
+
+
+def test_every_fault_has_a_line_of_its_own() -> None:
+    lines = refused("partitions: many\nbatch: {max_events: x, max_byte: 1}")
+    assert sorted(line.split(": ")[1] for line in lines) == [
+        "batch.max_byte",
+        "batch.max_events",
+        "partitions",
+    ]
+    assert {line.split(": ")[0] for line in lines} == {"shop.yaml"}
+
+
+def test_a_key_that_stands_twice_is_not_dropped_silently() -> None:
+    (line,) = refused("handlers:\n  h: {type: sql, statement: a}\n  h: {type: sql, statement: b}\n")
+    assert line.startswith("shop.yaml:3: ")
+    assert "h" in line
+
+
+# Passwords.
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        f"postgresql://u:{SECRET} x@h/db",
+        f"postgres//u:{SECRET}@h/db",
+        f"postgresql://u:{SECRET}@h/db?sslmod=x",
+        f"host=h password={SECRET} x",
+        f"host=h passwrd={SECRET}",
+        f"host=h password='{SECRET}",
+        SECRET,
+    ],
+)
+@pytest.mark.parametrize("key", ["source", "target"])
+def test_a_bad_dsn_is_refused_without_its_password(dsn: str, key: str) -> None:
+    (line,) = refused(json.dumps({key: {"dsn": dsn}}))
+    assert line.startswith(f"shop.yaml: {key}.dsn: is not a PostgreSQL connection string")
+    assert SECRET not in line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"source": f"postgresql://u:{SECRET}@h/db"},
+        {"source": {"dsn": [f"postgresql://u:{SECRET}@h/db"]}},
+        {"source": {"dsn": {"password": SECRET}}},
+        {"source": {"password": SECRET}},
+        {"dsn": f"postgresql://u:{SECRET}@h/db"},
+        {"partitions": f"postgresql://u:{SECRET}@h/db"},
+    ],
+)
+def test_a_dsn_in_the_wrong_place_is_refused_without_its_password(
+    content: dict[str, object],
+) -> None:
+    (line,) = refused(json.dumps(content))
+    assert SECRET not in line
+
+
+def test_settings_do_not_show_their_passwords(read: Load) -> None:
+    dsn = f"postgresql://u:{SECRET}@h/db"
+    settings = read(json.dumps({"source": {"dsn": dsn}, "target": {"dsn": dsn}}))
+    assert settings.source_dsn == settings.target_dsn == dsn
+    for shown in (repr(settings), str(settings), settings.model_dump_json(), repr(settings.source)):
+        assert SECRET not in shown
+
+
+# The environment.
+
+
+def test_the_environment_overrides_the_file_key_by_key(
+    monkeypatch: pytest.MonkeyPatch, read: Load
+) -> None:
+    monkeypatch.setenv("RELAY_SOURCE__DSN", "host=environment")
+    monkeypatch.setenv("RELAY_GROUP", "environment")
+    monkeypatch.setenv("RELAY_BATCH__MAX_EVENTS", "5")
+    settings = read("{source: {dsn: host=file, slot: file}, group: file, batch: {max_bytes: 2048}}")
+    assert settings.source_dsn == "host=environment"
+    assert settings.source.slot == "file"
+    assert settings.group == "environment"
+    assert (settings.batch.max_events, settings.batch.max_bytes) == (5, 2048)
+
+
+def test_whole_sections_may_come_from_the_environment_as_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RELAY_HANDLERS", '{"h": {"type": "sql", "statement": "select 1"}}')
+    monkeypatch.setenv("RELAY_ROUTES", '[{"handlers": ["h"], "match": {"event_type": "a.*"}}]')
+    settings = load(None)
+    assert list(settings.handlers) == ["h"]
+    assert settings.routes[0].match == {"event_type": ["a.*"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "start"),
+    [
+        ("RELAY_PARTITIONS", "many", "environment: partitions: "),
+        ("RELAY_SOURCE__DNS", "x", "environment: source.dns: unknown key"),
+        ("RELAY_SOURCE__SLOT", "Not-A-Slot", "environment: source.slot: "),
+        ("RELAY_HANDLERS", '{"h": {"type": "http"}}', "environment: handlers.h: "),
+        ("RELAY_ROUTES", '[{"handlers": ["h"]}]', "environment: routes.0.handlers: there is no"),
+        ("RELAY_ROUTES", "not json", "environment: routes: "),
+        ("RELAY_SOURCE", "not json", "environment: source: "),
+    ],
+)
+def test_a_fault_in_the_environment_is_one_line_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, start: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (line,) = refused_environment()
+    assert line.startswith(start)
+
+
+def test_a_bad_dsn_in_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAY_SOURCE__DSN", f"host=h password={SECRET} x")
+    (line,) = refused_environment()
+    assert line.startswith("environment: source.dsn: ")
+    assert SECRET not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text", "key"),
+    [
+        ("RELAY_PARTITIONS", "many", "partitions: 8", "partitions"),
+        ("RELAY_SOURCE__DSN", "no dsn", "source: {slot: relay}", "source.dsn"),
+        ("RELAY_SOURCE__SLOT", "Not-A-Slot", "source: {slot: relay}", "source.slot"),
+        ("relay_partitions", "many", "partitions: 8", "partitions"),
+    ],
+)
+def test_the_environment_is_blamed_even_where_the_file_has_the_section(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, key: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (line,) = refused(text)
+    assert line.startswith(f"environment: {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text", "key"),
+    [
+        ("RELAY_CONFIG", "shop.yaml", "routes: [{handlers: [h]}]", "routes.0.handlers"),
+        ("RELAY_GROUP", "mine", "routes: [{handlers: [h]}]", "routes.0.handlers"),
+        ("RELAY_GROUP", "mine", "grou: x", "grou"),
+        ("RELAY_SOURCE__DSN", "host=h", "source: {dns: x}", "source.dns"),
+        ("RELAY_SOURCE__DSN", "host=h", "source: {slot: Not-A-Slot}", "source.slot"),
+        ("RELAY_PARTITIONS_OF_ANOTHER", "x", "partitions: many", "partitions"),
+    ],
+)
+def test_the_file_is_blamed_even_where_the_environment_says_something_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, key: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (line,) = refused(text)
+    assert line.startswith(f"shop.yaml: {key}: ")

@@ -1,0 +1,208 @@
+"""What each kind of fault leads to, and what of it may be told."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import socket
+import ssl
+
+import psycopg
+import pytest
+from psycopg.types.datetime import TimestamptzLoader
+from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
+
+from relay.faults import (
+    Action,
+    ConfigurationError,
+    Interrupted,
+    NotRouted,
+    RelayError,
+    TaskFault,
+    TransientFault,
+    Unrouted,
+    action_for,
+    describe,
+    exception_text,
+)
+
+SECRET = "4111-1111"
+
+
+def database_error(sqlstate: str, message: str = "") -> psycopg.Error:
+    """What psycopg raises for a SQLSTATE, known to it or not."""
+    try:
+        kind = psycopg.errors.lookup(sqlstate)
+    except KeyError:
+        kind = type("Unknown", (psycopg.DatabaseError,), {"sqlstate": sqlstate})
+    return kind(message)
+
+
+# Every code of the classes that speak of the surroundings, and the single ones.
+TRANSIENT = [
+    *["08000", "08001", "08003", "08004", "08006", "08007", "08P01"],
+    *["25006", "25P03", "25P04"],
+    *["40001", "40003", "40P01"],
+    *["53000", "53100", "53200", "53300", "53400"],
+    *["55006", "55P03"],
+    *["57014", "57P01", "57P02", "57P03", "57P05"],
+    *["58000", "58030", "58P01"],
+]
+# Data, constraints, statements and what a handler raises by itself.
+OF_THE_EVENT = [
+    *["22001", "22003", "22007", "22012", "22021", "22P02", "22P05"],
+    *["23502", "23503", "23505", "23514", "23P01"],
+    *["42601", "42703", "42804", "42P01"],
+    *["21000", "25P02", "38000", "44000", "54000", "55000", "P0001", "P0002", "XX000"],
+]
+
+
+@pytest.mark.parametrize("sqlstate", TRANSIENT)
+def test_a_fault_of_the_surroundings_is_tried_again(sqlstate: str) -> None:
+    assert action_for(database_error(sqlstate)) is Action.RETRY
+
+
+@pytest.mark.parametrize("sqlstate", OF_THE_EVENT)
+def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
+    assert action_for(database_error(sqlstate)) is Action.DEAD_LETTER
+
+
+@pytest.mark.parametrize(
+    ("error", "action"),
+    [
+        # The connection broke, or there was none.
+        (psycopg.OperationalError("server closed the connection unexpectedly"), Action.RETRY),
+        (psycopg.InterfaceError("the connection is closed"), Action.RETRY),
+        (PoolTimeout("couldn't get a connection after 5.00 sec"), Action.RETRY),
+        (PoolClosed("the pool 'x' is closed"), Action.RETRY),
+        (TooManyRequests(), Action.RETRY),
+        (ConnectionRefusedError(), Action.RETRY),
+        (ConnectionResetError(), Action.RETRY),
+        (BrokenPipeError(), Action.RETRY),
+        (TimeoutError(), Action.RETRY),
+        (socket.timeout(), Action.RETRY),  # noqa: UP041
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), Action.RETRY),
+        (ssl.SSLEOFError(), Action.RETRY),
+        # Resources.
+        (MemoryError(), Action.RETRY),
+        (OSError(errno.ENOSPC, "no space left on device"), Action.RETRY),
+        (OSError(errno.EMFILE, "too many open files"), Action.RETRY),
+        (OSError("the spool file of a large transaction was cut short"), Action.RETRY),
+        (OSError(errno.EHOSTUNREACH, "no route to host"), Action.RETRY),
+        # A handler that says so.
+        (TransientFault("later"), Action.RETRY),
+        # The event, or what the handler makes of it.
+        (ValueError("bad"), Action.DEAD_LETTER),
+        (KeyError("amount"), Action.DEAD_LETTER),
+        (RecursionError(), Action.DEAD_LETTER),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), Action.DEAD_LETTER),
+        (NotRouted("no route"), Action.DEAD_LETTER),
+        (psycopg.DataError("PostgreSQL text fields cannot contain NUL"), Action.DEAD_LETTER),
+        (psycopg.ProgrammingError("cannot adapt type 'object'"), Action.DEAD_LETTER),
+        # Nothing gets better by trying again, and no event is to blame.
+        (RelayError("stop"), Action.STOP),
+        (ConfigurationError("stop"), Action.STOP),
+        (Unrouted("stop"), Action.STOP),
+        (KeyboardInterrupt(), Action.STOP),
+        (SystemExit(), Action.STOP),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)
+def test_what_each_exception_leads_to(error: BaseException, action: Action) -> None:
+    assert action_for(error) is action
+
+
+# What is told in a log.
+
+
+@pytest.mark.parametrize("sqlstate", OF_THE_EVENT)
+def test_the_description_of_an_event_s_fault_says_its_kind_and_no_value(sqlstate: str) -> None:
+    error = database_error(sqlstate, f'duplicate key "{SECRET}"\nDETAIL: ({SECRET})')
+    told = describe(error)
+    assert SECRET not in told
+    assert sqlstate in told
+    assert type(error).__name__ in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(SECRET),
+        KeyError(SECRET),
+        TransientFault(SECRET),
+        psycopg.DataError(f"timestamp too large (after year 10K): '{SECRET}'"),
+        psycopg.ProgrammingError(f"can't parse {SECRET}"),
+        psycopg.NotSupportedError(SECRET),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_description_of_any_other_fault_is_its_kind(error: Exception) -> None:
+    assert describe(error) == type(error).__name__
+
+
+def test_a_value_that_psycopg_cannot_read_is_not_told() -> None:
+    loader = TimestamptzLoader(1184)
+    with pytest.raises(psycopg.DataError) as raised:
+        loader.load(b"12026-01-01 00:00:00+00")
+    assert "12026" in str(raised.value)
+    assert "12026" not in describe(raised.value)
+
+
+def test_a_fault_of_the_surroundings_is_told_in_the_server_s_words_on_one_line() -> None:
+    lost = psycopg.OperationalError("connection to server at 127.0.0.1 failed\nIs it running?\n")
+    assert describe(lost) == "OperationalError: connection to server at 127.0.0.1 failed"
+    deadlock = database_error("40P01", "deadlock detected\nDETAIL: Process 1 waits")
+    assert describe(deadlock) == "DeadlockDetected: sqlstate 40P01: deadlock detected"
+    assert describe(psycopg.OperationalError("\n")) == "OperationalError: connection lost"
+
+
+def test_relay_s_own_faults_are_told_as_they_are() -> None:
+    assert describe(ConfigurationError("source.slot: gone")) == "source.slot: gone"
+
+
+# What is kept with the payload.
+
+
+def test_the_dead_letter_keeps_the_whole_exception() -> None:
+    assert exception_text(ValueError(f"bad {SECRET}")) == f"ValueError: bad {SECRET}"
+    assert exception_text(ValueError()) == "ValueError"
+    text = exception_text(database_error("23505", "duplicate key\nDETAIL: (1)"))
+    assert text == "UniqueViolation [23505]: duplicate key\nDETAIL: (1)"
+
+
+@pytest.mark.parametrize("text", ["a\x00b", chr(0xDCFF), chr(0xD800), "Zoë", "😀"])
+def test_the_text_of_an_exception_fits_into_postgresql(text: str) -> None:
+    """A payload may hold what is no text: a NUL, half a surrogate pair. The exception often quotes it."""
+    kept = exception_text(ValueError(text))
+    assert "\x00" not in kept
+    assert kept.encode().startswith(b"ValueError: ")
+
+
+# Between processes.
+
+
+@pytest.mark.parametrize(
+    ("error", "action", "text", "status"),
+    [
+        (database_error("40001", "busy"), Action.RETRY, "sqlstate 40001", 1),
+        (ConnectionRefusedError(), Action.RETRY, "ConnectionRefusedError", 1),
+        (ConfigurationError("no offsets"), Action.STOP, "no offsets", 2),
+        (Unrouted("no route"), Action.STOP, "no route", 1),
+        (IndexError(SECRET), Action.STOP, "IndexError", 1),
+    ],
+)
+def test_the_fault_of_a_task_is_judged_once_and_travels(
+    error: Exception, action: Action, text: str, status: int
+) -> None:
+    fault = TaskFault.of(error)
+    again = pickle.loads(pickle.dumps(fault))
+    for each in (fault, again):
+        assert isinstance(each, TaskFault)
+        assert (each.action, each.status) == (action, status)
+        assert text in each.text
+        assert SECRET not in each.text
+
+
+def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
+    assert TaskFault.of(Interrupted()).action is Action.STOP

@@ -1,0 +1,159 @@
+"""Log lines: one event, one line, in the form that was asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+
+from relay import logs
+from relay.logs import LogFormat
+
+log = logging.getLogger("relay.test")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Logging belongs to the whole process."""
+    names = ("", "relay", "psycopg.pool", "py4j")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    handlers = list(logging.getLogger().handlers)
+    yield
+    logging.getLogger().handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def raise_and_log() -> None:
+    try:
+        raise ValueError("reason")
+    except ValueError:
+        log.exception("failed")
+
+
+def test_a_json_line_holds_time_level_logger_message_and_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.JSON, "info")
+    log.info("batch %d", 7, extra={"events": 3, "lsn": "0/A", "transaction_id": None})
+    line = json.loads(capsys.readouterr().err)
+    time = datetime.fromisoformat(line.pop("ts"))
+    assert time.utcoffset() == UTC.utcoffset(None)
+    assert abs((datetime.now(UTC) - time).total_seconds()) < 60
+    assert line == {
+        "level": "info",
+        "logger": "relay.test",
+        "message": "batch 7",
+        "events": 3,
+        "lsn": "0/A",
+    }
+
+
+@pytest.mark.parametrize("value", ["two\nlines", 'quo"te', "Zoë 😀", "\udcff", "\x1b[31m", ""])
+def test_a_json_line_is_one_line_whatever_it_says(
+    capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    logs.configure(LogFormat.JSON, "info")
+    log.info("said: %s", value, extra={"fault": value})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isascii()
+    found = json.loads(line)
+    assert (found["message"], found["fault"]) == (f"said: {value}", value)
+
+
+def test_a_value_that_json_does_not_have_is_written_as_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.JSON, "info")
+    log.info("x", extra={"at": datetime(2026, 1, 1, tzinfo=UTC)})
+    assert json.loads(capsys.readouterr().err)["at"] == "2026-01-01 00:00:00+00:00"
+
+
+def test_a_traceback_is_a_field_in_json_and_follows_in_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.JSON, "info")
+    raise_and_log()
+    assert "ValueError: reason" in json.loads(capsys.readouterr().err)["traceback"]
+    logs.configure(LogFormat.TEXT, "info")
+    raise_and_log()
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith("error   failed")
+    assert rest[-1] == "ValueError: reason"
+
+
+def test_a_text_line_reads_time_level_message_and_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.TEXT, "info")
+    log.warning("dead letter", extra={"events": 3, "handler": None, "lsn": "0/A"})
+    time, rest = capsys.readouterr().err.rstrip("\n").split(" ", 1)
+    assert datetime.fromisoformat(time).utcoffset() == UTC.utcoffset(None)
+    assert rest == "warning dead letter events=3 lsn=0/A"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain", "plain"),
+        ("two words", '"two words"'),
+        ("", '""'),
+        ("a=b", '"a=b"'),
+        ('quo"te', '"quo\\"te"'),
+        ("two\nlines", '"two\\nlines"'),
+        ("over\rwritten", '"over\\rwritten"'),
+        ("tab\tbed", '"tab\\tbed"'),
+        ("\x1b[31mred", '"\\u001b[31mred"'),
+        (3, "3"),
+    ],
+)
+def test_a_field_cannot_break_out_of_its_text_line(
+    capsys: pytest.CaptureFixture[str], value: object, shown: str
+) -> None:
+    logs.configure(LogFormat.TEXT, "info")
+    log.info("x", extra={"fault": value})
+    assert capsys.readouterr().err.endswith(f" x fault={shown}\n")
+
+
+@pytest.mark.parametrize(
+    ("level", "heard"),
+    [("debug", ["debug", "info", "warning"]), ("INFO", ["info", "warning"]), ("error", [])],
+)
+def test_the_level_counts_for_relay(
+    capsys: pytest.CaptureFixture[str], level: str, heard: list[str]
+) -> None:
+    logs.configure(LogFormat.JSON, level)
+    log.debug("x")
+    log.info("x")
+    log.warning("x")
+    assert [json.loads(line)["level"] for line in capsys.readouterr().err.splitlines()] == heard
+
+
+def test_others_are_heard_only_when_they_warn_and_the_pool_not_at_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The pool's warnings quote libpq, and say again what the fault of the task says."""
+    logs.configure(LogFormat.JSON, "debug")
+    for name in ("other", "psycopg.pool", "py4j"):
+        logging.getLogger(name).info("x")
+        logging.getLogger(name).warning("x")
+    assert [json.loads(line)["logger"] for line in capsys.readouterr().err.splitlines()] == [
+        "other"
+    ]
+
+
+def test_configuring_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(LogFormat.TEXT, "info")
+    logs.configure(LogFormat.JSON, "info")
+    log.info("once")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "once"
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="LOUD"):
+        logs.configure(LogFormat.TEXT, "loud")
