@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -120,6 +120,14 @@ def test_every_session_is_terminated_again_and_again(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
+def kill_children(parent: int, name: str) -> None:
+    """SIGKILL every descendant whose command line has the name in it."""
+    for process in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # which a zombie is, too
+            if name in " ".join(process.cmdline()):
+                process.kill()
+
+
 @pytest.mark.slow
 def test_spark_workers_and_the_jvm_are_killed(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(
@@ -128,12 +136,9 @@ def test_spark_workers_and_the_jvm_are_killed(outbox: Outbox, tmp_path: Path) ->
     outbox.fill(4_000)
     with running(config) as service:
         service.wait_said("batch", 120)
-        relay = psutil.Process(service.process.pid)
         for victim in ("pyspark.daemon", "java", "pyspark.daemon"):
             seen = progress(outbox)
-            for process in relay.children(recursive=True):
-                if victim in " ".join(process.cmdline()):
-                    process.send_signal(signal.SIGKILL)
+            kill_children(service.process.pid, victim)
             wait_until(lambda seen=seen: progress(outbox) > seen + 1_000, 120)  # type: ignore[misc]
         outbox.wait_drained(120)
         assert service.terminate() == 0

@@ -240,7 +240,9 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "relay", "demo"]
     with public_folder() as folder:
         environment = os.environ | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as demo:
             assert demo.stdout is not None
             assert any("publishing" in line for line in demo.stdout)
             time.sleep(2)
@@ -248,6 +250,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
             assert len(family) > 5
             demo.send_signal(number)
             assert demo.wait(60) == 128 + number
+            assert demo.stdout.read() == ""
         _, alive = psutil.wait_procs(family, timeout=15)
         assert alive == []
-        assert list(folder.iterdir()) == []
+        assert list(folder.glob("relay-*")) == []

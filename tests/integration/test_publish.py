@@ -133,7 +133,7 @@ def test_installing_twice_changes_nothing(outbox: Outbox) -> None:
     )
     assert len(before) == sum(
         len(migrations.files(side)) for side in ("source", "outbox", "target")
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_two_installations_at_once_wait_for_each_other(database: str) -> None:
@@ -143,7 +143,7 @@ def test_two_installations_at_once_wait_for_each_other(database: str) -> None:
         try:
             with psycopg.connect(database, autocommit=True) as conn:
                 for side in ("source", "outbox", "target"):
-                    migrations.install(conn, side)  # type: ignore[arg-type]
+                    migrations.install(conn, side)
         except BaseException as error:
             failures.append(error)
 
@@ -159,7 +159,7 @@ def test_the_files_are_plain_sql_for_psql(database: str) -> None:
     psql = shutil.which("psql") or str(wheel_binaries() / "psql")
     for _ in range(2):
         for side in ("source", "outbox", "target"):
-            for file in migrations.files(side):  # type: ignore[arg-type]
+            for file in migrations.files(side):
                 subprocess.run(
                     [psql, "-q", "-v", "ON_ERROR_STOP=1", "-1", "-d", database, "-f", str(file)],
                     check=True,
