@@ -83,7 +83,7 @@ class Source(_Section):
     columns: dict[str, str] = Field(default_factory=dict)
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
-    mode: Literal["auto", "wal", "poll"] = "auto"
+    mode: Literal["auto", "wal"] = "auto"
     buffer_bytes: Annotated[int, Field(ge=65536)] = 32 * 1024 * 1024
 
     @field_validator("table")
