@@ -137,8 +137,9 @@ def run(
 ) -> None:
     """Relay in the foreground until SIGTERM or SIGINT."""
     from relay.preflight import require
-    from relay.service import Service
+    from relay.service import Service, leave_on_signals
 
+    leave_on_signals()
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)

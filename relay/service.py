@@ -5,18 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from threading import Timer
 from types import FrameType
 
 from relay.config import Settings
-from relay.events import Batch, Lsn, Outcome
+from relay.events import Batch, Lsn, Outcome, TaskOutcome
 from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.wal import WalSource
 
 log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def leave_on_signals() -> None:
+    """Until a service takes the signals over, SIGTERM and SIGINT end the process at once: nothing is in hand yet."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: sys.exit(0))
 
 
 class Service:
@@ -30,7 +40,7 @@ class Service:
 
     def run_in_foreground(self) -> None:
         """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when relaying cannot go on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         self.run()
 
@@ -73,44 +83,39 @@ class Service:
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
-    for dead in outcome.dead:
-        log.warning(
-            "dead letter",
-            extra={
-                "batch": batch.number,
-                "transaction_id": dead.transaction_id,
-                "lsn": str(dead.end_lsn),
-                "events": dead.events,
-                "handler": dead.handler,
-                "fault": dead.fault,
-            },
-        )
+    for task in outcome.tasks:
+        for dead in task.dead:
+            log.warning(
+                "dead letter",
+                extra={
+                    "batch": batch.number,
+                    "partition": _partitions([task]),
+                    "transaction_id": dead.transaction_id,
+                    "lsn": str(dead.end_lsn),
+                    "events": dead.events,
+                    "handler": dead.handler,
+                    "fault": dead.fault,
+                },
+            )
     log.info(
         "batch",
         extra={
             "batch": batch.number,
             "engine": outcome.engine,
+            "partition": _partitions(outcome.tasks),
             "lsn": str(batch.end),
             "events": batch.events,
             "transactions": len(batch.transactions),
             "applied": outcome.applied,
             "skipped": outcome.skipped,
             "dead": sum(dead.events for dead in outcome.dead),
-            "tasks": len(outcome.tasks),
             "ms": round(seconds * 1000, 1),
         },
     )
-    if log.isEnabledFor(logging.DEBUG):
-        for task in outcome.tasks:
-            log.debug(
-                "task",
-                extra={
-                    "batch": batch.number,
-                    "partition": ",".join(map(str, task.partitions)),
-                    "applied": task.applied,
-                    "skipped": task.skipped,
-                },
-            )
+
+
+def _partitions(tasks: Sequence[TaskOutcome]) -> str:
+    return ",".join(str(p) for p in sorted(p for task in tasks for p in task.partitions))
 
 
 def _give_up() -> None:

@@ -1,0 +1,106 @@
+"""Spark Connect: the same batches through a server that this process reaches only by its address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from relay.config import Spark
+from relay.embedded import free_port
+from relay.java import java_home
+from relay.pipeline.session import Session
+from tests.outbox import Outbox, wait_until
+from tests.process import ROOT, running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def connect_server(tmp_path: Path) -> Iterator[str]:
+    port = free_port()
+    home = Path(pyspark.__file__).parent
+    environment = {
+        **os.environ,
+        "JAVA_HOME": str(java_home()),
+        "SPARK_HOME": str(home),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+    }
+    with (tmp_path / "connect.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                str(home / "bin" / "spark-submit"),
+                "--class",
+                "org.apache.spark.sql.connect.service.SparkConnectServer",
+                "--master",
+                "local[2]",
+                "--conf",
+                f"spark.connect.grpc.binding.port={port}",
+                "--conf",
+                "spark.connect.grpc.binding.address=127.0.0.1",
+                "--conf",
+                "spark.ui.enabled=false",
+            ],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: answers(port) or process.poll() is not None, 90)
+        assert process.poll() is None, (tmp_path / "connect.log").read_text()
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def answers(port: int) -> bool:
+    with closing(socket.socket()) as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_batches_run_through_spark_connect(
+    outbox: Outbox, tmp_path: Path, connect_server: str
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", batch={"inline_max_events": 0}, spark={"remote": connect_server}
+    )
+    outbox.fill(400)
+    with running(config) as service:
+        outbox.wait_drained(120)
+        assert service.terminate() == 0
+        engines = {line["engine"] for line in service.lines() if line["message"] == "batch"}
+    assert engines == {"spark"}
+    assert outbox.value("select count(*) from projection") == 2_000
+    outbox.assert_exact()
+
+
+def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", batch={"inline_max_events": 5_000}, spark={"master": "nonsense"}
+    )
+    outbox.fill(10)
+    with running(config) as service:
+        outbox.wait_drained(60)
+        service.wait_said("the Spark session cannot be built yet", 60)
+        assert service.terminate() == 0
+    outbox.assert_exact()
+
+
+def test_a_session_that_cannot_be_had_is_none() -> None:
+    session = Session(Spark(master="nonsense"))
+    assert session.get() is None
+    session.close()
