@@ -54,7 +54,7 @@ $(DEPENDENCIES): requirements.lock requirements-build.lock
 	  echo "relay needs Python 3.11 or later, '$(PYTHON)' is not; try: make PYTHON=python3.13 venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "'$(PYTHON)' has no venv and ensurepip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@echo "venv: $$($(PYTHON) --version) into $(VENV), about 900 MB to fetch the first time"
+	@echo "venv: $$($(PYTHON) --version) into $(VENV), about 670 MB to fetch the first time"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@printf '[bdist_wheel]\ncompression = stored\n' >$(VENV)/build.cfg
 	@$(BIN)/python -m pip install -qq --require-hashes -r requirements-build.lock

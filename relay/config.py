@@ -28,11 +28,13 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from relay.events import EVENT_FIELDS, FIELDS
 from relay.faults import ConfigurationError
 
+_UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = "RELAY_"
 
@@ -54,6 +56,15 @@ def _dsn(value: Any) -> Any:
 
 
 Dsn = Annotated[SecretStr, BeforeValidator(_dsn)]
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")  # which YAML's yes would become
+    return value
+
+
+Number = BeforeValidator(_no_boolean)
 Name = Annotated[str, Field(min_length=1, max_length=63)]
 Scalar = str | int | float | bool
 
@@ -84,7 +95,7 @@ class Source(_Section):
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal"] = "auto"
-    buffer_bytes: Annotated[int, Field(ge=65536)] = 32 * 1024 * 1024
+    buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
 
     @field_validator("table")
     @classmethod
@@ -124,17 +135,17 @@ class Target(_Section):
 class Poll(_Section):
     """How the polling path reads."""
 
-    wait_period_ms: PositiveInt = 1_000
-    batch_size: PositiveInt = 1_000
+    wait_period_ms: Annotated[PositiveInt, Number] = 1_000
+    batch_size: Annotated[PositiveInt, Number] = 1_000
 
 
 class BatchLimits(_Section):
     """How much work is done at once."""
 
-    max_events: PositiveInt = 10_000
-    max_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024 * 1024
-    inline_max_events: NonNegativeInt = 1_000
-    inline_workers: PositiveInt = 2
+    max_events: Annotated[PositiveInt, Number] = 10_000
+    max_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+    inline_max_events: Annotated[NonNegativeInt, Number] = 1_000
+    inline_workers: Annotated[PositiveInt, Number] = 2
     spool_directory: Path | None = None
 
 
@@ -206,14 +217,14 @@ class Settings(BaseSettings):
     source: Source = Field(default_factory=Source)
     target: Target = Field(default_factory=Target)
     group: Name = "default"
-    partitions: Annotated[int, Field(ge=1, le=1024)] = 8
+    partitions: Annotated[int, Field(ge=1, le=1024), Number] = 8
     poll: Poll = Field(default_factory=Poll)
     batch: BatchLimits = Field(default_factory=BatchLimits)
     spark: Spark = Field(default_factory=Spark)
     handlers: dict[str, Handler] = Field(default_factory=dict)
     routes: list[Route] = Field(default_factory=list)
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
-    shutdown_timeout: PositiveFloat = 20.0
+    shutdown_timeout: Annotated[PositiveFloat, Number] = 20.0
 
     @model_validator(mode="after")
     def _handlers_exist(self) -> Settings:
@@ -263,10 +274,19 @@ def load(path: Path | None) -> Settings:
     """
     file = path or _default_file()
     content = {} if file is None else _read(file)
+    unknown = [key for key in content if key.startswith("_")]
+    if unknown:
+        # pydantic-settings would take these for arguments of its own.
+        raise ConfigurationError(f"{file}: {unknown[0]}: {_UNKNOWN}")
     try:
         return Settings(**content)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_lines(error, file, content))) from None
+        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, file)))) from None
+    except SettingsError as error:
+        key = re.search(r'field "(\w+)"', str(error))
+        raise ConfigurationError(
+            f"environment: {key[1] if key else ENV_PREFIX}: is not JSON, as a whole section in a variable must be"
+        ) from None
 
 
 def _default_file() -> Path | None:
@@ -276,9 +296,23 @@ def _default_file() -> Path | None:
     return DEFAULT_PATH if DEFAULT_PATH.exists() else None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is a mistake, instead of the last one winning silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    problem = f"the key {key.value!r} stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 a safe loader's child
     except OSError as error:
         raise ConfigurationError(
             f"{file}: cannot be read ({error.strerror}); give the configuration with --config FILE"
@@ -290,6 +324,8 @@ def _read(file: Path) -> dict[str, Any]:
         place = f"{file}:{mark.line + 1}" if mark else str(file)
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise ConfigurationError(f"{place}: is not valid YAML: {problem}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{file}: is not valid YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -299,13 +335,13 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _lines(error: ValidationError, file: Path | None, content: dict[str, Any]) -> Iterator[str]:
+def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
         key = _key(fault["loc"])
-        place = _place(fault["loc"], file, content)
+        place = "environment" if file is None or _in_environment(fault["loc"]) else str(file)
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = "unknown key; see docs/configuration.md for the keys there are"
+            message = _UNKNOWN
         elif fault["type"] == "missing":
             message = "is required"
         else:
@@ -327,17 +363,8 @@ def _key(location: tuple[int | str, ...]) -> str:
     return ".".join(kept)
 
 
-def _place(location: tuple[int | str, ...], file: Path | None, content: dict[str, Any]) -> str:
-    found: Any = content
-    for part in location:
-        if isinstance(found, dict) and part in found:
-            found = found[part]
-        else:
-            break
-    top = location[0] if location else ""
-    in_environment = any(
-        name.upper().startswith(f"{ENV_PREFIX}{top}".upper()) for name in os.environ
-    )
-    if file is None or (in_environment and found is content):
-        return "environment"
-    return str(file)
+def _in_environment(location: tuple[int | str, ...]) -> bool:
+    """Whether a variable gives the value at a place, or the section that it stands in."""
+    given = {name.upper() for name in os.environ}
+    parts = [str(part).upper() for part in location]
+    return any(ENV_PREFIX + "__".join(parts[:depth]) in given for depth in range(1, len(parts) + 1))

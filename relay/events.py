@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -60,6 +61,9 @@ Row = tuple[str | None, ...]
 _INDEX = {name: position for position, name in enumerate(EVENT_FIELDS)}
 
 
+_LSN = re.compile(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", re.ASCII)
+
+
 class Lsn(int):
     """A position in the write-ahead log, in bytes; printed as PostgreSQL's `pg_lsn` (`16/B374D848`).
 
@@ -71,6 +75,8 @@ class Lsn(int):
     @classmethod
     def parse(cls, text: str) -> Lsn:
         """Read `X/Y` in hexadecimal; raises ValueError for anything else."""
+        if not _LSN.fullmatch(text):
+            raise ValueError(f"{text!r} is not a position in the WAL, such as 16/B374D848")
         high, _, low = text.partition("/")
         return cls(int(high, 16) << 32 | int(low, 16))
 
@@ -233,7 +239,7 @@ class Undecoded:
     """A business transaction inside one commit, as it came: the unit of planning.
 
     `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
-    `hosts` are the distinct host_ids as text.
+    `hosts` are the distinct host_ids as text, `last_offset` is the greatest c_offset, 0 where there is none.
     """
 
     commit: Commit
@@ -242,6 +248,7 @@ class Undecoded:
     columns: tuple[str, ...]
     tuples: Tuples
     size: int
+    last_offset: int = 0
 
 
 class Events(Protocol):

@@ -65,6 +65,16 @@ TRANSIENT_CLASSES = (
 )
 
 
+_ABOUT_A_FILE = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""What a handler meets that looks for a file by what an event says; other errors of the system pass."""
+
+
 def action_for(error: BaseException) -> Action:
     """Map a fault to what happens next.
 
@@ -77,9 +87,9 @@ def action_for(error: BaseException) -> Action:
         return Action.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
-    if isinstance(
-        error, TransientFault | PoolTimeout | ConnectionError | TimeoutError | MemoryError
-    ):
+    if isinstance(error, OSError):
+        return Action.DEAD_LETTER if isinstance(error, _ABOUT_A_FILE) else Action.RETRY
+    if isinstance(error, TransientFault | PoolTimeout | MemoryError):
         return Action.RETRY
     if isinstance(error, Exception):
         return Action.DEAD_LETTER
@@ -107,7 +117,7 @@ def describe(error: BaseException) -> str:
     parts = [name]
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
-    if error.sqlstate is None or _database_action(error) is Action.RETRY:
+    if _database_action(error) is Action.RETRY:
         # The server's or libpq's own words about itself; they name hosts and ports, never rows.
         parts.append(
             str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
@@ -122,8 +132,9 @@ def exception_text(error: BaseException) -> str:
     text = str(error).strip()
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
     prefix = f"{type(error).__name__} [{state}]" if state else type(error).__name__
-    # PostgreSQL's text type cannot hold NUL.
-    return (f"{prefix}: {text}" if text else prefix).replace("\x00", "\\x00")
+    whole = f"{prefix}: {text}" if text else prefix
+    # PostgreSQL's text type cannot hold NUL, nor half of a surrogate pair.
+    return whole.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
 
 
 class TaskFault(Exception):

@@ -53,7 +53,8 @@ class _Text(logging.Formatter):
 
 def _shown(value: object) -> str:
     text = str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "=\n') else text
+    plain = text and text.isprintable() and not any(c in text for c in ' "=')
+    return text if plain else json.dumps(text)
 
 
 def configure(log_format: LogFormat, level: str) -> None:

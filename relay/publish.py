@@ -15,6 +15,7 @@ from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]
 
+_IDS = ("host_id", "user_id", "transaction_id")
 _REQUIRED = ("host_id", "events")
 _KNOWN = frozenset({"host_id", "user_id", "events", "transaction_id"})
 
@@ -41,19 +42,35 @@ def parse(text: str, origin: str) -> list[Business]:
 
 
 def _items(text: str, origin: str) -> list[Any]:
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-        return [_line(line, f"{origin}:{n}") for n, line in lines]
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if len(lines) > 1 and _is_json(lines[0][1]):
+        return [_loads(line, origin, n) for n, line in lines]
+    if not lines:
+        return []
+    whole = _loads(text, origin, 1)
     return whole if isinstance(whole, list) else [whole]
 
 
-def _line(line: str, place: str) -> Any:
+def _is_json(text: str) -> bool:
     try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ConfigurationError(f"{place}: is not JSON: {error}") from None
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _loads(text: str, origin: str, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise ConfigurationError(
+            f"{origin}:{line}: is not JSON: {error.msg} at column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{origin}:{first_line}: cannot be read: {type(error).__name__}"
+        ) from None
 
 
 def _business(item: Any, place: str) -> Business:
@@ -67,11 +84,24 @@ def _business(item: Any, place: str) -> Business:
         raise ConfigurationError(
             f"{place}: {unknown[0]} is not a key; the keys are {', '.join(sorted(_KNOWN))}"
         )
+    for key in _IDS:
+        if not _is_id(item.get(key), optional=key != "host_id"):
+            raise ConfigurationError(f"{place}: {key} must be a UUID")
     if not isinstance(item["events"], list) or not item["events"]:
         raise ConfigurationError(f"{place}: events must be an array of at least one event")
     return Business(
         item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id")
     )
+
+
+def _is_id(value: Any, optional: bool) -> bool:
+    if value is None:
+        return optional
+    try:
+        uuid.UUID(value)
+    except (ValueError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from typing import Any
 from relay.config import Route, Scalar
 from relay.events import Event
 
+_LONG_NUMBER = 4_000
+
 Test = Callable[[Event], bool]
 
 
@@ -47,9 +49,9 @@ def _test(name: str, patterns: Sequence[Scalar]) -> Test:
         if text is None:
             return False
         try:
-            found, value = _dig(json.loads(text), path)
-        except ValueError:
-            return False  # a mapped text column need not hold JSON
+            found, value = _dig(json.loads(text, parse_int=_whole_number), path)
+        except (ValueError, RecursionError):
+            return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python follows
         return found and any(_matches(value, pattern) for pattern in patterns)
 
     return test
@@ -71,10 +73,13 @@ def _matches(value: Any, pattern: Scalar) -> bool:
     """Whether a value is the pattern, or a text that the pattern, as a glob, covers (case matters)."""
     if value is None:
         return False
-    if isinstance(pattern, bool) or isinstance(value, bool):
-        return value is pattern or (isinstance(value, bool) and pattern == str(value).lower())
     if isinstance(pattern, str):
         return fnmatchcase(value if isinstance(value, str) else json.dumps(value), pattern)
     if isinstance(value, str):
-        return value == str(pattern)
-    return bool(value == pattern)
+        return not isinstance(pattern, bool) and value == str(pattern)
+    return isinstance(value, bool) is isinstance(pattern, bool) and bool(value == pattern)
+
+
+def _whole_number(digits: str) -> int | float:
+    """An integer of JSON; one too long for Python's own limit is compared as a float."""
+    return int(digits) if len(digits) < _LONG_NUMBER else float(digits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,30 +67,22 @@ def _require_empty(directory: Path | None) -> None:
         raise ConfigurationError(f"{directory}: is not empty: name a new folder")
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal came. Of this kind, because psycopg cancels a running query on a KeyboardInterrupt."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let the first signal take everything down, then end the program; later ones change nothing."""
+    """Turn the first signal into SystemExit, so that everything is taken down; later ones change nothing."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def end(number: int, _: FrameType | None) -> None:
         _ignore_signals()
-        raise _Ended(number)
+        # A connection that is left in the midst of a query would complain.
+        logging.getLogger("psycopg").setLevel(logging.CRITICAL)
+        raise SystemExit(128 + number)
 
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, end)
     try:
         yield
-    except _Ended as ended:
-        raise SystemExit(128 + ended.number) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -20,7 +20,7 @@ Connection = psycopg.Connection[Any]
 
 SCHEMA = Path(__file__).with_name("shop.sql")
 LOOK_SECONDS = 0.5
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 STILL_SECONDS = 60.0
 """How long relay may go without an event, or without a confirmation that is due."""
 

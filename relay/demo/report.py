@@ -19,9 +19,12 @@ Figures = dict[str, Any]
 _OUTBOX = """
     select count(*) as events, count(distinct host_id) as hosts,
            count(distinct coalesce(transaction_id::text, concat_ws(' ', host_id, user_id, xmin))) as transactions,
-           count(*) filter (where event_type = 'catalogue.product_imported') as imported,
            count(*) filter (where c_offset < %(live)s) as waiting
       from public.outbox_message_t
+"""
+_IMPORT = """
+    select count(*) as events, coalesce(sum(octet_length(payload::text)), 0) as bytes
+      from public.outbox_message_t where event_type = 'catalogue.product_imported'
 """
 _DEAD = """
     select count(*) as events,
@@ -29,17 +32,22 @@ _DEAD = """
       from relay.dead_letter_queue
 """
 _DRAIN = """
-    select extract(epoch from max(pg_xact_commit_timestamp(xmin)) - %(from)s)::float8 as seconds
+    select coalesce(extract(epoch from max(pg_xact_commit_timestamp(xmin)) - %(from)s), 'NaN')::float8 as seconds
       from shop.projection where c_offset < %(live)s
 """
 # From the moment at which the event is stamped, inside its own transaction, to the commit of its effect.
 _LIVE = """
-    select percentile_cont(array[0.5, 0.99]) within group (
-               order by 1000 * extract(epoch from pg_xact_commit_timestamp(p.xmin) - o.event_ts)::float8
-           ) as ms,
-           count(distinct o.transaction_id) as transactions
-      from shop.projection p join public.outbox_message_t o using (id)
-     where o.c_offset >= %(live)s
+    with live as (
+        select o.transaction_id, o.event_ts,
+               1000 * extract(epoch from pg_xact_commit_timestamp(p.xmin) - o.event_ts)::float8 as ms
+          from shop.projection p join public.outbox_message_t o using (id)
+         where o.c_offset >= %(live)s
+    )
+    select count(distinct transaction_id) as transactions,
+           coalesce(extract(epoch from max(event_ts) - min(event_ts)), 'NaN')::float8 as seconds,
+           coalesce(percentile_cont(0.5) within group (order by ms), 'NaN') as median,
+           coalesce(percentile_cont(0.99) within group (order by ms), 'NaN') as tail
+      from live
 """
 
 
@@ -64,27 +72,27 @@ def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
     """The summary: names and figures."""
     known = {"live": performance.first_live_offset, "from": performance.drained_from}
     with connect(dsn) as conn, conn.cursor(row_factory=dict_row) as cursor:
-        outbox, dead, drain, live = (
-            next(cursor.execute(query, known)) for query in (_OUTBOX, _DEAD, _DRAIN, _LIVE)
+        outbox, large, dead, drain, live = (
+            next(cursor.execute(query, known)) for query in (_OUTBOX, _IMPORT, _DEAD, _DRAIN, _LIVE)
         )
-    median, tail = live["ms"]
+    batches = performance.batches
+    whole = [batch.number for batch in batches if batch.events == large["events"]]
+    rate = outbox["waiting"] / drain["seconds"]
     return [
-        (
-            "events",
-            f"{outbox['events']:,} of {outbox['hosts']} hosts, {outbox['imported']:,} of them in one transaction",
-        ),
+        ("events", f"{outbox['events']:,} of {outbox['hosts']} hosts"),
         ("business transactions", f"{outbox['transactions']:,}"),
-        ("dead letters", f"{dead['events']:,} events of {dead['transactions']:,} transactions"),
-        ("on Spark", _share(performance.batches, "spark")),
-        ("inline", _share(performance.batches, "inline")),
         (
-            "backlog",
-            f"{outbox['waiting']:,} events in {drain['seconds']:.1f} s: {outbox['waiting'] / drain['seconds']:,.0f}/s",
+            "largest transaction",
+            f"{large['events']:,} events, {large['bytes'] / 1e6:.1f} MB of payload, in batch {_ranges(whole)}",
         ),
+        ("dead letters", f"{dead['events']:,} events of {dead['transactions']:,} transactions"),
+        ("on Spark", _share(batches, "spark")),
+        ("inline", _share(batches, "inline")),
+        ("backlog", f"{outbox['waiting']:,} events in {drain['seconds']:.1f} s: {rate:,.0f}/s"),
+        ("live", f"{live['transactions']:,} transactions in {live['seconds']:.1f} s"),
         (
-            "live",
-            f"{live['transactions']:,} transactions, from publishing to the commit in the projection: "
-            f"p50 {median:.1f} ms, p99 {tail:.1f} ms",
+            "live latency, publish to commit",
+            f"p50 {live['median']:.1f} ms, p99 {live['tail']:.1f} ms",
         ),
     ]
 

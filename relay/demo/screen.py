@@ -15,6 +15,7 @@ from relay.demo.verify import Check
 LINE_SECONDS = 2.0
 """How often progress is a line of its own where there is no terminal."""
 NAME_WIDTH = 38
+INDENT = 9 * " "
 
 
 class Screen:
@@ -31,7 +32,7 @@ class Screen:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._bar = self._progress.add_task("", total=None)
+        self._bar = self._progress.add_task(INDENT, total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -50,7 +51,8 @@ class Screen:
         self._said = self._since = time.monotonic()
         self._first = None
         self._print(f"{self._since - self._started:5.1f} s  {text}")
-        self._progress.reset(self._bar, total=None, description="")
+        self._progress.remove_task(self._bar)
+        self._bar = self._progress.add_task(INDENT, total=None)
 
     def show(self, what: str, done: int, total: int) -> None:
         """Show how far the step is and how fast it goes."""
@@ -58,7 +60,7 @@ class Screen:
         if self._first is None:
             self._first, self._since = done, now
         rate = (done - self._first) / (now - self._since) if done > self._first else 0
-        text = f"         {what} {done:,} of {total:,} events, {rate:,.0f}/s"
+        text = f"{INDENT}{what} {done:,} of {total:,} events, {rate:,.0f}/s"
         self._progress.update(self._bar, description=text, completed=done, total=total)
         if not self._console.is_terminal and now - self._said >= LINE_SECONDS:
             self._said = now

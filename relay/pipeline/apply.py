@@ -76,7 +76,6 @@ class _Routed:
     commit: Commit
     events: Events
     parts: Mapping[str, Transaction]
-    next_offset: int
     refusal: NotRouted | None = None
 
 
@@ -146,7 +145,7 @@ class Applier:
             dead += self._apply_carefully(conn, deliverable)
         else:
             self._run_handlers(conn, deliverable)
-        offsets.advance(conn, self._group, _advances(fresh, routed))
+        offsets.advance(conn, self._group, _advances(fresh))
         events = sum(len(item.events) for item in routed)
         return TaskOutcome(
             partitions=task.partitions,
@@ -219,11 +218,8 @@ class Applier:
         events: Events = lazy if stored else tuple(lazy)
         kept: dict[str, list[Event]] = {}
         counts: dict[str, int] = {}
-        greatest = 0
         refusal: NotRouted | None = None
         for event in events:
-            offset = event.text("c_offset")
-            greatest = max(greatest, int(offset) if offset else 0)
             names = self._router.handlers(event)
             if not names:
                 refusal = refusal or self._refuse(event)
@@ -239,9 +235,7 @@ class Applier:
             )
             for name, count in counts.items()
         }
-        return _Routed(
-            transaction.transaction_id, transaction.commit, events, parts, greatest + 1, refusal
-        )
+        return _Routed(transaction.transaction_id, transaction.commit, events, parts, refusal)
 
     def _refuse(self, event: Event) -> NotRouted | None:
         if self._unrouted == "ignore":
@@ -273,21 +267,24 @@ def _applied(
 ) -> bool:
     """Whether a redelivered transaction is in the target already.
 
-    Its partitions moved together when it was applied, so they agree.
+    The commit's position says so, or its offset where another way than this WAL was taken before. Partitions that a
+    transaction touches moved together when it was applied, so they agree.
     """
     end = transaction.commit.end_lsn
-    return all(end <= cursors[partition].applied_lsn for partition in touched)
+    last = transaction.last_offset
+    return all(
+        end <= cursors[partition].applied_lsn or 0 < last < cursors[partition].handover_offset
+        for partition in touched
+    )
 
 
-def _advances(
-    fresh: Sequence[tuple[Undecoded, tuple[int, ...]]], routed: Sequence[_Routed]
-) -> list[offsets.Advance]:
+def _advances(fresh: Sequence[tuple[Undecoded, tuple[int, ...]]]) -> list[offsets.Advance]:
     reached: dict[int, tuple[int, Lsn]] = {}
-    for (transaction, touched), item in zip(fresh, routed, strict=True):
+    for transaction, touched in fresh:
         for partition in touched:
             next_offset, lsn = reached.get(partition, (1, Lsn(0)))
             reached[partition] = (
-                max(next_offset, item.next_offset),
+                max(next_offset, transaction.last_offset + 1),
                 max(lsn, transaction.commit.end_lsn),
             )
     return [

@@ -53,8 +53,9 @@ class Planner:
         return tuple(sorted({self._known[host] for host in hosts}))
 
     def _learn(self, hosts: Iterable[str]) -> None:
+        needed = dict.fromkeys(hosts)
         unknown = []
-        for host in dict.fromkeys(hosts):
+        for host in needed:
             if host in self._known:
                 self._known.move_to_end(host)
             else:
@@ -64,7 +65,7 @@ class Planner:
         for host, value in zip(unknown, self._hashtext(unknown), strict=True):
             self._known[host] = partition_of(value, self._partitions)
         # The hosts of this batch are the newest, so that forgetting the oldest never takes one that is needed now.
-        while len(self._known) > max(CACHED_HOSTS, len(unknown)):
+        while len(self._known) > max(CACHED_HOSTS, len(needed)):
             self._known.popitem(last=False)
 
 

@@ -314,22 +314,43 @@ def encode_tuple(values: Sequence[bytes | None]) -> bytes:
 
 
 def peek(data: bytes, positions: Sequence[int]) -> list[bytes | None]:
-    """The values at ascending `positions` of one TupleData, walking no further than the last of them."""
+    """The values at ascending `positions` of one TupleData, walking no further than the last of them.
+
+    Raises ProtocolError where the row ends before.
+    """
     found: list[bytes | None] = []
     at = 2
     column = 0
-    unpack = _I32.unpack_from
-    for wanted in positions:
-        while column < wanted:
-            at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
-            column += 1
-        found.append(data[at + 5 : at + 5 + unpack(data, at + 1)[0]] if data[at] == TEXT else None)
+    unpack = _U32.unpack_from
+    try:
+        for wanted in positions:
+            while column < wanted:
+                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
+                column += 1
+            if data[at] == TEXT:
+                start = at + 5
+                end = start + unpack(data, at + 1)[0]
+                found.append(data[start:end])
+                if end > len(data):
+                    raise ProtocolError("column value cut short")
+            else:
+                found.append(None)
+    except (IndexError, struct.error) as error:
+        raise ProtocolError("malformed TupleData") from error
     return found
 
 
 def timestamp(microseconds: int) -> str:
-    """A protocol timestamp (microseconds since 2000-01-01 UTC) as PostgreSQL prints it in UTC."""
-    return (POSTGRES_EPOCH + timedelta(microseconds=microseconds)).isoformat(" ")
+    """A protocol timestamp (microseconds since 2000-01-01 UTC) as PostgreSQL prints it in UTC.
+
+    Raises ProtocolError for one outside Python's calendar, which no commit has.
+    """
+    try:
+        moment = POSTGRES_EPOCH + timedelta(microseconds=microseconds)
+    except OverflowError as error:
+        raise ProtocolError("commit time out of range") from error
+    fraction = f".{moment.microsecond:06}".rstrip("0") if moment.microsecond else ""
+    return f"{moment:%Y-%m-%d %H:%M:%S}{fraction}+00"
 
 
 class RowDecoder:
@@ -346,19 +367,26 @@ class RowDecoder:
         self._order = tuple(place.get(mapping.get(name, name), -1) for name in FIELDS)
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
-        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`)."""
+        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
+
+        Raises ProtocolError for a row that is cut short.
+        """
         values: list[str | None] = []
         at = 2
-        unpack = _I32.unpack_from
-        for _ in range(_U16.unpack_from(data)[0]):
-            kind = data[at]
-            if kind == TEXT:
-                start = at + 5
-                at = start + unpack(data, at + 1)[0]
-                values.append(str(data[start:at], "utf-8", "surrogateescape"))
-            else:
-                values.append(None)
-                at += 1
+        unpack = _U32.unpack_from
+        try:
+            for _ in range(_U16.unpack_from(data)[0]):
+                if data[at] == TEXT:
+                    start = at + 5
+                    at = start + unpack(data, at + 1)[0]
+                    values.append(str(data[start:at], "utf-8", "surrogateescape"))
+                else:
+                    values.append(None)
+                    at += 1
+        except (IndexError, struct.error) as error:
+            raise ProtocolError("malformed TupleData") from error
+        if at != len(data):
+            raise ProtocolError("column value cut short")
         values.append(None)  # what position -1 finds
         return Event((*(values[position] for position in self._order), *commit_fields))
 

@@ -35,7 +35,8 @@ from tenacity import (
 from relay.config import Settings
 from relay.events import Batch, Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
-from relay.source.assembler import Assembler, Received
+from relay.source.assembler import Assembler
+from relay.source.grouping import Received
 from relay.source.pgoutput import POSTGRES_EPOCH, CommitMessage, ProtocolError
 from relay.source.progress import Progress
 from relay.source.slot import require_ours, slot_state
@@ -281,6 +282,9 @@ class WalSource:
             sql.SQL(str(start)),
             sql.Literal(sql.Identifier(publication).as_string(conn)),
         )
+        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+            # Such a database has no encoding to convert from; its bytes pass as they are.
+            conn.execute("set client_encoding to sql_ascii")
         result = conn.pgconn.exec_(command.as_bytes(conn))
         if result.status != ExecStatus.COPY_BOTH:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")

@@ -18,7 +18,7 @@ begin
     if jsonb_typeof(publish.events) is distinct from 'array' or jsonb_array_length(publish.events) = 0 then
         raise invalid_parameter_value using
             message = 'relay.publish: events must be a JSON array of at least one event',
-            hint = 'Pass [{"event_type": …, "aggregate_type": …, "aggregate_id": …, "payload": {…}}, …].';
+            hint = 'Pass [{"event_type": ..., "aggregate_type": ..., "aggregate_id": ..., "payload": {...}}, ...].';
     end if;
 
     select min(ordinal) into malformed

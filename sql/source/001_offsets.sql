@@ -25,7 +25,7 @@ $$;
 
 -- Gives a row that comes without an offset the next one. The argument is the name of the offset column.
 -- The counter's row is locked at the first such row of a statement, counted in a transaction-local setting, and written
--- back once by relay.write_back_offset: one update a row would make a statement of n rows cost n².
+-- back once by relay.write_back_offset: one update a row would make a statement of n rows cost n squared.
 create or replace function relay.fill_offset() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$

@@ -19,7 +19,7 @@ from tests.outbox import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 ADMINISTRATOR = "postgresql://postgres:postgres@postgres:5432/app"
 
-# Building the image fetches about 700 MB.
+# Building the image fetches about 600 MB.
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -60,6 +60,21 @@ def why_not() -> str | None:
     except subprocess.TimeoutExpired:
         return "the Docker engine did not answer in 30 s"
     return "the Docker engine does not answer" if answer.returncode else None
+
+
+def builder() -> tuple[str, dict[str, str]]:
+    """A client that has BuildKit, and how to ask for it; the builder before it takes several times as long."""
+    for folder in os.get_exec_path():
+        client = shutil.which("docker", path=folder)
+        if client and _has_buildkit(client):
+            return client, {"DOCKER_BUILDKIT": "1"}
+    return "docker", {}
+
+
+def _has_buildkit(client: str) -> bool:
+    # Up to 20.10 it is part of the client, from 23 on it comes with the plugin buildx.
+    version = command(client, "version", "--format", "{{.Client.Version}}").stdout
+    return version.startswith("20.") or command(client, "buildx", "version").returncode == 0
 
 
 @cache
@@ -138,8 +153,10 @@ def image() -> Iterator[str]:
     if reason := why_not():
         pytest.skip(reason)
     name = f"relay-test:{os.getpid()}"
-    # Without a name for the builder: whichever the client has. The host's network also serves engines without NAT.
-    done(command("docker", "build", "--network", "host", "--tag", name, ".", timeout=1500))
+    client, environment = builder()
+    # The host's network serves engines without NAT too.
+    build = (client, "build", "--network", "host", "--tag", name, ".")
+    done(command(*build, timeout=1500, **environment))
     yield name
     done(command("docker", "image", "rm", "--force", name))
 
@@ -177,13 +194,11 @@ def test_help_is_what_the_image_answers(image: str) -> None:
         assert name in said
 
 
-def test_it_runs_as_an_ordinary_user_with_a_name(image: str) -> None:
-    assert done(run(image, entrypoint="id")).startswith("uid=10001(relay) gid=10001(relay)")
-
-
-def test_it_cannot_change_its_own_program(image: str) -> None:
-    look = "! find /opt/relay -writable -not -type l -print -quit | grep ."
-    done(run(image, "-c", look, entrypoint="sh"))
+def test_it_runs_as_an_ordinary_user_who_cannot_change_the_program(image: str) -> None:
+    look = "id && find /opt/relay -writable -not -type l"
+    assert done(run(image, "-c", look, entrypoint="sh")).splitlines() == [
+        "uid=10001(relay) gid=10001(relay) groups=10001(relay)"
+    ]
 
 
 def test_a_missing_configuration_is_one_clear_line(image: str) -> None:

@@ -19,7 +19,8 @@ from psycopg.conninfo import make_conninfo
 from relay.config import Settings
 from relay.events import FIELDS, Event, Lsn, Undecoded
 from relay.install import initialise
-from relay.source.assembler import Assembler, Received
+from relay.source.assembler import Assembler
+from relay.source.grouping import Received
 from relay.source.pgoutput import CommitMessage, RowDecoder
 from relay.source.slot import ensure_publication, ensure_slot
 from relay.source.wal import SESSION_OPTIONS, WalSource

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from relay.events import FIELDS, Commit, Event, Lsn, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.assembler import Assembler, Received
+from relay.source.assembler import Assembler
+from relay.source.grouping import Received
 from relay.source.pgoutput import CommitMessage, ProtocolError, RowDecoder
 from tests.unit import wire
 
