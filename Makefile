@@ -26,8 +26,10 @@ demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark
 test: $(INSTALLED) ## all tests that need no Docker
 	$(BIN)/pytest $(ARGS)
 
-test-docker: $(INSTALLED) ## the image and docker-compose, for real; needs a Docker engine
-	RELAY_TEST_POSTGRES=docker $(BIN)/pytest -m docker $(ARGS)
+# Then the tests with a database once more, against the image that docker-compose.yml names.
+test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
+	$(BIN)/pytest -m docker
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
 
 chaos: $(INSTALLED) ## only the tests that kill, stop or cut something
 	$(BIN)/pytest -m chaos $(ARGS)

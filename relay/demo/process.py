@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,7 +110,7 @@ class Relay:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # Ctrl-C at a terminal is for the demo, which ends relay after its own work.
+                # A process group of its own: Ctrl-C at a terminal is for the demo, and __exit__ finds all of it.
                 start_new_session=True,
             )
 
@@ -125,10 +126,10 @@ class Relay:
         try:
             self.stop()
         finally:
-            if self._process.poll() is None:
-                # The JVM ends with relay, since its standard input closes.
-                self._process.kill()
-                self._process.wait()
+            # Relay itself, if it did not end, and a JVM that was only just starting: it may outlive relay by seconds.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit status. Raises DemoFailed if relay does not end."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -49,7 +49,7 @@ class Ran:
 
     verified: bool
     output: str
-    left_running: set[psutil.Process]
+    left_running: list[psutil.Process]
     cluster: Cluster
 
     @property
@@ -71,12 +71,31 @@ def public_folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ran() -> Iterator[Ran]:
     output = StringIO()
-    before = set(psutil.Process().children(recursive=True))
     with public_folder() as folder:
-        verified = run_demo(Console(file=output, width=120), folder, SMALL)
-        left = set(psutil.Process().children(recursive=True)) - before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DEMO_FOLDER", str(folder))
+            verified = run_demo(Console(file=output, width=120), folder, SMALL)
+        left = descendants(folder)
         with Cluster(folder, settings=SERVER_SETTINGS) as cluster:
             yield Ran(verified, output.getvalue(), left, cluster)
+
+
+def descendants(folder: Path) -> list[psutil.Process]:
+    """Whatever inherited the environment of a demo in this folder, orphans included."""
+    found = []
+    for candidate in psutil.process_iter():
+        with suppress(psutil.Error):
+            if candidate.environ().get("DEMO_FOLDER") == str(folder):
+                found.append(candidate)
+    return found
+
+
+def test_descendants_are_found() -> None:
+    folder = Path("/nowhere")
+    with subprocess.Popen(["cat"], env={"DEMO_FOLDER": "/nowhere"}, stdin=subprocess.PIPE) as cat:
+        assert [process.pid for process in descendants(folder)] == [cat.pid]
+        cat.communicate()
+    assert descendants(folder) == []
 
 
 @pytest.mark.slow
@@ -84,7 +103,7 @@ def test_every_promise_is_kept(ran: Ran) -> None:
     assert ran.verified, ran.output
     assert "✗" not in ran.output
     assert ran.output.count("✓") == 10
-    assert ran.left_running == set()
+    assert ran.left_running == []
 
 
 @pytest.mark.slow

@@ -21,10 +21,16 @@ Cell = bytes | None | Toast
 Attribute = tuple[bool, str, int, int]
 """Whether the column is part of the key, its name, its type's oid, its type modifier."""
 
-INT32 = st.integers(-(2**31), 2**31 - 1)
-INT64 = st.integers(-(2**63), 2**63 - 1)
-OIDS = st.integers(0, 2**32 - 1)
-LSNS = st.integers(0, 2**64 - 1)
+
+def integers(low: int, high: int) -> st.SearchStrategy[int]:
+    """Integers of a field, with its edges, which hypothesis by itself seldom tries in a wide range."""
+    return st.integers(low, high) | st.sampled_from([low, (low + high + 1) // 2, high])
+
+
+INT32 = integers(-(2**31), 2**31 - 1)
+INT64 = integers(-(2**63), 2**63 - 1)
+OIDS = integers(0, 2**32 - 1)
+LSNS = integers(0, 2**64 - 1)
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 CELLS: st.SearchStrategy[Cell] = st.one_of(st.none(), st.binary(max_size=40))
 ROWS = st.lists(CELLS, max_size=20)
