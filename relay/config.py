@@ -200,7 +200,8 @@ class Route(_Section):
     def _known_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             head, dot, _ = name.partition(".")
-            if head not in EVENT_FIELDS or (dot and head not in ("payload", "metadata")):
+            in_json = head in ("payload", "metadata") and all(name.split("."))
+            if head not in EVENT_FIELDS or (dot and not in_json):
                 raise ValueError(
                     f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
                 )
@@ -344,6 +345,8 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
             message = _UNKNOWN
         elif fault["type"] == "missing":
             message = "is required"
+        elif fault["type"].startswith("union_tag"):
+            key, message = f"{key}.type", "must be sql or python"
         else:
             message = message[:1].lower() + message[1:]
         yield f"{place}: {key}: {message}" if key else f"{place}: {message}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from enum import Enum
+from pathlib import Path
 
 import psycopg
 from psycopg_pool import PoolTimeout
@@ -49,6 +51,7 @@ TRANSIENT_SQLSTATES = frozenset(
         "25006",  # read-only transaction: a failover is under way
         "25P03",  # idle-in-transaction timeout
         "25P04",  # transaction timeout
+        "26000",  # a prepared statement is gone: the connection was changed behind our back
         "40001",  # serialization failure
         "40003",  # statement completion unknown
         "40P01",  # deadlock
@@ -102,9 +105,16 @@ def _database_action(error: psycopg.Error) -> Action:
         # Without a state the server said nothing: the connection broke, or the client library was misused.
         lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
         return Action.RETRY if lost else Action.DEAD_LETTER
+    if _permission_denied(error):
+        return Action.STOP
     if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES):
         return Action.RETRY
     return Action.DEAD_LETTER
+
+
+def _permission_denied(error: psycopg.Error) -> bool:
+    """Whether a right is missing, which no event is to blame for; row-level security shares the SQLSTATE."""
+    return error.sqlstate == "42501" and error.diag.source_function == "aclcheck_error"
 
 
 def describe(error: BaseException) -> str:
@@ -122,6 +132,8 @@ def describe(error: BaseException) -> str:
         parts.append(
             str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
         )
+    elif _permission_denied(error):
+        parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
     elif error.diag.constraint_name:
         parts.append(f"constraint {error.diag.constraint_name}")
     return ": ".join(parts)
@@ -152,6 +164,15 @@ class TaskFault(Exception):
     @classmethod
     def of(cls, error: BaseException) -> TaskFault:
         """Judge what `apply` raised. It dead-letters by itself, so what still blames the data is a defect: stop."""
-        retry = action_for(error) is Action.RETRY
-        status = error.exit_status if isinstance(error, RelayError) else 1
-        return cls(Action.RETRY if retry else Action.STOP, describe(error), status)
+        action = action_for(error)
+        if action is Action.RETRY:
+            return cls(action, describe(error))
+        if isinstance(error, RelayError):
+            return cls(Action.STOP, describe(error), error.exit_status)
+        return cls(Action.STOP, f"{describe(error)}{_place(error)}")
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: all that can be told of a defect without telling values."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

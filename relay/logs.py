@@ -65,6 +65,10 @@ def configure(log_format: LogFormat, level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("relay").setLevel(level.upper())
-    # The pool repeats in its own words what the task's fault says.
-    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)
-    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Silence libraries that repeat, in words of their own and with names of hosts, what a fault says."""
+    for name in ("psycopg", "py4j"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)

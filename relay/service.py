@@ -105,6 +105,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
             "partition": _partitions(outcome.tasks),
             "lsn": str(batch.end),
             "events": batch.events,
+            "spooled": batch.spooled,
             "transactions": len(batch.transactions),
             "applied": outcome.applied,
             "skipped": outcome.skipped,

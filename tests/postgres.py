@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -59,9 +59,10 @@ class Server(ABC):
     def kill(self) -> None:
         """Kill every process of the server at once (SIGKILL) and wait."""
 
-    def create_database(self, name: str) -> str:
-        """Create a database and return its connection URI."""
-        self._execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+    def create_database(self, name: str, options: LiteralString = "") -> str:
+        """Create a database, with options of CREATE DATABASE, and return its connection URI."""
+        statement = sql.SQL("create database {} " + options)
+        self._execute(statement.format(sql.Identifier(name)))
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:

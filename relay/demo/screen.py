@@ -78,10 +78,9 @@ class Screen:
             self._row(kept if check.kept else broken, check.promise, check.found, style)
 
     def lines(self, title: str, lines: Sequence[str]) -> None:
-        """Print lines as they are, under a title."""
-        self._print(title)
-        for line in lines:
-            self._print(line)
+        """Print lines as they are, if there are any, under a title."""
+        if lines:
+            self._print("\n".join([title, *lines]))
 
     def _row(self, mark: str, name: str, text: str, style: str = "") -> None:
         # No table: it would break long lines wherever there is no terminal.

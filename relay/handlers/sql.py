@@ -37,8 +37,9 @@ class SqlEvent:
         """Nothing to prepare."""
 
     def check(self, conn: Connection) -> None:
-        """Let the server parse the statement."""
+        """Let the server parse the statement, and plan it for its rights."""
         _parse(conn, self.name, self._numbered)
+        _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
 
     def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         """Run the statement for every event, in order."""
@@ -62,8 +63,9 @@ class SqlBatch:
         conn.execute(_CREATE_BATCH)
 
     def check(self, conn: Connection) -> None:
-        """Let the server parse the statement."""
+        """Let the server parse the statement, and plan it for its rights."""
         _parse(conn, self.name, self._statement.decode())
+        _explain(conn, self.name, self._statement, None)
 
     def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         """Load the events by COPY, then run the statement."""
@@ -125,3 +127,20 @@ def _parse(conn: Connection, name: str, statement: str) -> None:
             raise ConfigurationError(
                 f"handlers.{name}.statement: {message}: correct the statement, or create and grant what it names"
             )
+
+
+def _explain(
+    conn: Connection, name: str, statement: bytes, parameters: dict[str, None] | None
+) -> None:
+    """Raise ConfigurationError if the role lacks a right: the server looks when it starts to execute, not before."""
+    try:
+        with conn.transaction(force_rollback=True):
+            conn.execute(b"explain " + statement, parameters)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"handlers.{name}.statement: {error.diag.message_primary}: grant it to the role of target.dsn"
+        ) from None
+    except psycopg.Error as error:
+        if action_for(error) is Action.RETRY:
+            raise
+        # Not every statement can be explained (CALL), nor with parameters that are null; it was parsed before.

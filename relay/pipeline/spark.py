@@ -16,6 +16,7 @@ import pyarrow as pa
 from relay.config import Settings
 from relay.events import Task
 from relay.faults import Action, RelayError, TaskFault
+from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
 from relay.pipeline.session import Session, first_line
@@ -74,6 +75,7 @@ def _applier(configuration: bytes) -> Applier:
     """This worker's applier, with its connection, kept from task to task."""
     applier = _appliers.get(configuration)
     if applier is None:
+        quiet_libraries()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
         applier = _appliers[configuration] = Applier(settings, connections=1)
     return applier

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relay.events import FIELDS, Commit, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import decode_tuple, encode_tuple, peek
+from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple, peek
 from relay.source.spool import Spool, SpooledTuples
 
 PEEKED = ("host_id", "user_id", "transaction_id", "c_offset")
@@ -87,7 +87,7 @@ class Grouping:
 
     @property
     def size(self) -> int:
-        """Bytes held in memory."""
+        """Bytes of rows held in memory."""
         return 0 if self._spool else self._size
 
     def add(self, layout: Layout, row: bytes) -> None:
@@ -104,7 +104,7 @@ class Grouping:
         group.hosts[host or b""] = None
         group.size += len(row)
         if offset is not None:
-            group.last_offset = max(group.last_offset, int(offset))
+            group.last_offset = max(group.last_offset, self._whole(offset))
         self._events += 1
         self._size += len(row)
         if self._spool is not None and group.spooled is not None:
@@ -113,6 +113,15 @@ class Grouping:
         group.rows.append(row)
         if self._size > self._max_bytes:
             self._spill()
+
+    def _whole(self, offset: bytes) -> int:
+        if not offset.isdigit():
+            column = self._mapping.get("c_offset", "c_offset")
+            raise ConfigurationError(
+                f"source.columns: the outbox's column {column!r} holds something else than offsets, "
+                "which are whole numbers: map a column of type bigint to c_offset"
+            )
+        return int(offset)
 
     def finish(self, commit: Commit) -> Received | None:
         """The commit with the rows taken since the last one; None if there were none."""
@@ -179,7 +188,10 @@ class Grouping:
 
 
 def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:
-    values = dict(zip(before, decode_tuple(row), strict=True))
+    cells = decode_tuple(row)
+    if len(cells) != len(before):
+        raise ProtocolError("a row of another shape than its table")
+    values = dict(zip(before, cells, strict=True))
     return encode_tuple(
         [value if isinstance(value := values.get(name), bytes) else None for name in after]
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
-from relay.events import SQL_TYPES, Events
+from relay.events import SQL_TYPES, Event, Events
 from relay.faults import exception_text
 
 _CHUNK = 1_000
@@ -39,24 +41,19 @@ _FROM_EVENT = {
 _COLUMNS = ("group_id", "handler", "exception", "attempts", *_FROM_EVENT)
 
 
-def _insert(as_written: bool) -> sql.Composed:
-    """The insert of one event; JSON that jsonb refuses (an escaped NUL) is kept as a string of its text."""
-    casts = []
-    for field in _FROM_EVENT.values():
-        if field in ("payload", "metadata") and not as_written:
-            casts.append(sql.SQL("to_jsonb(%s::text)"))
-        else:
-            casts.append(sql.SQL("%s::") + sql.SQL(SQL_TYPES[field]))  # type: ignore[arg-type]
+def _insert(json_cast: str) -> sql.Composed:
+    casts = [
+        sql.SQL(json_cast if SQL_TYPES[field] == "jsonb" else f"%s::{SQL_TYPES[field]}")
+        for field in _FROM_EVENT.values()
+    ]
     return sql.SQL("insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, {})").format(
         sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)), sql.SQL(", ").join(casts)
     )
 
 
-def _plain(text: str | None) -> str | None:
-    """The text as PostgreSQL can hold it: what was no UTF-8 in the source becomes a replacement character."""
-    return (
-        None if text is None else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    )
+_AS_IT_IS = _insert("%s::jsonb")
+_AS_TEXT = _insert("to_jsonb(%s::text)")
+"""JSON that jsonb refuses, such as an escaped NUL, is kept as a JSON string of its text."""
 
 
 def bury(
@@ -68,22 +65,63 @@ def bury(
 ) -> None:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
-    `handler` is the one that failed; None where no route matched.
+    `handler` is the one that failed; None where no route matched. What the table's types or the target's encoding
+    refuse is written as near to it as can be, since a dead letter that cannot be written would hold up the rest.
     """
-    first = (group, handler, exception_text(error), 1)
-    rows = (
-        (*first, *(_plain(event.text(field)) for field in _FROM_EVENT.values())) for event in events
-    )
-    while chunk := list(islice(rows, _CHUNK)):
+    exception = exception_text(error)
+    remaining = iter(events)
+    while chunk := list(islice(remaining, _CHUNK)):
         try:
-            _write(conn, chunk, as_written=True)
-        except psycopg.DataError:
-            _write(conn, chunk, as_written=False)
+            _write(conn, _AS_IT_IS, group, handler, exception, chunk, _plain)
+        except (psycopg.DataError, UnicodeEncodeError):
+            _write(conn, _AS_TEXT, group, handler, _ascii(exception), chunk, _acceptable)
 
 
-def _write(conn: psycopg.Connection[Any], rows: list[tuple[Any, ...]], as_written: bool) -> None:
+def _write(
+    conn: psycopg.Connection[Any],
+    insert: sql.Composed,
+    group: str,
+    handler: str | None,
+    exception: str,
+    events: Sequence[Event],
+    form: Callable[[str, str | None], str | None],
+) -> None:
+    first = (group, handler, exception, 1)
+    rows = [
+        (*first, *(form(SQL_TYPES[field], event.text(field)) for field in _FROM_EVENT.values()))
+        for event in events
+    ]
     with conn.transaction(), conn.cursor() as cursor:
-        cursor.executemany(_insert(as_written), rows)
+        cursor.executemany(insert, rows)
+
+
+def _plain(_: str, text: str | None) -> str | None:
+    return text
+
+
+def _acceptable(sql_type: str, text: str | None) -> str | None:
+    """A text that every database takes for the type, or None."""
+    if text is None or sql_type in ("text", "jsonb"):
+        return None if text is None else _ascii(text)
+    if sql_type == "uuid":
+        return text if _is_uuid(text) else None
+    if sql_type in ("int", "bigint"):
+        digits = 9 if sql_type == "int" else 18
+        return text if re.fullmatch(rf"-?\d{{1,{digits}}}", text, re.ASCII) else None
+    # Positions and times come from PostgreSQL's own types, or from a column of another type.
+    return text if text.isascii() and sql_type == "pg_lsn" else None
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        UUID(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)

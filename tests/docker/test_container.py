@@ -108,7 +108,7 @@ class Stack:
         return self.compose("logs", "--no-color", *services).stdout
 
     def container(self, service: str) -> str:
-        return done(self.compose("ps", "-q", service)).strip()
+        return done(self.compose("ps", "-a", "-q", service)).strip()
 
     def inspect(self, service: str, field: str) -> str:
         """One field of a service's container, as Go's template names it."""
@@ -239,7 +239,7 @@ def test_it_is_healthy_while_it_reads_the_slot(stack: Stack) -> None:
 def test_it_stops_cleanly_and_catches_up(stack: Stack) -> None:
     done(stack.compose("stop", "relay"))
     assert stack.inspect("relay", ".State.ExitCode") == "0"
-    check = stack.compose("run", "--rm", "--no-deps", "relay", "status", "--check")
+    check = stack.compose("run", "--rm", "-T", "--no-deps", "relay", "status", "--check")
     assert check.returncode == 1, check.stderr
     stack.query(
         "select relay.publish(gen_random_uuid(), null, jsonb_build_array(jsonb_build_object("

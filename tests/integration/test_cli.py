@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.outbox import PROJECTION, Outbox, event, host
 from tests.postgres import Server, start_server
@@ -319,6 +320,40 @@ def test_a_statement_that_breaks_while_running_stops_and_blames_no_event(
     outbox.conn.execute("alter table elsewhere rename to projection")
     outbox.drain(outbox.settings())
     outbox.assert_exact()
+
+
+@pytest.mark.parametrize("kind", ["sql", "python"])
+def test_a_revoked_right_is_found_by_check_or_stops_and_blames_no_event(
+    outbox: Outbox, tmp_path: Path, kind: str
+) -> None:
+    name = f"{outbox.slot}_clerk"
+    outbox.conn.execute(
+        f"create role {name} login password 'p' replication in role relay;"
+        f"grant insert, select on projection to {name};"
+        f"grant usage on sequence projection_seq_seq to {name}".encode()
+    )
+    try:
+        source = {
+            **outbox.config()["source"],
+            "dsn": make_conninfo(outbox.dsn, user=name, password="p"),
+        }
+        more = python_handler("tests.callables:record") if kind == "python" else {}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source, **more)
+        with running(config) as service:
+            outbox.publish(host(1), event(1))
+            outbox.wait_drained()
+            outbox.conn.execute(f"revoke insert on projection from {name}".encode())
+            outbox.publish(host(1), event(2))
+            assert service.process.wait(30) in (1, 2)
+            assert "permission denied for table projection: grant it" in service.log.read_text()
+        assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+        if kind == "sql":
+            line = refused(config)
+            assert "handlers.projection.statement: permission denied for table projection" in line
+        outbox.drain(outbox.settings())
+        outbox.assert_exact()
+    finally:
+        outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
 
 def test_usage_errors_and_help() -> None:

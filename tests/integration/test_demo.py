@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ import yaml
 from psycopg.rows import class_row
 from rich.console import Console
 
+from relay import demo
 from relay.demo import SERVER_SETTINGS, Scale, process, run_demo
-from relay.demo.process import DemoFailed
+from relay.demo.play import Performance
+from relay.demo.process import Batch, DemoFailed, Log
+from relay.demo.report import judge
+from relay.demo.screen import Screen
 from relay.demo.shop import Poison
-from relay.demo.verify import verify
+from relay.demo.verify import Check, verify
 from relay.embedded import Cluster
 from relay.faults import ConfigurationError
 from relay.store.connections import connect
@@ -253,6 +258,30 @@ def test_verification_sees_a_transaction_in_two_commits(ran: Ran) -> None:
         assert broken(conn, expected) == {SLOT, WHOLE}
 
 
+@pytest.mark.slow
+def test_judgement_asks_for_both_engines_and_a_clean_end(ran: Ran) -> None:
+    with connect(ran.dsn) as conn:
+        expected = poisons(conn)
+    performance = Performance(expected, datetime.now(UTC), 1, "0/1", 1, [Batch(1, "inline", 5)])
+    failed = {check.promise for check in judge(ran.dsn, performance) if not check.kept}
+    assert failed == {"Spark and inline at work", "relay ended by SIGTERM"}
+
+
+def test_a_broken_promise_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> None:
+        log.file.write_text("the last words of relay\n")
+
+    monkeypatch.setattr(demo, "play", play)
+    monkeypatch.setattr(demo, "facts", lambda *_: [("events", "1")])
+    monkeypatch.setattr(
+        demo, "judge", lambda *_: [Check("kept", True, ""), Check("broken", False, "1 missing")]
+    )
+    output = StringIO()
+    assert run_demo(Console(file=output), None) is False
+    assert "✗  broken" in output.getvalue()
+    assert "the last words of relay" in output.getvalue()
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigurationError, match="is not empty: name a new folder"):
@@ -279,16 +308,22 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
     with public_folder() as folder:
         environment = os.environ | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
         with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as demo:
-            assert demo.stdout is not None
-            assert any("publishing" in line for line in demo.stdout)
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Whoever started the tests may have it ignored, as a shell does for what runs in the background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as running:
+            assert running.stdout is not None
+            assert any("publishing" in line for line in running.stdout)
             time.sleep(2)
-            family = psutil.Process(demo.pid).children(recursive=True)
+            family = psutil.Process(running.pid).children(recursive=True)
             assert len(family) > 5
-            demo.send_signal(number)
-            assert demo.wait(60) == 128 + number
-            assert "error" not in demo.stdout.read()
+            running.send_signal(number)
+            assert running.wait(60) == 128 + number
+            assert "error" not in running.stdout.read()
         _, alive = psutil.wait_procs(family, timeout=15)
         assert alive == []
         assert list(folder.glob("relay-*")) == []

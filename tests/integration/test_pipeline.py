@@ -8,7 +8,8 @@ import pytest
 
 from relay.config import Settings
 from relay.pipeline.session import Session
-from tests.outbox import Outbox, event, host
+from tests.outbox import PROJECTION, Outbox, event, host
+from tests.postgres import Server
 
 
 @pytest.fixture
@@ -284,3 +285,24 @@ def test_redelivery_is_recognised(outbox: Outbox, engine: str, session: Session 
     outbox.drain(outbox.settings(engine, source=source), session)
     assert outbox.column("select amount from projection order by amount") == [1, 2, 3]
     outbox.assert_exact()
+
+
+def test_a_dead_letter_is_kept_even_where_the_target_cannot_hold_its_text(
+    outbox: Outbox, server: Server, engine: str, session: Session | None
+) -> None:
+    name = f"{outbox.slot}_latin"
+    server.create_database(name, "template template0 encoding 'LATIN1' locale 'C'")
+    try:
+        with Outbox(server.dsn(name)) as target:
+            target.conn.execute(PROJECTION)
+            settings = outbox.settings(engine, target={"dsn": target.dsn})
+            outbox.install_again(settings)
+            bad = outbox.publish(host(1), event("🚚", aggregate_id="né 🚚"))
+            outbox.publish(host(1), event(1))
+            outbox.drain(settings, session)
+            assert target.column("select amount from projection") == [1]
+            ((transaction, handler, _, payload),) = dead(target)
+            assert (transaction, handler) == (bad, "projection")
+            assert "\\U0001f69a" in str(payload)
+    finally:
+        server.drop_database(name)

@@ -155,6 +155,22 @@ def test_an_empty_transaction_id_is_not_null() -> None:
     assert [each.transaction_id for each in received.transactions] == ["", None]
 
 
+@pytest.mark.parametrize("max_bytes", [UNLIMITED, 0], ids=["in memory", "spooled"])
+def test_each_business_transaction_knows_its_last_offset(max_bytes: int) -> None:
+    columns = (*COLUMNS, "c_offset")
+    offsets = [(b"a", b"7"), (b"b", b"10"), (b"a", b"9"), (b"a", None), (b"b", b"8"), (b"c", None)]
+    rows = [
+        inserted(columns, id=b"1", host_id=b"h", transaction_id=transaction_id, c_offset=offset)
+        for transaction_id, offset in offsets
+    ]
+    received = receive(new_assembler(max_bytes), [described(columns), *committed(*rows)])
+    assert [(each.transaction_id, each.last_offset) for each in received.transactions] == [
+        ("a", 9),
+        ("b", 10),
+        ("c", 0),
+    ]
+
+
 def test_one_transaction_id_in_two_commits_makes_two_transactions() -> None:
     row = inserted(id=b"1", host_id=b"h", transaction_id=b"t")
     found = feed(
@@ -591,7 +607,7 @@ def test_a_garbled_stream_is_a_protocol_error_and_nothing_else(data: st.DataObje
     garbled = bytearray(stream[place])
     for at in data.draw(st.lists(st.integers(0, len(garbled) - 1), min_size=1, max_size=4)):
         garbled[at] = data.draw(st.integers(0, 255))
-    end = data.draw(st.integers(0, len(garbled)))
+    end = data.draw(st.just(len(garbled)) | st.integers(0, len(garbled)))
     stream[place] = bytes(garbled[:end])
     # Another name in place of the host's column is as good as its loss.
     with suppress(ProtocolError, ConfigurationError):
@@ -611,6 +627,23 @@ def test_rows_outside_a_transaction_are_not_taken_for_nothing() -> None:
 def test_rows_of_a_table_that_was_never_described_are_not_taken_for_another_s() -> None:
     with pytest.raises(ProtocolError):
         feed(new_assembler(), committed(inserted(id=b"1", host_id=b"h")))
+
+
+@pytest.mark.parametrize("offset", [b"", b"x", b"7.0", b"1e3", b"NaN", b"\xff"])
+def test_an_offset_that_is_no_whole_number_is_told_and_does_not_crash(offset: bytes) -> None:
+    """The column may be mapped, and have any type."""
+    columns = (*COLUMNS, "c_offset")
+    row = inserted(columns, id=b"1", host_id=b"h", c_offset=offset)
+    with pytest.raises((ProtocolError, ConfigurationError)):
+        feed(new_assembler(), [described(columns), *committed(row)])
+
+
+def test_a_row_of_another_shape_than_its_table_is_a_protocol_error() -> None:
+    wider = (*COLUMNS, "unknown")
+    first = inserted(id=b"1", host_id=b"h")
+    second = inserted(id=b"2", host_id=b"h")
+    with pytest.raises(ProtocolError):
+        feed(new_assembler(), [described(), *committed(first, described(wider), second)])
 
 
 def test_a_time_beyond_the_calendar_is_a_protocol_error() -> None:

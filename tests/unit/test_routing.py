@@ -215,7 +215,7 @@ JSON = st.recursive(
 )
 
 
-@given(JSON, st.lists(st.text("abc012", max_size=2), min_size=1, max_size=3))
+@given(JSON, st.lists(st.text("abc012", min_size=1, max_size=2), min_size=1, max_size=3))
 def test_any_payload_is_routed_without_an_error(payload: Any, steps: list[str]) -> None:
     path = ".".join(["payload", *steps])
     found: Any = payload
