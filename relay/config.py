@@ -250,6 +250,11 @@ class Settings(BaseSettings):
         return self.source_dsn if dsn is None else dsn.get_secret_value()
 
     @property
+    def needs_spark(self) -> bool:
+        """Whether a batch can be too large for this process."""
+        return self.batch.inline_max_events < self.batch.max_events
+
+    @property
     def one_database(self) -> bool:
         """Whether effects are written to the database that the events come from."""
         return self.target_dsn == self.source_dsn

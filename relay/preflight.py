@@ -13,6 +13,7 @@ import psycopg
 from relay import handlers
 from relay.config import Settings
 from relay.faults import ConfigurationError, RelayError
+from relay.java import java_home
 from relay.source.slot import publication_tables, require_ours, slot_state
 from relay.store import migrations, offsets
 from relay.store.connections import connect
@@ -57,6 +58,8 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield Finding(Level.ERROR, "handlers", str(error))
         built = {}
     yield from _routes(settings)
+    if settings.needs_spark and not settings.spark.remote:
+        yield _caught("spark", "there is a Java for Spark", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn") as conn:
             yield from _target(conn, settings, built)

@@ -67,7 +67,7 @@ class Pipeline:
         self._spark = SparkEngine(settings, self._session)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext)
-        self._needs_spark = self._limit < settings.batch.max_events
+        self._needs_spark = settings.needs_spark
 
     def start(self) -> None:
         """Start the Spark session in the background, unless every batch is small enough to do without."""

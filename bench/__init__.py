@@ -1,0 +1,1 @@
+"""Benchmarks: every figure is a ratio against a real peer measured in the same run."""

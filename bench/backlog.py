@@ -1,0 +1,49 @@
+"""The workload: orders of five events, each a commit of its own, over 64 hosts and 1,000 users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+PROJECTION = """
+    create table projection (
+        id uuid, host_id uuid, user_id uuid, aggregate_id text, amount numeric, payload jsonb
+    )
+"""
+
+STATEMENTS = {
+    "each: event": {
+        "each": "event",
+        "statement": "insert into projection values (%(id)s, %(host_id)s, %(user_id)s, %(aggregate_id)s,"
+        " (%(payload)s->>'amount')::numeric, %(payload)s)",
+    },
+    "each: batch": {
+        "each": "batch",
+        "statement": "insert into projection select id, host_id, user_id, aggregate_id,"
+        " (payload->>'amount')::numeric, payload from batch",
+    },
+}
+"""The same effect, once as a statement for each event, once over the relation `batch`."""
+
+
+def fill(conn: psycopg.Connection[Any], transactions: int) -> None:
+    """Publish the backlog. The connection must be in autocommit mode."""
+    conn.execute(
+        f"""
+        do $$
+        begin
+            for t in 1..{transactions} loop
+                set local synchronous_commit = off;
+                perform relay.publish(
+                    ('00000000-0000-4000-8000-' || lpad((t % 64)::text, 12, '0'))::uuid,
+                    ('00000000-0000-4000-9000-' || lpad((t % 1000)::text, 12, '0'))::uuid,
+                    (select jsonb_agg(jsonb_build_object(
+                        'event_type', 'order.placed', 'aggregate_type', 'Order', 'aggregate_id', t::text,
+                        'payload', jsonb_build_object('order', t, 'amount', n, 'note', repeat('x', 100))))
+                     from generate_series(1, 5) n));
+                commit;
+            end loop;
+        end $$
+        """.encode()
+    )
