@@ -115,7 +115,7 @@ class Grouping:
             self._spill()
 
     def _whole(self, offset: bytes) -> int:
-        if not offset.isdigit():
+        if not offset.removeprefix(b"-").isdigit():
             column = self._mapping.get("c_offset", "c_offset")
             raise ConfigurationError(
                 f"source.columns: the outbox's column {column!r} holds something else than offsets, "
