@@ -6,12 +6,12 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from struct import Struct
 
-from relay.events import FIELDS, Commit, Event, Lsn, Row
+from relay.events import FIELDS, Event, Lsn, Row
 
 POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
@@ -389,13 +389,3 @@ class RowDecoder:
             raise ProtocolError("column value cut short")
         values.append(None)  # what position -1 finds
         return Event((*(values[position] for position in self._order), *commit_fields))
-
-
-def events(
-    tuples: Iterator[bytes], columns: Sequence[str], mapping: dict[str, str], commit: Commit
-) -> Iterator[Event]:
-    """Decode rows of one commit, lazily."""
-    decoder = RowDecoder(columns, mapping)
-    fields = commit.fields
-    for data in tuples:
-        yield decoder.event(data, fields)

@@ -30,7 +30,6 @@ from relay.source.pgoutput import (
     decode,
     decode_tuple,
     encode_tuple,
-    events,
     peek,
     timestamp,
 )
@@ -387,7 +386,8 @@ def test_a_cut_row_is_a_protocol_error_and_no_shorter_event(
 def test_events_carry_their_commit() -> None:
     commit = Commit(Lsn(0x10), Lsn(0x20), "2000-01-01 00:00:00+00", 7)
     rows = [wire.tuple_data([b"1"]), wire.tuple_data([b"2"])]
-    found = list(events(iter(rows), ["id"], {}, commit))
+    decoder = RowDecoder(["id"], {})
+    found = [decoder.event(row, commit.fields) for row in rows]
     assert [event.text("id") for event in found] == ["1", "2"]
     assert {
         (event.text("commit_lsn"), event.text("commit_ts"), event.text("xid")) for event in found
