@@ -129,6 +129,7 @@ def kill_children(parent: int, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_spark_workers_and_the_jvm_are_killed(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(
         tmp_path / "relay.yaml", batch={"inline_max_events": 0, "max_events": 1_000}

@@ -138,6 +138,7 @@ def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_million_events_in_one_transaction_stay_out_of_memory(
     outbox: Outbox, tmp_path: Path
 ) -> None:
@@ -172,7 +173,7 @@ def test_a_million_events_in_one_transaction_stay_out_of_memory(
             peak = max(peak, process.memory_info().rss)
             return outbox.confirmed(tip)
 
-        wait_until(drained, 240)
+        wait_until(drained, 600)
         assert service.terminate() == 0
     assert outbox.value("select count(*) from projection") == count
     assert outbox.value("select count(distinct id) from projection") == count
