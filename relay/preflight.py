@@ -72,13 +72,11 @@ def examine(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def require(settings: Settings) -> list[Finding]:
-    """Raise ConfigurationError with a line for each error found; returns the warnings."""
-    found = list(examine(settings))
-    errors = [finding.text for finding in found if finding.level is Level.ERROR]
+def require(settings: Settings) -> None:
+    """Raise ConfigurationError with a line for each error found."""
+    errors = [finding.text for finding in examine(settings) if finding.level is Level.ERROR]
     if errors:
         raise ConfigurationError("\n".join(dict.fromkeys(errors)))
-    return [finding for finding in found if finding.level is Level.WARNING]
 
 
 @contextmanager

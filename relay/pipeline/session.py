@@ -79,14 +79,13 @@ class Session:
             raise self._error
         return self._session
 
-    def lost(self, session: SparkSession) -> bool:
+    def replace_if_dead(self, session: SparkSession) -> None:
         """Look whether a session has died after a failure; if so, begin to build another."""
         if _alive(session):
-            return False
+            return
         log.warning("the Spark session died; building it again")
         self._discard()
         self.start()
-        return True
 
     def close(self) -> None:
         """Stop the session and its JVM."""

@@ -50,7 +50,7 @@ class SparkEngine:
             return self._run_job(session, tasks)
         except Exception as error:
             fault = TaskFault(Action.RETRY, f"the Spark job failed: {first_line(error)}")
-            self._session.lost(session)
+            self._session.replace_if_dead(session)
             return [fault] * len(tasks)
 
     def _run_job(self, session: SparkSession, tasks: Sequence[Task]) -> list[Result]:

@@ -101,8 +101,10 @@ def _plain(_: str, text: str | None) -> str | None:
 
 def _acceptable(sql_type: str, text: str | None) -> str | None:
     """A text that every database takes for the type, or None."""
-    if text is None or sql_type in ("text", "jsonb"):
-        return None if text is None else _ascii(text)
+    if text is None:
+        return None
+    if sql_type in ("text", "jsonb"):
+        return _ascii(text)
     if sql_type == "uuid":
         return text if _is_uuid(text) else None
     if sql_type in ("int", "bigint"):
