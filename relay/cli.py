@@ -94,11 +94,22 @@ def root(
 
 
 @app.command()
-def init(config: ConfigOption = None, admin_dsn: AdminOption = None) -> None:
+def init(
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="beginning|now|OFFSET",
+            help="Where a new group begins; default now. Rows older than the slot are read by polling.",
+        ),
+    ] = None,
+) -> None:
     """Install schema, publication, slot and group; doing it twice changes nothing."""
     from relay.install import initialise
 
-    done = initialise(load(config), admin_dsn)
+    done = initialise(load(config), admin_dsn, start=start)
     for line in done:
         print(f"created {line}")
     if not done:

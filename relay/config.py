@@ -94,7 +94,7 @@ class Source(_Section):
     columns: dict[str, str] = Field(default_factory=dict)
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
-    mode: Literal["auto", "wal"] = "auto"
+    mode: Literal["auto", "wal", "poll"] = "auto"
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
 
     @field_validator("table")
@@ -137,6 +137,7 @@ class Poll(_Section):
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
     batch_size: Annotated[PositiveInt, Number] = 1_000
+    partition_ids: list[Annotated[NonNegativeInt, Number]] | None = None
 
 
 class BatchLimits(_Section):
@@ -236,6 +237,20 @@ class Settings(BaseSettings):
                     raise ValueError(
                         f"routes.{position}.handlers: there is no handler {name!r} (handlers: {known})"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _partitions_exist(self) -> Settings:
+        pinned = self.poll.partition_ids
+        if pinned is None:
+            return self
+        if self.source.mode != "poll":
+            raise ValueError("poll.partition_ids: needs source.mode: poll; the WAL is read by one")
+        wrong = [number for number in pinned if number >= self.partitions]
+        if wrong or not pinned:
+            raise ValueError(
+                f"poll.partition_ids: must be partitions from 0 to {self.partitions - 1}, at least one"
+            )
         return self
 
     @property

@@ -98,7 +98,13 @@ class Commit:
     @property
     def fields(self) -> Row:
         """The values of `COMMIT_FIELDS`, as text."""
+        if not self.lsn:
+            return (None, None, None)
         return (str(self.lsn), self.ts, str(self.xid))
+
+
+POLLED = Commit(Lsn(0), Lsn(0), "", 0)
+"""The commit of rows that were read from the table, which does not tell where in the WAL they came from."""
 
 
 class Event:
@@ -239,7 +245,8 @@ class Undecoded:
     """A business transaction inside one commit, as it came: the unit of planning.
 
     `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
-    `hosts` are the distinct host_ids as text, `last_offset` is the greatest c_offset, 0 where there is none.
+    `hosts` are the distinct host_ids as text; `first_offset` and `last_offset` are the least and the greatest c_offset,
+    both 0 where there is none.
     """
 
     commit: Commit
@@ -249,6 +256,7 @@ class Undecoded:
     tuples: Tuples
     size: int
     last_offset: int = 0
+    first_offset: int = 0
 
 
 class Events(Protocol):
@@ -272,8 +280,22 @@ class Transaction:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Committed rows up to a c_offset, inclusive, that are still to be applied; it ends no transaction in its midst.
+
+    `spread` counts its events by the partitions that their business transactions touch.
+    """
+
+    upto: int
+    spread: Sequence[tuple[tuple[int, ...], int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Whole commits in commit order. `end` may be acknowledged when every transaction is durable."""
+    """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
+
+    A polled batch has a `window` instead of transactions: its tasks read their rows themselves.
+    """
 
     number: int
     transactions: Sequence[Undecoded]
@@ -281,6 +303,7 @@ class Batch:
     events: int
     size: int
     spooled: bool = False
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +324,22 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Rows of some partitions that a task reads by itself: each partition's from its cursor up to `upto`, inclusive.
+
+    `events` is how many there were when it was planned.
+    """
+
+    partitions: tuple[int, ...]
+    upto: int
+    events: int
+
+
+Work = Task | Range
+"""What one target transaction applies."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeadTransaction:
     """A business transaction that went to the dead letters; `fault` is safe in a log."""
 
@@ -313,12 +352,16 @@ class DeadTransaction:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What became of one task's events: `applied` counts those of transactions that went through."""
+    """What became of one task's events: `applied` counts those of transactions that went through.
+
+    `busy` says that another instance holds the partitions of a range, and nothing was done.
+    """
 
     partitions: tuple[int, ...]
     applied: int = 0
     skipped: int = 0
     dead: tuple[DeadTransaction, ...] = ()
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

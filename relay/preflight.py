@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +14,7 @@ from relay import handlers
 from relay.config import Settings
 from relay.faults import ConfigurationError, RelayError
 from relay.java import java_home
+from relay.source.index import has_index
 from relay.source.slot import publication_tables, require_ours, slot_state
 from relay.store import migrations, offsets
 from relay.store.connections import connect
@@ -23,7 +24,7 @@ OLDEST_SERVER = 140000
 Connection = psycopg.Connection[Any]
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that every outbox must have a column for; the others may be missing."""
+"""Fields that every outbox must have a column for; polling needs c_offset as well, the others may be missing."""
 
 
 class Level(StrEnum):
@@ -126,8 +127,9 @@ def require_table(conn: Connection, settings: Settings) -> None:
             f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
             "or name the table that you have"
         )
+    required = REQUIRED_FIELDS if source.mode == "wal" else (*REQUIRED_FIELDS, "c_offset")
     for field, column in source.mapping.items():
-        if column not in columns and (field in REQUIRED_FIELDS or field in source.columns):
+        if column not in columns and (field in required or field in source.columns):
             raise ConfigurationError(
                 f"source.columns: the table {source.table} has no column {column!r} for {field}: "
                 f"add it, or map the column that holds it (columns: {{{field}: …}})"
@@ -144,13 +146,34 @@ def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
 
 def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     source = settings.source
-    yield _caught("wal_level", "the server writes logical WAL", require_logical_wal, conn)
-    yield _role(conn)
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
+    if source.mode != "wal":
+        yield _index(conn, settings)
+    if source.mode != "poll":
+        for finding in _stream(conn, settings):
+            # What keeps the WAL away is no reason to stop where polling steps in.
+            spared = source.mode == "auto" and finding.level is Level.ERROR
+            yield replace(finding, level=Level.WARNING) if spared else finding
+
+
+def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    yield _caught("wal_level", "the server writes logical WAL", require_logical_wal, conn)
+    yield _role(conn)
     yield _publication(conn, settings)
     yield from _slot(conn, settings)
+
+
+def _index(conn: Connection, settings: Settings) -> Finding:
+    if has_index(conn, settings):
+        return Finding(Level.OK, "index", "polling reads only the rows of its partitions")
+    return Finding(
+        Level.WARNING,
+        "index",
+        f"source.table: {settings.source.table} has no index for polling {settings.partitions} partitions, so every "
+        "task reads the rows of all: run `relay init`",
+    )
 
 
 def _role(conn: Connection) -> Finding:

@@ -16,7 +16,7 @@ from relay.events import Batch, Lsn, Outcome, TaskOutcome
 from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
-from relay.source.wal import WalSource
+from relay.source.choice import open_source
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Service:
 
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._pipeline = Pipeline(settings, session)
-        self._source = WalSource(settings)
+        self._source = open_source(settings)
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 
@@ -72,7 +72,7 @@ class Service:
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()
         outcome = self._pipeline.run(batch)
-        self._source.ack(batch)
+        self._source.ack(batch, outcome)
         _report(batch, outcome, time.monotonic() - started)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -104,6 +104,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
             "engine": outcome.engine,
             "partition": _partitions(outcome.tasks),
             "lsn": str(batch.end),
+            "upto": batch.window.upto if batch.window else None,
             "events": batch.events,
             "spooled": batch.spooled,
             "transactions": len(batch.transactions),

@@ -213,9 +213,10 @@ def relaying(settings: Settings, session: Session | None = None) -> Iterator[Ser
     finally:
         service.stop()
         thread.join(60)
+        if raised:
+            # What ended the relay is the cause of what the test missed.
+            raise raised[0]
     assert not thread.is_alive()
-    if raised:
-        raise raised[0]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:

@@ -5,11 +5,13 @@ Effects, dead letters and offsets commit together, so redelivery is recognised b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import psycopg
+from psycopg_pool import ConnectionPool
 
 from relay import handlers
 from relay.config import Settings
@@ -19,15 +21,18 @@ from relay.events import (
     Event,
     Events,
     Lsn,
-    Task,
+    Range,
     TaskOutcome,
     Transaction,
     Tuples,
     Undecoded,
+    Work,
 )
 from relay.faults import Action, NotRouted, Unrouted, action_for, describe
 from relay.routing import Router
+from relay.source.grouping import Received
 from relay.source.pgoutput import RowDecoder
+from relay.source.rows import OutboxRows
 from relay.source.spool import SpooledTuples
 from relay.store import dead_letters, offsets
 from relay.store.connections import open_pool
@@ -92,17 +97,27 @@ class Applier:
         self._router = Router(settings.routes)
         self._handlers = handlers.build(settings.handlers)
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
+        self._connections = connections
         self._pool = open_pool(settings.target_dsn, connections, self._configure)
+        self._settings = settings
+        self._rows = OutboxRows(settings)
 
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()
+        if "_source" in self.__dict__:
+            self._source.close()
+
+    @cached_property
+    def _source(self) -> ConnectionPool[Connection]:
+        """Only ranges read the source themselves."""
+        return open_pool(self._settings.source_dsn, self._connections)
 
     def _configure(self, conn: Connection) -> None:
         for handler in self._handlers.values():
             handler.configure(conn)
 
-    def apply(self, task: Task) -> TaskOutcome:
+    def apply(self, task: Work) -> TaskOutcome:
         """Apply the task and commit. Whatever it raises has left no trace in the target.
 
         First all transactions together. If one of them cannot be applied, again with savepoints: a range that fails is
@@ -118,8 +133,10 @@ class Applier:
         except _HandlerFailed as failure:
             raise _reason(failure) from None
 
-    def _attempt(self, task: Task, careful: bool) -> TaskOutcome:
+    def _attempt(self, task: Work, careful: bool) -> TaskOutcome:
         with self._pool.connection() as conn, conn.transaction():
+            if isinstance(task, Range):
+                return self._apply_range(conn, task, careful)
             cursors = offsets.lock(conn, self._group, task.partitions)
             fresh = [
                 (transaction, touched)
@@ -128,31 +145,59 @@ class Applier:
             ]
             if not fresh:
                 return TaskOutcome(task.partitions, skipped=task.events)
-            outcome = self._apply_fresh(conn, task, fresh, careful)
-        return outcome
+            dead = self._deliver(conn, [transaction for transaction, _ in fresh], careful)
+            offsets.advance(conn, self._group, _advances(fresh))
+        events = sum(len(transaction.tuples) for transaction, _ in fresh)
+        return _outcome(task, events, task.events - events, dead)
 
-    def _apply_fresh(
-        self,
-        conn: Connection,
-        task: Task,
-        fresh: list[tuple[Undecoded, tuple[int, ...]]],
-        careful: bool,
-    ) -> TaskOutcome:
-        routed = [self._route(transaction) for transaction, _ in fresh]
+    def _apply_range(self, conn: Connection, task: Range, careful: bool) -> TaskOutcome:
+        """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
+        cursors = offsets.claim(conn, self._group, task.partitions)
+        if cursors is None:
+            return TaskOutcome(task.partitions, busy=True)
+        floors = {
+            partition: cursor.next_offset
+            for partition, cursor in cursors.items()
+            if cursor.next_offset <= task.upto
+        }
+        if not floors:
+            return TaskOutcome(task.partitions)
+        events = 0
+        dead: list[DeadTransaction] = []
+        with self._source.connection() as source:
+            for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
+                events += sum(len(transaction.tuples) for transaction in transactions)
+                dead += self._deliver(conn, transactions, careful)
+        offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
+        return _outcome(task, events, 0, dead)
+
+    def _portions(self, commits: Iterable[Received]) -> Iterator[list[Undecoded]]:
+        """Commits, as many together as fit into memory: a range is one target transaction however large it is."""
+        limits = self._settings.batch
+        portion: list[Undecoded] = []
+        events = size = 0
+        for received in commits:
+            portion += received.transactions
+            events += received.events
+            size += received.size
+            if events >= limits.max_events or size >= limits.max_bytes or received.spooled:
+                yield portion
+                portion, events, size = [], 0, 0
+        if portion:
+            yield portion
+
+    def _deliver(
+        self, conn: Connection, transactions: Sequence[Undecoded], careful: bool
+    ) -> list[DeadTransaction]:
+        """Route transactions and run their handlers; returns what was dead-lettered."""
+        routed = [self._route(transaction) for transaction in transactions]
         dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
         deliverable = [item for item in routed if not item.refusal]
         if careful:
             dead += self._apply_carefully(conn, deliverable)
         else:
             self._run_handlers(conn, deliverable)
-        offsets.advance(conn, self._group, _advances(fresh))
-        events = sum(len(item.events) for item in routed)
-        return TaskOutcome(
-            partitions=task.partitions,
-            applied=events - sum(item.events for item in dead),
-            skipped=task.events - events,
-            dead=tuple(dead),
-        )
+        return dead
 
     def _apply_carefully(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
         """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
@@ -256,6 +301,11 @@ def _part(whole: _Lazy, router: Router, handler: str, count: int) -> _Lazy:
     if count == whole.count:
         return whole
     return _Lazy(whole.tuples, whole.decoder, whole.commit, count, router, handler)
+
+
+def _outcome(task: Work, events: int, skipped: int, dead: Sequence[DeadTransaction]) -> TaskOutcome:
+    lost = sum(item.events for item in dead)
+    return TaskOutcome(task.partitions, events - lost, skipped, tuple(dead))
 
 
 def _reason(error: BaseException) -> BaseException:

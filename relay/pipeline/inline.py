@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from relay.events import Task, TaskOutcome
+from relay.events import TaskOutcome, Work
 from relay.faults import TaskFault
 from relay.pipeline.apply import Applier
 
@@ -13,7 +13,7 @@ Result = TaskOutcome | TaskFault
 """What became of one task; a fault has left no trace in the target."""
 
 
-def attempt(applier: Applier, task: Task) -> Result:
+def attempt(applier: Applier, task: Work) -> Result:
     """Apply one task; a fault becomes a value."""
     try:
         return applier.apply(task)
@@ -30,7 +30,7 @@ class InlineEngine:
         self._applier = applier
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="apply")
 
-    def run(self, tasks: Sequence[Task]) -> list[Result]:
+    def run(self, tasks: Sequence[Work]) -> list[Result]:
         """Apply the tasks side by side; results are in the order of the tasks."""
         if len(tasks) == 1:
             return [attempt(self._applier, tasks[0])]

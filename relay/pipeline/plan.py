@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from relay.events import Task, Undecoded
+from relay.events import Batch, Range, Task, Undecoded, Window, Work
 
 Hash = Callable[[Sequence[str]], Sequence[int]]
 """PostgreSQL's `hashtext` of each text."""
@@ -19,12 +20,37 @@ def partition_of(hash_value: int, partitions: int) -> int:
 
 
 class Planner:
-    """Splits batches into tasks. Asks PostgreSQL for the hash of each host once and remembers the recent ones."""
+    """Splits batches into tasks. Asks PostgreSQL for the hash of each host once and remembers the recent ones.
 
-    def __init__(self, partitions: int, hashtext: Hash) -> None:
+    Of a window it plans only what `own` partitions are in charge of: a range that joins several belongs to the least.
+    """
+
+    def __init__(self, partitions: int, hashtext: Hash, own: Collection[int] | None = None) -> None:
         self._partitions = partitions
         self._hashtext = hashtext
+        self._own = range(partitions) if own is None else own
         self._known: OrderedDict[str, int] = OrderedDict()
+
+    def work(self, batch: Batch) -> Sequence[Work]:
+        """The batch's tasks: of its transactions, or of the window that it stands for."""
+        return self.ranges(batch.window) if batch.window else self.plan(batch.transactions)
+
+    def ranges(self, window: Window) -> list[Range]:
+        """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""
+        root = _joined([partitions for partitions, _ in window.spread])
+        members: dict[int, set[int]] = {}
+        events: dict[int, int] = {}
+        for partitions, count in window.spread:
+            first = root(partitions[0])
+            members.setdefault(first, set()).update(partitions)
+            events[first] = events.get(first, 0) + count
+        found = [
+            Range(tuple(sorted(joined)), window.upto, events[first])
+            for first, joined in members.items()
+            if min(joined) in self._own
+        ]
+        random.shuffle(found)
+        return found
 
     def plan(self, transactions: Sequence[Undecoded]) -> list[Task]:
         """Tasks that share no partition; within each, commit order.

@@ -19,7 +19,7 @@ from tenacity import (
 )
 
 from relay.config import Settings
-from relay.events import Batch, Outcome, Task, TaskOutcome
+from relay.events import Batch, Outcome, TaskOutcome, Work
 from relay.faults import (
     Action,
     ConfigurationError,
@@ -47,7 +47,7 @@ class Engine(Protocol):
 
     name: str
 
-    def run(self, tasks: Sequence[Task]) -> list[Result]:
+    def run(self, tasks: Sequence[Work]) -> list[Result]:
         """The result of each task, in order."""
 
 
@@ -66,7 +66,7 @@ class Pipeline:
         self._session = session or Session(settings.spark)
         self._spark = SparkEngine(settings, self._session)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
-        self._planner = Planner(settings.partitions, self._hashtext)
+        self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
         self._needs_spark = settings.needs_spark
 
     def start(self) -> None:
@@ -93,13 +93,13 @@ class Pipeline:
         when the service is stopping; then nothing may be acknowledged.
         """
         done: list[TaskOutcome] = []
-        todo: Sequence[Task] | None = None
+        todo: Sequence[Work] | None = None
         engine: Engine = self._inline
 
         def once() -> None:
             nonlocal todo, engine
             if todo is None:
-                todo = self._planner.plan(batch.transactions)
+                todo = self._planner.work(batch)
             engine = self._engine(batch)
             results = engine.run(todo)
             todo, faults = _sort(todo, results, done)
@@ -151,10 +151,10 @@ def _transient(error: BaseException) -> bool:
 
 
 def _sort(
-    tasks: Sequence[Task], results: Sequence[Result], done: list[TaskOutcome]
-) -> tuple[list[Task], list[str]]:
+    tasks: Sequence[Work], results: Sequence[Result], done: list[TaskOutcome]
+) -> tuple[list[Work], list[str]]:
     """Keep what is done; returns the tasks to try again and why. Raises RelayError for a fault that stops."""
-    todo: list[Task] = []
+    todo: list[Work] = []
     faults: list[str] = []
     for task, result in zip(tasks, results, strict=True):
         if isinstance(result, TaskOutcome):

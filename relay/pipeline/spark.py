@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from relay.config import Settings
-from relay.events import Task
+from relay.events import Work
 from relay.faults import Action, RelayError, TaskFault
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
@@ -37,7 +37,7 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
 
-    def run(self, tasks: Sequence[Task]) -> list[Result]:
+    def run(self, tasks: Sequence[Work]) -> list[Result]:
         """Apply the tasks on the executors; results are in the order of the tasks.
 
         If the job fails or the session dies, every task becomes a fault to try again: what was committed all the same
@@ -53,7 +53,7 @@ class SparkEngine:
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
 
-    def _run_job(self, session: SparkSession, tasks: Sequence[Task]) -> list[Result]:
+    def _run_job(self, session: SparkSession, tasks: Sequence[Work]) -> list[Result]:
         table = pa.table(
             {
                 "task": pa.array(range(len(tasks)), pa.int32()),
@@ -85,7 +85,7 @@ def apply_rows(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Itera
     """Apply the tasks of a DataFrame partition, one target transaction for each."""
     for batch in batches:
         for number, work in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
-            task: Task = pickle.loads(work.as_buffer())  # noqa: S301
+            task: Work = pickle.loads(work.as_buffer())  # noqa: S301
             try:
                 result = attempt(_applier(configuration), task)
             except RelayError as error:

@@ -62,6 +62,7 @@ class _Group:
     spooled: SpooledTuples | None = None
     size: int = 0
     last_offset: int = 0
+    first_offset: int = 0
 
 
 Key = tuple[object, ...]
@@ -104,7 +105,9 @@ class Grouping:
         group.hosts[host or b""] = None
         group.size += len(row)
         if offset is not None:
-            group.last_offset = max(group.last_offset, self._whole(offset))
+            number = self._whole(offset)
+            group.first_offset = min(group.first_offset or number, number)
+            group.last_offset = max(group.last_offset, number)
         self._events += 1
         self._size += len(row)
         if self._spool is not None and group.spooled is not None:
@@ -138,6 +141,7 @@ class Grouping:
                 tuples=tuple(group.rows) if group.spooled is None else group.spooled,
                 size=group.size,
                 last_offset=group.last_offset,
+                first_offset=group.first_offset,
             )
             for group in self._groups.values()
         )

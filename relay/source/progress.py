@@ -63,6 +63,12 @@ class Progress:
             return self._received
 
     @property
+    def settled(self) -> bool:
+        """Whether every commit that was received is acknowledged."""
+        with self._lock:
+            return self._flushed >= self._last_commit
+
+    @property
     def flushed(self) -> Lsn:
         """Up to where PostgreSQL may recycle the WAL."""
         with self._lock:

@@ -29,6 +29,12 @@ class SlotState:
     wal_status: str | None
     confirmed_flush_lsn: str | None
     lag_bytes: int | None
+    invalidation_reason: str | None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server has removed what the slot needed, so that it can never serve again."""
+        return self.wal_status == "lost" or self.invalidation_reason is not None
 
 
 def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
@@ -38,9 +44,12 @@ def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
             """
             select slot_name::text as name, plugin::text as plugin, database::text as database, active, active_pid,
                    wal_status, confirmed_flush_lsn::text as confirmed_flush_lsn,
+                   coalesce(to_jsonb(s) ->> 'invalidation_reason',
+                            case when (to_jsonb(s) ->> 'conflicting')::boolean then 'conflict'
+                                 when wal_status = 'lost' then 'wal_removed' end) as invalidation_reason,
                    case when pg_is_in_recovery() then null
                         else pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)::bigint end as lag_bytes
-              from pg_replication_slots where slot_name = %s
+              from pg_replication_slots as s where slot_name = %s
             """,
             (name,),
         ).fetchone()

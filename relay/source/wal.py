@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
 from threading import Condition, Event, Thread
@@ -33,12 +33,13 @@ from tenacity import (
 )
 
 from relay.config import Settings
-from relay.events import Batch, Lsn
+from relay.events import Batch, Lsn, Outcome
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
 from relay.source.assembler import Assembler
 from relay.source.grouping import Received
 from relay.source.pgoutput import POSTGRES_EPOCH, CommitMessage, ProtocolError
 from relay.source.progress import Progress
+from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
 
 log = logging.getLogger(__name__)
@@ -76,15 +77,37 @@ class _SlotActive(Exception):
     """Another process reads the slot."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why the stream cannot be had, and since when (monotonic clock). `certain` says that no retry alone mends it."""
+
+    reason: str
+    since: float
+    certain: bool
+
+
 class WalSource:
     """The slot as a source of batches.
 
-    `batches()` yields whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
-    Faults of the connection are waited out; others end `batches()` with a RelayError.
+    `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
+    Faults of the connection are waited out; others end `take()` with a RelayError. With a `recovery` a lost slot is
+    made anew, and what keeps the stream away is an `outage` instead of an error. `changed` is called when the stream
+    is back.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        recovery: Recovery | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._settings = settings
+        self._recovery = recovery
+        self._tell = changed
+        self._outage: Outage | None = None
+        self._undecodable = False
+        self._system: System | None = None
+        self._connections = 0
         self._limits = settings.batch
         self._budget = settings.source.buffer_bytes
         self._progress = Progress()
@@ -112,7 +135,7 @@ class WalSource:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        """Let `take()` return. Safe in a signal handler's thread."""
         self._stopping.set()
         with self._changed:
             self._changed.notify_all()
@@ -130,32 +153,57 @@ class WalSource:
         """The position that was reported, or is about to be, as durable."""
         return self._progress.flushed
 
-    def batches(self) -> Iterator[Batch]:
-        """Whole commits as they come: more under load, few when idle. Ends after `stop()`. Raises RelayError."""
-        while not self._stopping.is_set():
-            taken = self._take()
-            if taken:
-                self._batches += 1
-                yield Batch(
-                    number=self._batches,
-                    transactions=[t for received in taken for t in received.transactions],
-                    end=taken[-1].commit.end_lsn,
-                    events=sum(received.events for received in taken),
-                    size=sum(received.size for received in taken),
-                    spooled=taken[0].spooled,
-                )
+    @property
+    def received(self) -> Lsn:
+        """How far the stream has come."""
+        return self._progress.received
 
-    def ack(self, batch: Batch) -> None:
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is waiting to be taken."""
+        return not self._queue
+
+    @property
+    def outage(self) -> Outage | None:
+        """What keeps the stream away; None while it flows and while another process has it."""
+        return self._outage
+
+    @property
+    def connections(self) -> int:
+        """How often streaming has begun."""
+        return self._connections
+
+    def take(self, timeout: float) -> Batch | None:
+        """Whole commits as they come: more under load, few when idle.
+
+        None after `timeout` seconds, or `stop()`. Raises RelayError.
+        """
+        taken = self._take(timeout)
+        if not taken:
+            return None
+        self._batches += 1
+        return Batch(
+            number=self._batches,
+            transactions=[t for received in taken for t in received.transactions],
+            end=taken[-1].commit.end_lsn,
+            events=sum(received.events for received in taken),
+            size=sum(received.size for received in taken),
+            spooled=taken[0].spooled,
+        )
+
+    def ack(self, batch: Batch, _: Outcome) -> None:
         """The batch is durable: PostgreSQL may recycle its WAL."""
         self._progress.ack(batch.end)
         with self._changed:
             self._buffered -= batch.size
         self._ring()
 
-    def _take(self) -> list[Received]:
+    def _take(self, timeout: float) -> list[Received]:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._error or self._stopping.is_set())
-            if self._stopping.is_set():
+            self._changed.wait_for(
+                lambda: self._queue or self._error or self._stopping.is_set(), timeout
+            )
+            if self._stopping.is_set() or not (self._queue or self._error):
                 return []
             if self._error is not None and not self._queue:
                 raise self._error
@@ -209,7 +257,11 @@ class WalSource:
             self._receive(stream)
         except psycopg.Error as error:
             if action_for(error) is not Action.RETRY:
-                raise _explained(error, self._settings) from error
+                if self._recovery is None:
+                    raise _explained(error, self._settings) from error
+                # The publication was not there yet where the slot stands: that WAL can never be decoded.
+                self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
+                self._suffer(str(_explained(error, self._settings)), certain=True)
             log.warning(
                 "replication connection lost; reconnecting", extra={"fault": describe(error)}
             )
@@ -223,12 +275,12 @@ class WalSource:
             wait=_wait,
             stop=stop_when_event_set(self._closing),
             sleep=sleep_using_event(self._closing),
-            before_sleep=_say_why(),
+            before_sleep=self._note_why(),
             reraise=True,
         )
         try:
             return retrying(self._open)
-        except (psycopg.Error, _SlotActive):
+        except (psycopg.Error, _SlotActive, Unavailable):
             if self._closing.is_set():
                 return None
             raise
@@ -255,16 +307,75 @@ class WalSource:
         try:
             return self._start_replication(conn, source.slot, source.publication)
         except BaseException as error:
+            stranger = (
+                self._stranger(conn) if isinstance(error, psycopg.errors.ObjectInUse) else None
+            )
             conn.close()
             if isinstance(error, psycopg.errors.ObjectInUse):
-                raise _SlotActive from error
+                raise (Unavailable(stranger) if stranger else _SlotActive()) from error
             if isinstance(error, psycopg.Error) and action_for(error) is not Action.RETRY:
-                raise _explained(error, self._settings) from error
+                explained = _explained(error, self._settings)
+                if self._recovery is None:
+                    raise explained from error
+                raise Unavailable(str(explained)) from error
             raise
+
+    def _stranger(self, conn: psycopg.Connection[object]) -> str | None:
+        """Who reads the slot, in words, if it is somebody else than a relay that may be waited for."""
+        if self._recovery is None:
+            return None
+        try:
+            row = conn.execute(
+                "select a.application_name from pg_replication_slots s join pg_stat_activity a on a.pid = s.active_pid"
+                " where s.slot_name = %s and a.application_name not like 'relay%%'",
+                (self._settings.source.slot,),
+            ).fetchone()
+        except psycopg.Error:
+            return None
+        return (
+            f"another client reads the slot: {row[0] or 'without a name'}"
+            if isinstance(row, tuple)
+            else None
+        )
+
+    def _note_why(self) -> Callable[[RetryCallState], None]:
+        """A callback that logs each change of the reason for waiting, once, and keeps it as the outage."""
+        said: list[str] = [""]
+
+        def note(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if error is None:
+                return
+            if isinstance(error, _SlotActive):
+                self._outage = None
+                reason = "another process reads the slot; standing by"
+            else:
+                certain = isinstance(error, Unavailable)
+                reason = f"cannot stream yet: {error if certain else describe(error)}"
+                self._suffer(reason, certain)
+            if reason != said[0]:
+                said[0] = reason
+                log.warning(reason)
+
+        return note
+
+    def _suffer(self, reason: str, certain: bool) -> None:
+        before = self._outage
+        self._outage = Outage(reason, before.since if before else time.monotonic(), certain)
+        with self._changed:
+            self._changed.notify_all()
 
     def _start_replication(
         self, conn: psycopg.Connection[object], slot: str, publication: str
     ) -> _Stream:
+        system = identify(conn)
+        if self._system not in (None, system):
+            self._settle()
+        if self._recovery is not None:
+            self._recovery.recognise(conn, system)
+            if self._recovery.restore(conn, self._undecodable):
+                self._progress = Progress()
+            self._undecodable = False
         state = slot_state(conn, slot)
         if state is None:
             raise ConfigurationError(
@@ -289,8 +400,19 @@ class WalSource:
         if result.status != ExecStatus.COPY_BOTH:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")
         self._progress.start(confirmed)
+        self._system = system
+        self._outage = None
+        self._connections += 1
+        self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, timeout * STATUS_SHARE, timeout * 1.5)
+
+    def _settle(self) -> None:
+        """Another server or timeline: what was received from the former is applied before positions begin anew."""
+        log.warning("the source is another server or timeline; c_offset decides what is new")
+        while not self._progress.settled and not self._closing.is_set():
+            self._closing.wait(NAP_SECONDS * 20)
+        self._progress = Progress()
 
     def _receive(self, stream: _Stream) -> None:
         pgconn = stream.conn.pgconn
@@ -442,7 +564,7 @@ def _end_of_stream(pgconn: psycopg.pq.abc.PGconn) -> psycopg.Error:
 
 
 def _worth_waiting(error: BaseException) -> bool:
-    return isinstance(error, _SlotActive) or action_for(error) is Action.RETRY
+    return isinstance(error, _SlotActive | Unavailable) or action_for(error) is Action.RETRY
 
 
 _backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.5)
@@ -453,25 +575,6 @@ def _wait(state: RetryCallState) -> float:
     if outcome is not None and isinstance(outcome.exception(), _SlotActive):
         return ACTIVE_WAIT_SECONDS
     return float(_backoff(state))
-
-
-def _say_why() -> Callable[[RetryCallState], None]:
-    """A callback that logs each change of the reason for waiting, once."""
-    said: list[str] = [""]
-
-    def say(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if error is None:
-            return
-        if isinstance(error, _SlotActive):
-            reason = "another process reads the slot; standing by"
-        else:
-            reason = f"cannot stream yet: {describe(error)}"
-        if reason != said[0]:
-            said[0] = reason
-            log.warning(reason)
-
-    return say
 
 
 def _explained(error: psycopg.Error, settings: Settings) -> RelayError:

@@ -79,6 +79,36 @@ def lock(
     return found
 
 
+def claim(
+    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
+) -> Mapping[int, Cursor] | None:
+    """Lock the partitions' rows to the end of the transaction if nobody else holds one of them; else None."""
+    with conn.cursor(row_factory=class_row(_Row)) as cursor:
+        rows = cursor.execute(
+            _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
+            (group, TOPIC, list(partitions)),
+        ).fetchall()
+    if len(rows) < len(partitions):
+        return None
+    return {cursor.partition_id: cursor for cursor in _cursors(rows)}
+
+
+def hand_over(
+    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], next_offset: int
+) -> None:
+    """Everything below `next_offset` in these partitions was applied by another way than the WAL; they are locked."""
+    conn.execute(
+        """
+        update relay.consumer_offsets
+           set next_offset     = greatest(next_offset, %(next)s),
+               handover_offset = greatest(handover_offset, %(next)s),
+               updated_at      = now()
+         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
+        """,
+        {"next": next_offset, "group": group, "topic": TOPIC, "partitions": list(partitions)},
+    )
+
+
 def advance(conn: psycopg.Connection[Any], group: str, advances: Sequence[Advance]) -> None:
     """Move the partitions forward; they must be locked. No cursor ever moves back."""
     conn.execute(
@@ -108,15 +138,21 @@ def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
         )
 
 
-def create(conn: psycopg.Connection[Any], group: str, partitions: int, next_offset: int) -> int:
+def create(
+    conn: psycopg.Connection[Any],
+    group: str,
+    partitions: int,
+    next_offset: int,
+    handover_offset: int = 1,
+) -> int:
     """Create the cursors of a new group; returns how many were missing. Existing cursors stay as they are."""
     return conn.execute(
         """
-        insert into relay.consumer_offsets (group_id, topic_id, partition_id, next_offset)
-        select %s, %s, partition_id, %s from generate_series(0, %s - 1) as partition_id
+        insert into relay.consumer_offsets (group_id, topic_id, partition_id, next_offset, handover_offset)
+        select %s, %s, partition_id, %s, %s from generate_series(0, %s - 1) as partition_id
         on conflict do nothing
         """,
-        (group, TOPIC, next_offset, partitions),
+        (group, TOPIC, next_offset, handover_offset, partitions),
     ).rowcount
 
 

@@ -185,7 +185,8 @@ def test_wal_level_replica(tmp_path: Path) -> None:
         Outbox(server.create_database("plain")) as outbox,
     ):
         outbox.conn.execute(PROJECTION)
-        config = outbox.config_file(tmp_path / "relay.yaml")
+        source = {**outbox.config()["source"], "mode": "wal"}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         assert "wal_level=replica, relay needs logical" in refused(config, "init")
         assert (
             "wal_level=replica, relay needs logical"
@@ -279,7 +280,11 @@ def test_a_bad_batch_statement_is_found_by_check(outbox: Outbox, tmp_path: Path)
 def test_a_role_that_may_not_replicate(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute("create role weak login password 'x'; grant all on schema relay to weak")
     try:
-        source = {**outbox.config()["source"], "dsn": f"{outbox.dsn}?user=weak&password=x"}
+        source = {
+            **outbox.config()["source"],
+            "dsn": f"{outbox.dsn}?user=weak&password=x",
+            "mode": "wal",
+        }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         result = relay("check", "--config", str(config))
         assert result.returncode == 2

@@ -223,7 +223,7 @@ def test_an_unknown_key_is_named(text: str, start: str) -> None:
         ("source: {table: .t}", "source.table: must be schema.table"),
         ("source: {slot: Relay-1}", "source.slot: "),
         (f"source: {{slot: {'s' * 64}}}", "source.slot: "),
-        ("source: {mode: push}", "source.mode: input should be 'auto' or 'wal'"),
+        ("source: {mode: push}", "source.mode: input should be 'auto', 'wal' or 'poll'"),
         ("source: {columns: {hots_id: x}}", "source.columns: 'hots_id' is not a field"),
         ("source: {columns: {id: 5}}", "source.columns.id: "),
         ("group: ''", "group: "),

@@ -1,0 +1,224 @@
+"""Which way the events come: the WAL where it can be had, polling for what it does not have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from threading import Event
+from typing import Protocol
+
+import psycopg
+
+from relay.config import Settings
+from relay.events import Batch, Lsn, Outcome
+from relay.faults import RelayError, describe
+from relay.source.listener import Listener
+from relay.source.poll import BUSY_SECONDS, FIRST_IDLE_SECONDS, Poller, PollSource, note_mode
+from relay.source.recovery import Recovery
+from relay.source.wal import WalSource
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 3.0
+"""How long the replication connection may fail before polling steps in."""
+AUDIT_SECONDS = 10.0
+"""How often an idle stream is compared with the outbox."""
+
+
+class Source(Protocol):
+    """Where the service takes its batches from."""
+
+    def start(self) -> None:
+        """Begin to receive."""
+
+    def batches(self) -> Iterator[Batch]:
+        """Batches as they come. Ends after `stop()`. Raises RelayError."""
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is durable."""
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+
+    def close(self) -> None:
+        """Let go of the source."""
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position up to which PostgreSQL may recycle the WAL."""
+
+
+def open_source(settings: Settings) -> Source:
+    """The source that `source.mode` asks for."""
+    return PollSource(settings) if settings.source.mode == "poll" else StreamSource(settings)
+
+
+class StreamSource:
+    """The WAL, and in mode `auto` polling for what it does not have: rows older than the slot, or all while it is away.
+
+    The gapless c_offset shows what is missing: a commit that does not follow on the one before, and at an idle stream
+    an outbox with more than was applied. Both ways move the same cursors, so what came one way is skipped on the other.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._polls = settings.source.mode == "auto"
+        self._listener = Listener(settings.source_dsn)
+        recovery = Recovery(settings) if self._polls else None
+        self._wal = WalSource(settings, recovery, self._listener.ring)
+        self._poller = Poller(settings)
+        self._longest = settings.poll.wait_period_ms / 1000
+        self._idle = FIRST_IDLE_SECONDS
+        self._stopping = Event()
+        self._progressed = True
+        self._mode = ""
+        self._expected: int | None = None
+        self._connections = 0
+        self._checkpoint: tuple[int, Lsn] | None = None
+        self._next_audit = 0.0
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._wal.start()
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._wal.stop()
+        self._poller.stop()
+        self._listener.ring()
+
+    def close(self) -> None:
+        """Report the last position and leave the slot."""
+        self._wal.close()
+        self._poller.close()
+        self._listener.close()
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position that was reported, or is about to be, as durable."""
+        return self._wal.flushed
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is durable; a polled one as far as it could be claimed."""
+        if batch.window is None:
+            self._wal.ack(batch, outcome)
+        self._progressed = any(not task.busy for task in outcome.tasks)
+
+    def batches(self) -> Iterator[Batch]:
+        """Whole commits as they come, each behind what it follows on. Ends after `stop()`. Raises RelayError."""
+        while not self._stopping.is_set():
+            batch = self._wal.take(self._pause())
+            self._look_at_connection()
+            if batch is not None:
+                self._enter("wal")
+                yield from self._missing_before(batch)
+                if not self._stopping.is_set():
+                    yield batch
+            elif self._wal.outage is not None:
+                yield from self._polled()
+            elif self._connections:
+                self._enter("wal")
+                yield from self._missing_when_idle()
+
+    def _pause(self) -> float:
+        if self._mode == "poll" and self._wal.outage is not None:
+            return 0.0  # the listener waits
+        return 0.2 if self._checkpoint else 1.0
+
+    def _look_at_connection(self) -> None:
+        if self._wal.connections != self._connections:
+            self._connections = self._wal.connections
+            self._expected = None
+            self._checkpoint = None
+            self._next_audit = 0.0
+
+    def _missing_before(self, batch: Batch) -> Iterator[Batch]:
+        """What the outbox has below a commit of the batch that does not follow on the one before."""
+        gap = 0
+        for first, last in _spans(batch):
+            if self._expected is None or first > self._expected:
+                gap = first
+            self._expected = max(self._expected or 0, last + 1)
+        if gap:
+            yield from self._missing(gap)
+
+    def _missing_when_idle(self) -> Iterator[Batch]:
+        """What the outbox has although the stream has passed it: nothing, as a rule."""
+        if not self._polls or time.monotonic() < self._next_audit:
+            return
+        try:
+            self._checkpoint = self._checkpoint or self._poller.checkpoint()
+        except psycopg.Error as error:
+            self._next_audit = time.monotonic() + AUDIT_SECONDS
+            log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
+            return
+        following, position = self._checkpoint
+        if self._wal.received >= position and self._wal.empty:
+            self._checkpoint = None
+            self._next_audit = time.monotonic() + AUDIT_SECONDS
+            yield from self._missing(following)
+
+    def _missing(self, before: int) -> Iterator[Batch]:
+        said = False
+        while not self._stopping.is_set() and (window := self._poller.look(before)):
+            if not self._polls:
+                raise RelayError(
+                    f"the slot {self._settings.source.slot!r} does not have all events below c_offset {before} that "
+                    f"group {self._settings.group!r} has still to get: set source.mode to auto, which reads them by "
+                    "polling, or pass over them with `relay offsets seek`"
+                )
+            if not said:
+                said = True
+                log.info("reading by polling what the slot does not have", extra={"before": before})
+            yield window
+            if not self._progressed:
+                self._listener.wait(BUSY_SECONDS)
+
+    def _polled(self) -> Iterator[Batch]:
+        outage = self._wal.outage
+        if outage is None or not self._polls:
+            return
+        if not outage.certain and time.monotonic() - outage.since < GRACE_SECONDS:
+            self._stopping.wait(0.1)
+            return
+        self._enter("poll", outage.reason)
+        window = self._poller.look()
+        if window is None:
+            self._listener.wait(min(self._idle, self._longest))
+            self._idle = min(self._idle * 2, self._longest)
+            return
+        self._idle = FIRST_IDLE_SECONDS
+        yield window
+        if not self._progressed:
+            self._listener.wait(BUSY_SECONDS)
+
+    def _enter(self, mode: str, reason: str | None = None) -> None:
+        if mode == self._mode:
+            return
+        self._mode = mode
+        log.log(
+            logging.WARNING if reason else logging.INFO,
+            "polling, since the WAL cannot be had" if reason else "reading the WAL",
+            extra={"reason": reason} if reason else {},
+        )
+        note_mode(self._settings, mode, reason)
+
+
+def _spans(batch: Batch) -> Iterator[tuple[int, int]]:
+    """The least and the greatest c_offset of each commit that has any."""
+    span: tuple[Lsn, int, int] | None = None
+    for transaction in batch.transactions:
+        if not transaction.last_offset:
+            continue
+        commit = transaction.commit.lsn
+        first, last = transaction.first_offset, transaction.last_offset
+        if span is not None and span[0] == commit:
+            span = (commit, min(span[1], first), max(span[2], last))
+            continue
+        if span is not None:
+            yield span[1:]
+        span = (commit, first, last)
+    if span is not None:
+        yield span[1:]

@@ -1,0 +1,226 @@
+"""The polling path: windows of committed rows, planned from the group's cursors and the outbox.
+
+Whoever applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances
+share a group, and executors read their own ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import psycopg
+from psycopg_pool import ConnectionPool
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from relay.config import Settings
+from relay.events import Batch, Lsn, Outcome, Window
+from relay.faults import Action, RelayError, action_for, describe
+from relay.source.listener import Listener
+from relay.source.rows import OutboxRows
+from relay.store import groups, offsets
+from relay.store.connections import connect, open_pool
+
+log = logging.getLogger(__name__)
+
+FIRST_IDLE_SECONDS = 0.01
+BUSY_SECONDS = 0.05
+"""How long to wait when other instances hold every partition that has something to do."""
+AHEAD_LOOKS = 25
+AHEAD_SECONDS = 0.2
+"""A row can be relayed from the WAL before other sessions see it, so a cursor may be ahead for a moment."""
+
+
+class Poller:
+    """Looks for what the group has still to apply of the rows that are committed.
+
+    Raises RelayError if the outbox is behind the group, Interrupted by `stop`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._rows = OutboxRows(settings)
+        self._own = settings.poll.partition_ids or range(settings.partitions)
+        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
+        self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
+        self._floors: dict[int, int] = {}
+        self._stopping = Event()
+        self._looks = 0
+
+    def stop(self) -> None:
+        """End waiting; a look that cannot be had returns None."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.stop()
+        self._source.close()
+        self._target.close()
+
+    def checkpoint(self) -> tuple[int, Lsn]:
+        """A c_offset, and the position in the WAL behind the commits of all rows below it. Raises psycopg.Error."""
+        with self._source.connection() as conn:
+            return self._rows.checkpoint(conn)
+
+    def look(self, before: int | None = None) -> Batch | None:
+        """The next window, ending below the c_offset `before`; None if nothing is left there or after `stop`.
+
+        Waits for as long as a database is away.
+        """
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: action_for(error) is Action.RETRY),
+            wait=wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1),
+            stop=stop_when_event_set(self._stopping),
+            sleep=sleep_using_event(self._stopping),
+            before_sleep=_say,
+            reraise=True,
+        )
+        try:
+            return retrying(self._look, before)
+        except psycopg.Error:
+            if self._stopping.is_set():
+                return None
+            raise
+
+    def _look(self, before: int | None) -> Batch | None:
+        with self._source.connection() as source:
+            cursors, tip = self._cursors(source)
+            if before is not None:
+                tip = min(tip, before - 1)
+            floors = {
+                cursor.partition_id: max(
+                    cursor.next_offset, self._floors.get(cursor.partition_id, cursor.next_offset)
+                )
+                for cursor in cursors
+            }
+            pending = {partition: floor for partition, floor in floors.items() if floor <= tip}
+            heads = self._rows.heads(source, pending, tip) if pending else {}
+            # What lies below is known to hold nothing, and need not be searched again.
+            self._floors.update({p: heads.get(p, tip + 1) for p in pending})
+            own = [head for partition, head in heads.items() if partition in self._own]
+            if not own:
+                return None
+            window = self._window(source, heads, min(own), tip)
+        self._looks += 1
+        return Batch(
+            number=self._looks,
+            transactions=(),
+            end=Lsn(0),
+            events=sum(events for _, events in window.spread),
+            size=0,
+            window=window,
+        )
+
+    def _window(
+        self, source: psycopg.Connection[Any], heads: dict[int, int], low: int, tip: int
+    ) -> Window:
+        size = self._settings.poll.batch_size
+        most = self._settings.batch.max_events
+        if tip - low >= max(size, most):
+            # Far behind: about as many rows for each partition as a batch may have.
+            size = max(size, most * self._settings.partitions)
+        upto = self._rows.boundary(source, low, min(tip, low + size - 1), tip, size)
+        reached = {partition: head for partition, head in heads.items() if head <= upto}
+        return Window(upto, self._rows.spread(source, reached, low, upto))
+
+    def _cursors(self, source: psycopg.Connection[Any]) -> tuple[list[offsets.Cursor], int]:
+        """Every partition's cursor, and the newest committed c_offset."""
+        for _ in range(AHEAD_LOOKS):
+            with self._target.connection() as target:
+                cursors = offsets.all_cursors(target, self._settings.group)
+            following = self._rows.next_offset(source)
+            ahead = [cursor for cursor in cursors if cursor.next_offset > following]
+            if not ahead:
+                return cursors, following - 1
+            self._stopping.wait(AHEAD_SECONDS)
+        raise RelayError(_behind(self._settings, ahead[0], following))
+
+
+class PollSource:
+    """The outbox as a source of batches, without logical replication.
+
+    A window may be shared with other instances: each applies what it can claim.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._poller = Poller(settings)
+        self._listener = Listener(settings.source_dsn)
+        self._longest = settings.poll.wait_period_ms / 1000
+        self._stopping = Event()
+        self._progressed = True
+
+    def start(self) -> None:
+        """Nothing runs in the background."""
+        note_mode(self._settings, "poll", "source.mode is poll")
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._poller.stop()
+        self._listener.ring()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._poller.close()
+        self._listener.close()
+
+    @property
+    def flushed(self) -> Lsn:
+        """Nothing is confirmed to anybody."""
+        return Lsn(0)
+
+    def batches(self) -> Iterator[Batch]:
+        """Windows as long as there is something to do, then as it is published. Ends after `stop()`.
+
+        Raises RelayError.
+        """
+        idle = FIRST_IDLE_SECONDS
+        while not self._stopping.is_set():
+            batch = self._poller.look()
+            if batch is None:
+                self._listener.wait(min(idle, self._longest))
+                idle = min(idle * 2, self._longest)
+                continue
+            idle = FIRST_IDLE_SECONDS
+            yield batch
+            if not self._progressed:
+                self._listener.wait(BUSY_SECONDS)
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is durable, as far as it could be claimed."""
+        self._progressed = any(not task.busy for task in outcome.tasks)
+
+
+def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
+    """Tell `relay status` how the source is read from now on."""
+    try:
+        with connect(settings.target_dsn) as conn:
+            groups.note_mode(conn, settings.group, mode, reason)
+    except psycopg.Error as error:
+        log.debug("cannot note the way of reading", extra={"fault": describe(error)})
+
+
+def _say(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    if error is not None and state.attempt_number == 1:
+        log.warning("cannot look for events yet", extra={"fault": describe(error)})
+
+
+def _behind(settings: Settings, cursor: offsets.Cursor, following: int) -> str:
+    return (
+        f"the outbox is behind group {settings.group!r}: partition {cursor.partition_id} has applied up to c_offset "
+        f"{cursor.next_offset - 1}, but the next one to be given is {following}; the source was restored from an older "
+        f"backup, or failed over with a loss. Either set relay.log_counter.next_offset to {cursor.next_offset} in the "
+        "source, so that new events are numbered behind those that were relayed, or `relay offsets seek --to end` to "
+        "take what is published from now on as new"
+    )

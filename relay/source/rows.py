@@ -1,0 +1,270 @@
+"""Reads the outbox as a table, by c_offset: what there is, where a range may end, and the rows themselves.
+
+Reading by c_offset is sound because c_offset order is commit order: the counter's row is locked until the publisher
+commits, so when a row is visible, every row with a smaller c_offset is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, LiteralString
+
+import psycopg
+from psycopg import sql
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
+
+from relay.config import Settings
+from relay.events import POLLED, Lsn
+from relay.faults import Action, ConfigurationError, RelayError, action_for
+from relay.source.grouping import Grouping, Layout, Received
+from relay.source.pgoutput import encode_tuple
+
+Connection = psycopg.Connection[Any]
+Floors = Mapping[int, int]
+"""The least c_offset of each partition that is still to be applied."""
+
+
+class _Raw(Loader):
+    """Values as the server's bytes, as the WAL brings them."""
+
+    def load(self, data: Buffer) -> bytes:
+        return bytes(data)
+
+
+def partition_expression(host_column: str, partitions: int) -> sql.Composed:
+    """The partition of a row, in the very words of the index that `relay init` makes."""
+    return sql.SQL("mod(abs(hashtext({}::text)::bigint), {})").format(
+        sql.Identifier(host_column), sql.Literal(partitions)
+    )
+
+
+class OutboxRows:
+    """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._mapping = settings.source.mapping
+        self._table = sql.Identifier(*settings.source.table_name)
+        self._offset = sql.Identifier(self._mapping["c_offset"])
+        self._partition = partition_expression(self._mapping["host_id"], settings.partitions)
+        self._known: frozenset[str] | None = None
+
+    def columns(self, conn: Connection) -> list[str]:
+        """The outbox's columns that hold fields, in the order of the table."""
+        wanted = set(self._mapping.values())
+        cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+        return [column.name for column in cursor.description or () if column.name in wanted]
+
+    def next_offset(self, conn: Connection) -> int:
+        """One more than the c_offset of the newest committed row; stays when rows are pruned."""
+        row = conn.execute(
+            sql.SQL(
+                """
+                select greatest((select next_offset from relay.log_counter where id = 1),
+                                (select max({offset}) + 1 from {table}))
+                """
+            ).format(offset=self._offset, table=self._table)
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else 1
+
+    def checkpoint(self, conn: Connection) -> tuple[int, Lsn]:
+        """`next_offset`, and a position in the WAL behind the commits of all rows below it."""
+        following = self.next_offset(conn)
+        row = conn.execute(
+            "select case when pg_is_in_recovery() then pg_last_wal_replay_lsn()"
+            " else pg_current_wal_insert_lsn() end::text"
+        ).fetchone()
+        return following, Lsn.parse(row[0] if row else "0/0")
+
+    def first_offset(self, conn: Connection) -> int:
+        """The c_offset of the oldest row that is still there; that of the next one if there is none."""
+        row = conn.execute(
+            sql.SQL("select min({}) from {}").format(self._offset, self._table)
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else self.next_offset(conn)
+
+    def require_offsets(self, conn: Connection) -> None:
+        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over."""
+        column = self._mapping["c_offset"]
+        found = conn.execute(
+            sql.SQL("select from {} where {} is null limit 1").format(self._table, self._offset)
+        )
+        if found.rowcount:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows without {column}, from before relay came: "
+                "number them in the order in which they are to be relayed, and run `relay init` again"
+            )
+
+    def heads(self, conn: Connection, floors: Floors, tip: int) -> dict[int, int]:
+        """The first row of each partition from its floor up to `tip`, where there is one."""
+        rows = conn.execute(
+            sql.SQL(
+                """
+                select floor.relay_partition, head.c_offset
+                  from unnest(%s::int[], %s::bigint[]) as floor (relay_partition, relay_start)
+                 cross join lateral (
+                    select {offset} as c_offset from {table}
+                     where {partition} = floor.relay_partition and {offset} >= floor.relay_start and {offset} <= %s
+                     order by {offset} limit 1) as head
+                """
+            ).format(offset=self._offset, table=self._table, partition=self._partition),
+            (list(floors), list(floors.values()), tip),
+            prepare=False,
+        )
+        return dict(rows.fetchall())
+
+    def spread(
+        self, conn: Connection, floors: Floors, low: int, upto: int
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """How many rows from `low` to `upto` are still to be applied, by the partitions of their transactions."""
+        rows = conn.execute(
+            sql.SQL(
+                """
+                select partitions, sum(events)::bigint
+                  from (select array_agg(distinct floor.relay_partition order by floor.relay_partition) as partitions,
+                               count(*) as events
+                          from {table} as o
+                          join unnest(%s::int[], %s::bigint[]) as floor (relay_partition, relay_start)
+                            on {partition} = floor.relay_partition and {offset} >= floor.relay_start
+                         where {offset} between %s and %s
+                         group by {transaction}, case when {transaction} is null then floor.relay_partition end
+                       ) as found
+                 group by partitions
+                """
+            ).format(
+                table=self._table,
+                partition=self._partition,
+                offset=self._offset,
+                transaction=self._transaction(conn),
+            ),
+            (list(floors), list(floors.values()), low, upto),
+            prepare=False,
+        )
+        return [(tuple(partitions), int(events)) for partitions, events in rows]
+
+    def boundary(self, conn: Connection, low: int, upto: int, tip: int, patience: int) -> int:
+        """Where a range that should end at `upto` may end: behind the business transaction that stands there.
+
+        Follows `transaction_count`, then runs of the same transaction_id (of the same commit where there is none). The
+        rest of the commit comes along if it is not longer than `patience` rows, so that transactions which interleave
+        in it stay whole; only in a longer commit they must be contiguous.
+        """
+        transaction = self._transaction(conn)
+        here = sql.SQL(
+            """
+            select {offset}, {transaction}::text, xmin::text, {left} from {table}
+             where {offset} between %s and %s order by {offset} desc limit 1
+            """
+        ).format(
+            offset=self._offset,
+            transaction=transaction,
+            left=self._left_in_transaction(conn),
+            table=self._table,
+        )
+        stranger = sql.SQL(
+            "select {offset} from {table} where {offset} > %s and {offset} <= %s and {unrelated}"
+            " order by {offset} limit 1"
+        )
+        end = min(upto, tip)
+        while True:
+            row = conn.execute(here, (low, end), prepare=False).fetchone()
+            if row is None:
+                return end
+            _, transaction_id, xmin, left = row
+            if left and row[0] + left > end:
+                end = min(row[0] + left, tip)
+                continue
+            other_commit = sql.SQL("xmin <> {}::xid").format(sql.Literal(xmin))
+            if transaction_id is None:
+                other = sql.SQL("({} is not null or {})").format(transaction, other_commit)
+            else:
+                other = sql.SQL("{}::text is distinct from {}").format(
+                    transaction, sql.Literal(transaction_id)
+                )
+            reached = end
+            for unrelated, limit in ((other, tip), (other_commit, min(tip, end + patience))):
+                found = conn.execute(
+                    stranger.format(offset=self._offset, table=self._table, unrelated=unrelated),
+                    (reached, limit),
+                    prepare=False,
+                ).fetchone()
+                if found:
+                    reached = found[0] - 1
+                elif limit == tip:
+                    return tip
+            if reached == end:
+                return end
+            end = reached
+
+    def commits(self, conn: Connection, floors: Floors, upto: int) -> Iterator[Received]:
+        """The rows of partitions from their floors up to `upto`, grouped as the WAL's commits are.
+
+        A new commit begins where neither the inserting transaction nor the transaction_id goes on. Rows are streamed;
+        a commit above `batch.max_bytes` goes through a spool file. Raises RelayError if the table cannot be read.
+        """
+        limits = self._settings.batch
+        columns = self.columns(conn)
+        layout = Layout.of(columns, self._mapping, self._settings.source.table)
+        grouping = Grouping(self._mapping, limits.max_bytes, limits.spool_directory)
+        last: tuple[bytes | None, bytes | None] | None = None
+        name = self._mapping["transaction_id"]
+        place = columns.index(name) if name in columns else None
+        for xmin, *cells in self._read(conn, columns, floors, upto):
+            transaction_id = None if place is None else cells[place]
+            follows = last is not None and (
+                xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
+            )
+            if not follows and (received := grouping.finish(POLLED)):
+                yield received
+            last = (xmin, transaction_id)
+            grouping.add(layout, encode_tuple(cells))
+        if received := grouping.finish(POLLED):
+            yield received
+
+    def _read(
+        self, conn: Connection, columns: Sequence[str], floors: Floors, upto: int
+    ) -> Iterator[Sequence[bytes | None]]:
+        wanted = sql.SQL(" or ").join(
+            sql.SQL("({} = {} and {} between {} and {})").format(
+                self._partition, partition, self._offset, floor, upto
+            )
+            for partition, floor in floors.items()
+        )
+        statement = sql.SQL(
+            "copy (select xmin, {columns} from {table} where {wanted} order by {offset}) to stdout"
+        ).format(
+            columns=sql.SQL(", ").join(map(sql.Identifier, columns)),
+            table=self._table,
+            wanted=wanted,
+            offset=self._offset,
+        )
+        with conn.cursor() as cursor:
+            cursor.adapters.register_loader("text", _Raw)
+            try:
+                with cursor.copy(statement) as copy:
+                    copy.set_types(["text"] * (len(columns) + 1))
+                    yield from copy.rows()
+            except psycopg.Error as error:
+                if action_for(error) is Action.RETRY:
+                    raise
+                first = str(error).strip().splitlines()[0]
+                raise RelayError(
+                    f"source.table: {self._settings.source.table} cannot be read: {first}: mend it, or grant SELECT "
+                    "to the role of source.dsn"
+                ) from None
+
+    def _transaction(self, conn: Connection) -> sql.Composable:
+        return self._or_null(conn, "transaction_id", "null::uuid")
+
+    def _left_in_transaction(self, conn: Connection) -> sql.Composable:
+        return sql.SQL("{} - {}").format(
+            self._or_null(conn, "transaction_count", "null::int"),
+            self._or_null(conn, "transaction_ordinal", "null::int"),
+        )
+
+    def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
+        column = self._mapping[field]
+        if self._known is None:
+            self._known = frozenset(self.columns(conn))
+        return sql.Identifier(column) if column in self._known else sql.SQL(null)

@@ -1,0 +1,111 @@
+"""What a group remembers of its source: `relay.groups`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row, scalar_row
+
+from relay.events import Lsn
+
+INSTANCE = f"{socket.gethostname()}:{os.getpid()}"
+"""This process among the instances of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How events come to a group, since when, why, and to which instance."""
+
+    source_mode: str | None
+    source_reason: str | None
+    source_since: datetime | None
+    instance: str | None
+
+
+def read(conn: psycopg.Connection[Any], group: str) -> Group | None:
+    """The group as its instances last described it; None before the first run."""
+    with conn.cursor(row_factory=class_row(Group)) as cursor:
+        return cursor.execute(
+            "select source_mode, source_reason, source_since, instance from relay.groups where group_id = %s",
+            (group,),
+        ).fetchone()
+
+
+def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None) -> None:
+    """This instance reads the source in another way from now on."""
+    conn.execute(
+        """
+        insert into relay.groups (group_id, source_mode, source_reason, source_since, instance)
+        values (%s, %s, %s, now(), %s)
+        on conflict (group_id) do update
+           set source_mode = excluded.source_mode, source_reason = excluded.source_reason,
+               source_since = excluded.source_since, instance = excluded.instance
+        """,
+        (group, mode, reason, INSTANCE),
+    )
+
+
+def recreations(conn: psycopg.Connection[Any], group: str) -> int:
+    """How often the slot was made anew within the last hour."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found = cursor.execute(
+            """
+            select count(*) from relay.groups, unnest(slot_recreations) as recreated
+             where group_id = %s and recreated > now() - interval '1 hour'
+            """,
+            (group,),
+        ).fetchone()
+    return int(found or 0)
+
+
+def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
+    """The slot was made anew."""
+    conn.execute(
+        """
+        insert into relay.groups as g (group_id, slot_recreations) values (%s, array[now()])
+        on conflict (group_id) do update
+           set slot_recreations = (select coalesce(array_agg(r), '{}') from unnest(g.slot_recreations) as r
+                                    where r > now() - interval '1 hour') || now()
+        """,
+        (group,),
+    )
+
+
+def recognise(
+    conn: psycopg.Connection[Any], group: str, system: str, timeline: int, position: Lsn
+) -> bool:
+    """Compare the source with the one that the group's LSNs belong to, and remember it.
+
+    If it is another server or timeline, or its WAL ends before what was applied, LSNs say nothing any more: from here
+    on the c_offset of each partition decides what is new. Returns whether that is so.
+    """
+    with conn.transaction():
+        conn.execute(
+            "insert into relay.groups (group_id, system_identifier, timeline) values (%s, %s, %s)"
+            " on conflict do nothing",
+            (group, system, timeline),
+        )
+        known = conn.execute(
+            "select coalesce(system_identifier, %s), coalesce(timeline, %s) from relay.groups"
+            " where group_id = %s for update",
+            (system, timeline, group),
+        ).fetchone()
+        changed = conn.execute(
+            """
+            update relay.consumer_offsets
+               set handover_offset = greatest(handover_offset, next_offset), applied_lsn = '0/0', updated_at = now()
+             where group_id = %s
+               and (%s or exists (select from relay.consumer_offsets where group_id = %s and applied_lsn > %s::pg_lsn))
+            """,
+            (group, known != (system, timeline), group, str(position)),
+        ).rowcount
+        conn.execute(
+            "update relay.groups set system_identifier = %s, timeline = %s where group_id = %s",
+            (system, timeline, group),
+        )
+    return changed > 0
