@@ -29,6 +29,10 @@ dlq = typer.Typer(
     help="Dead letters: transactions that could not be applied.", no_args_is_help=True
 )
 app.add_typer(dlq, name="dlq")
+offsets = typer.Typer(
+    help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
+)
+app.add_typer(offsets, name="offsets")
 
 out = Console()
 
@@ -186,10 +190,18 @@ def _print_status(found: Any) -> None:
     slot = found.slot
     facts = Table(show_header=False, box=None)
     facts.add_row("source", found.source_mode)
+    if found.source_reason:
+        facts.add_row("reason", found.source_reason)
+    facts.add_row("active", found.active or "nobody")
+    standby = [name for name in found.instances if name != found.active]
+    if standby:
+        facts.add_row("others", ", ".join(standby))
     if slot is None:
         facts.add_row("slot", "missing: run `relay init`")
     else:
         facts.add_row("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+        if slot.invalidation_reason:
+            facts.add_row("invalidated", slot.invalidation_reason)
         facts.add_row(
             "WAL",
             f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind",
@@ -302,6 +314,74 @@ def dlq_show(
             shown = json.dumps(value, indent=2) if key in ("payload", "metadata") else str(value)
             facts.add_row(key, shown)
         out.print(facts)
+
+
+@offsets.command("show")
+def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show where each partition stands."""
+    from dataclasses import asdict
+
+    from relay.cursors import positions
+
+    found = positions(load(config))
+    if as_json:
+        print(json.dumps([asdict(position) for position in found], indent=2))
+        return
+    table = Table("partition", "next offset", "behind", "applied LSN", "handover offset")
+    for position in found:
+        table.add_row(
+            str(position.partition_id),
+            str(position.next_offset),
+            str(position.behind),
+            position.applied_lsn,
+            str(position.handover_offset),
+        )
+    out.print(table)
+
+
+@offsets.command("seek")
+def offsets_seek(
+    to: Annotated[
+        str, typer.Option("--to", metavar="OFFSET|LSN|TIME|beginning|end", help="Where to go on.")
+    ],
+    config: ConfigOption = None,
+    partition: Annotated[
+        int | None,
+        typer.Option(
+            help="Only this one; transactions that span others are then delivered in part."
+        ),
+    ] = None,
+    yes: YesOption = False,
+) -> None:
+    """Let a stopped group go on at another place: what lies behind it is delivered, again if need be."""
+    from relay.cursors import plan_seek, seek
+
+    settings = load(config)
+    move = plan_seek(settings, to, partition)
+    print(
+        f"group {settings.group} goes on at c_offset {move.offset}: {move.again} events will be delivered again, "
+        f"{move.skipped} will be passed over"
+    )
+    if not yes:
+        typer.confirm("Go on?", abort=True)
+    seek(settings, move.offset, partition)
+
+
+@offsets.command("repartition")
+def offsets_repartition(
+    partitions: Annotated[int, typer.Option(min=1, max=1024, help="How many from now on.")],
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+) -> None:
+    """Split a stopped group into another number of partitions, without losing or repeating an event."""
+    from relay.cursors import repartition
+
+    settings = load(config)
+    offset = repartition(settings, partitions, admin_dsn)
+    print(
+        f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
+        "in the configuration"
+    )
 
 
 def _target(settings: Settings) -> Any:

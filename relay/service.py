@@ -17,6 +17,7 @@ from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.choice import open_source
+from relay.store.presence import Presence
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Service:
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
+        self._presence = Presence(settings.target_dsn, settings.group)
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 
@@ -52,6 +54,7 @@ class Service:
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
+            self._presence.start()
             self._pipeline.start()
             self._source.start()
             for batch in self._source.batches():
@@ -61,6 +64,7 @@ class Service:
         finally:
             self._source.close()
             self._pipeline.close()
+            self._presence.close()
             self._last_resort.cancel()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from relay.config import Settings
 from relay.preflight import reach
 from relay.source.slot import SlotState, slot_state
-from relay.store import dead_letters, migrations, offsets
+from relay.store import dead_letters, groups, migrations, offsets, presence
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +17,29 @@ class Status:
     """A picture of the group at one moment."""
 
     source_mode: str
+    source_reason: str | None
+    source_since: datetime | None
+    active: str | None
+    instances: list[str]
     slot: SlotState | None
     partitions: list[offsets.Cursor]
     dead_letters: int
 
     @property
     def healthy(self) -> bool:
-        """Whether somebody reads the slot, and the slot has all of its WAL."""
-        return self.slot is not None and self.slot.active and self.slot.wal_status != "lost"
+        """Whether an instance runs and, unless it polls, reads a slot that has all of its WAL."""
+        if self.source_mode == "poll":
+            return bool(self.instances)
+        return self.slot is not None and self.slot.active and not self.slot.lost
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
         return {
             "source_mode": self.source_mode,
+            "source_reason": self.source_reason,
+            "source_since": self.source_since.isoformat() if self.source_since else None,
+            "active": self.active,
+            "instances": self.instances,
             "slot": None if self.slot is None else asdict(self.slot),
             "partitions": [
                 {
@@ -50,4 +61,19 @@ def read(settings: Settings) -> Status:
         installed = not migrations.pending(target, "target")
         cursors = offsets.all_cursors(target, settings.group) if installed else []
         dead = dead_letters.count(target, settings.group) if installed else 0
-    return Status("wal", slot, cursors, dead)
+        group = groups.read(target, settings.group) if installed else None
+        running = presence.instances(target, settings.group)
+    return Status(
+        source_mode=(group and group.source_mode) or _configured(settings),
+        source_reason=group.source_reason if group else None,
+        source_since=group.source_since if group else None,
+        active=group.instance if group and group.instance in running else None,
+        instances=running,
+        slot=slot,
+        partitions=cursors,
+        dead_letters=dead,
+    )
+
+
+def _configured(settings: Settings) -> str:
+    return "poll" if settings.source.mode == "poll" else "wal"

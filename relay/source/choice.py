@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from threading import Event
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from relay.events import Batch, Lsn, Outcome
 from relay.faults import RelayError, describe
 from relay.source.listener import Listener
 from relay.source.poll import BUSY_SECONDS, FIRST_IDLE_SECONDS, Poller, PollSource, note_mode
-from relay.source.recovery import Recovery
+from relay.source.recovery import Recovery, recognise
 from relay.source.wal import WalSource
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class StreamSource:
         self._polls = settings.source.mode == "auto"
         self._listener = Listener(settings.source_dsn)
         recovery = Recovery(settings) if self._polls else None
-        self._wal = WalSource(settings, recovery, self._listener.ring)
+        self._wal = WalSource(settings, recovery, self._listener.ring, partial(recognise, settings))
         self._poller = Poller(settings)
         self._longest = settings.poll.wait_period_ms / 1000
         self._idle = FIRST_IDLE_SECONDS
@@ -77,6 +78,7 @@ class StreamSource:
         self._connections = 0
         self._checkpoint: tuple[int, Lsn] | None = None
         self._next_audit = 0.0
+        self._audited = False
 
     def start(self) -> None:
         """Begin to receive."""
@@ -133,6 +135,7 @@ class StreamSource:
             self._expected = None
             self._checkpoint = None
             self._next_audit = 0.0
+            self._audited = False
 
     def _missing_before(self, batch: Batch) -> Iterator[Batch]:
         """What the outbox has below a commit of the batch that does not follow on the one before."""
@@ -158,9 +161,11 @@ class StreamSource:
         if self._wal.received >= position and self._wal.empty:
             self._checkpoint = None
             self._next_audit = time.monotonic() + AUDIT_SECONDS
-            yield from self._missing(following)
+            # At first there may be rows older than the slot; later the stream itself has left something out.
+            yield from self._missing(following, suspicious=self._audited)
+            self._audited = True
 
-    def _missing(self, before: int) -> Iterator[Batch]:
+    def _missing(self, before: int, suspicious: bool = False) -> Iterator[Batch]:
         said = False
         while not self._stopping.is_set() and (window := self._poller.look(before)):
             if not self._polls:
@@ -175,6 +180,8 @@ class StreamSource:
             yield window
             if not self._progressed:
                 self._listener.wait(BUSY_SECONDS)
+        if said and suspicious:
+            self._wal.reconnect()
 
     def _polled(self) -> Iterator[Batch]:
         outage = self._wal.outage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -34,10 +34,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The server and timeline that positions belong to."""
+    """The server and timeline that positions belong to, and where its WAL ends now."""
 
     identifier: str
     timeline: int
+    position: Lsn = field(compare=False)
 
 
 def identify(conn: Connection) -> System:
@@ -48,27 +49,29 @@ def identify(conn: Connection) -> System:
     row = conn.execute("IDENTIFY_SYSTEM").fetchone()
     if row is None:
         raise psycopg.OperationalError("the server does not identify itself")
-    return System(str(row[0]), int(row[1]))
+    return System(str(row[0]), int(row[1]), Lsn.parse(str(row[2])))
+
+
+def recognise(settings: Settings, system: System) -> None:
+    """Let c_offset decide what is new if LSNs cannot: another server, timeline, or an older state of it.
+
+    Raises psycopg.Error if the target, which remembers, cannot be reached.
+    """
+    with connect(settings.target_dsn) as target:
+        if groups.recognise(
+            target, settings.group, system.identifier, system.timeline, system.position
+        ):
+            log.warning("the source's positions are not those of before; c_offset decides")
 
 
 class Recovery:
-    """Recognises another source, and makes a lost slot anew, publication first.
+    """Makes a lost slot anew, publication first.
 
     What the new slot does not have is left to polling: the cursors tell what is missing.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-
-    def recognise(self, conn: Connection, system: System) -> None:
-        """Let c_offset decide what is new if LSNs cannot: another server, timeline, or an older state of it."""
-        row = conn.execute("IDENTIFY_SYSTEM").fetchone()
-        position = Lsn.parse(str(row[2])) if row else Lsn(0)
-        with connect(self._settings.target_dsn) as target:
-            if groups.recognise(
-                target, self._settings.group, system.identifier, system.timeline, position
-            ):
-                log.warning("the source's positions are not those of before; c_offset decides")
 
     def restore(self, conn: Connection, undecodable: bool) -> bool:
         """Make publication and slot if they cannot serve; returns whether there is a new slot.

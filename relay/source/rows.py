@@ -7,6 +7,7 @@ commits, so when a row is visible, every row with a smaller c_offset is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, LiteralString
 
 import psycopg
@@ -83,6 +84,26 @@ class OutboxRows:
             sql.SQL("select min({}) from {}").format(self._offset, self._table)
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else self.next_offset(conn)
+
+    def first_since(self, conn: Connection, moment: datetime) -> int | None:
+        """The least c_offset of a row whose event_ts is not before `moment`."""
+        row = conn.execute(
+            sql.SQL("select min({}) from {} where {} >= %s").format(
+                self._offset, self._table, sql.Identifier(self._mapping["event_ts"])
+            ),
+            (moment,),
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else None
+
+    def count(self, conn: Connection, partition: int, start: int, end: int) -> int:
+        """How many rows of a partition lie from one c_offset up to another, exclusive."""
+        row = conn.execute(
+            sql.SQL("select count(*) from {} where {} = %s and {} >= %s and {} < %s").format(
+                self._table, self._partition, self._offset, self._offset
+            ),
+            (partition, start, end),
+        ).fetchone()
+        return int(row[0]) if row else 0
 
     def require_offsets(self, conn: Connection) -> None:
         """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over."""

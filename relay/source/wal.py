@@ -100,17 +100,24 @@ class WalSource:
         settings: Settings,
         recovery: Recovery | None = None,
         changed: Callable[[], None] = lambda: None,
+        recognise: Callable[[System], None] | None = None,
+        start: Lsn | None = None,
     ) -> None:
         self._settings = settings
         self._recovery = recovery
+        self._recognise = recognise
         self._tell = changed
         self._outage: Outage | None = None
         self._undecodable = False
+        self._suspected = False
         self._system: System | None = None
         self._connections = 0
         self._limits = settings.batch
         self._budget = settings.source.buffer_bytes
         self._progress = Progress()
+        if start is not None:
+            # As if everything before had been received, and were never to be acknowledged.
+            self._progress.commit(start)
         self._assembler = Assembler(
             settings.source.table_name,
             settings.source.mapping,
@@ -139,6 +146,11 @@ class WalSource:
         self._stopping.set()
         with self._changed:
             self._changed.notify_all()
+
+    def reconnect(self) -> None:
+        """Begin to stream anew, after a look at slot and publication."""
+        self._suspected = True
+        self._ring()
 
     def close(self, timeout: float = 5.0) -> None:
         """Report the last position and leave the slot."""
@@ -371,8 +383,9 @@ class WalSource:
         system = identify(conn)
         if self._system not in (None, system):
             self._settle()
+        if self._recognise is not None:
+            self._recognise(system)
         if self._recovery is not None:
-            self._recovery.recognise(conn, system)
             if self._recovery.restore(conn, self._undecodable):
                 self._progress = Progress()
             self._undecodable = False
@@ -419,11 +432,12 @@ class WalSource:
         pgconn.nonblocking = 1
         last_heard = last_sent = time.monotonic()
         self._reported = Lsn(0)
+        self._suspected = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
             selector.register(self._hear, selectors.EVENT_READ, "bell")
             reading = True
-            while not self._closing.is_set():
+            while not self._closing.is_set() and not self._suspected:
                 full = self._buffered + self._assembler.size >= self._budget
                 if full is reading:
                     reading = not full
@@ -540,6 +554,24 @@ class WalSource:
                 if length == 0:
                     selector.select(max(0.0, deadline - time.monotonic()))
                     pgconn.consume_input()
+
+
+def first_offset_behind(settings: Settings, lsn: Lsn, until: Lsn) -> int | None:
+    """The least c_offset of the first commit that ends behind `lsn`; None if there is none up to `until`.
+
+    Reads the slot and confirms nothing. Raises RelayError if the slot cannot be read.
+    """
+    source = WalSource(settings, start=lsn)
+    source.start()
+    try:
+        while source.received < until or not source.empty:
+            batch = source.take(0.2)
+            for transaction in batch.transactions if batch else ():
+                if transaction.commit.end_lsn > lsn and transaction.first_offset:
+                    return transaction.first_offset
+    finally:
+        source.close()
+    return None
 
 
 def _session_options(dsn: str) -> str:

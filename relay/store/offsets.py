@@ -130,6 +130,28 @@ def advance(conn: psycopg.Connection[Any], group: str, advances: Sequence[Advanc
     )
 
 
+def place(
+    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], offset: int
+) -> None:
+    """Let partitions go on at a c_offset, wherever they were; it alone decides what of the WAL is new to them."""
+    conn.execute(
+        """
+        update relay.consumer_offsets
+           set next_offset = %(offset)s, handover_offset = %(offset)s, applied_lsn = '0/0', updated_at = now()
+         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
+        """,
+        {"offset": offset, "group": group, "topic": TOPIC, "partitions": list(partitions)},
+    )
+
+
+def replace(conn: psycopg.Connection[Any], group: str, partitions: int, offset: int) -> None:
+    """Give the group another number of partitions, all of which go on at a c_offset."""
+    conn.execute(
+        "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
+    )
+    create(conn, group, partitions, offset, offset)
+
+
 def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order."""
     with conn.cursor(row_factory=class_row(_Row)) as cursor:
@@ -171,5 +193,6 @@ def require_partition_count(stored: int, group: str, partitions: int) -> None:
     if stored not in (0, partitions):
         raise ConfigurationError(
             f"partitions: the configuration says {partitions}, but the group {group!r} was initialised with {stored}: "
-            f"set partitions: {stored}, or choose another group"
+            f"set partitions: {stored}, choose another group, or stop this one and run "
+            f"`relay offsets repartition --partitions {partitions}`"
         )

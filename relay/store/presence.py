@@ -1,0 +1,102 @@
+"""Who runs: each instance of a group holds an advisory lock in the target for as long as it lives.
+
+Source: PostgreSQL documentation, "Advisory Locks".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+
+from relay.faults import describe
+from relay.store.connections import connect
+from relay.store.groups import INSTANCE
+
+log = logging.getLogger(__name__)
+
+_SPACE = 0x72656C79  # "rely"
+_PREFIX = "relay instance "
+
+Connection = psycopg.Connection[Any]
+
+
+CHECK_SECONDS = 5.0
+"""How often the connection that holds the lock is looked after."""
+
+
+class Presence:
+    """This instance's shared lock on its group, on a connection of its own."""
+
+    def __init__(self, dsn: str, group: str) -> None:
+        self._dsn = dsn
+        self._group = group
+        self._conn: Connection | None = None
+        self._closing = Event()
+        self._thread = Thread(target=self._keep, name="presence", daemon=True)
+
+    def start(self) -> None:
+        """Take the lock, and take it again whenever the connection was lost."""
+        self._ensure()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the lock go."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CHECK_SECONDS)
+        self._drop()
+
+    def _keep(self) -> None:
+        while not self._closing.wait(CHECK_SECONDS):
+            self._ensure()
+
+    def _ensure(self) -> None:
+        try:
+            if self._conn is not None:
+                self._conn.execute("select")
+                return
+            self._conn = connect(self._dsn, application_name=(_PREFIX + INSTANCE)[:63])
+            self._conn.execute(
+                "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, self._group)
+            )
+        except psycopg.Error as error:
+            # What an outage of the target means for the batches is judged where they are applied.
+            log.debug("cannot show this instance", extra={"fault": describe(error)})
+            self._drop()
+
+    def _drop(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()
+
+
+def instances(conn: Connection, group: str) -> list[str]:
+    """The running instances as host:pid, oldest first."""
+    rows = conn.execute(
+        """
+        select coalesce(a.application_name, '') from pg_locks l join pg_stat_activity a on a.pid = l.pid
+         where l.locktype = 'advisory' and l.granted and l.mode = 'ShareLock'
+           and l.database = (select oid from pg_database where datname = current_database())
+           and l.classid::bigint = %s and l.objid::bigint = hashtext(%s)::bigint & 4294967295 and l.objsubid = 2
+         order by a.backend_start
+        """,
+        (_SPACE, group),
+    )
+    return [name.removeprefix(_PREFIX) for (name,) in rows]
+
+
+@contextmanager
+def stopped(conn: Connection, group: str) -> Iterator[bool]:
+    """Whether no instance runs; if so, none can start until the end."""
+    row = conn.execute("select pg_try_advisory_lock(%s, hashtext(%s))", (_SPACE, group)).fetchone()
+    free = bool(row and row[0])
+    try:
+        yield free
+    finally:
+        if free:
+            conn.execute("select pg_advisory_unlock(%s, hashtext(%s))", (_SPACE, group))

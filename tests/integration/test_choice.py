@@ -1,0 +1,281 @@
+"""From the WAL to polling and back: whatever happens to slot and connection, nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from relay.faults import RelayError
+from relay.source import choice
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.postgres import start_server
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.5)
+
+
+@contextmanager
+def publishing(outbox: Outbox) -> Iterator[None]:
+    """Somebody publishes all the while."""
+    done = Event()
+
+    def run() -> None:
+        with Outbox(outbox.dsn) as writer:
+            while not done.wait(0.01):
+                writer.publish(host(len(writer.dsn) % 7), event(1), event(2))
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def handled(outbox: Outbox) -> int:
+    return int(
+        outbox.value(
+            "select (select count(*) from projection) + (select count(*) from relay.dead_letter_queue)"
+        )
+    )
+
+
+def wait_handled(outbox: Outbox, timeout: float = 30.0) -> None:
+    total = outbox.value("select count(*) from outbox_message_t")
+    wait_until(lambda: handled(outbox) >= total, timeout)
+
+
+def wait_more(outbox: Outbox, events: int = 20) -> None:
+    """Wait until relay has gone on."""
+    before = handled(outbox)
+    wait_until(lambda: handled(outbox) > before + events, 30)
+
+
+def terminate_readers(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active",
+        (outbox.slot,),
+    )
+
+
+def drop_slot(outbox: Outbox) -> None:
+    while True:
+        terminate_readers(outbox)
+        try:
+            outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
+        except psycopg.errors.ObjectInUse:
+            continue
+        return
+
+
+def mode(outbox: Outbox) -> str | None:
+    return next(iter(outbox.column("select source_mode from relay.groups")), None)
+
+
+def test_rows_older_than_the_slot_are_read_first(
+    outbox: Outbox, engine: str, request: pytest.FixtureRequest
+) -> None:
+    session = request.getfixturevalue("spark_session") if engine == "spark" else None
+    for number in range(50):
+        outbox.publish(host(number % 6), event(number), event(number))
+    settings = outbox.settings(
+        engine,
+        source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"},
+        group="late",
+        poll={"batch_size": 9},
+    )
+    from relay.install import initialise
+
+    done = initialise(settings, start="beginning")
+    assert "from c_offset 1 on" in done[-1]
+    outbox.publish(host(1), event(1))
+    with relaying(settings, session):
+        wait_handled(outbox)
+    outbox.assert_exact()
+    assert outbox.value("select count(*) from projection where transaction_id is not null") == 101
+
+
+def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Outbox) -> None:
+    outbox.fill(20)
+    settings = outbox.settings(
+        source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"}, group="late"
+    )
+    from relay.install import initialise
+
+    initialise(settings, start="31")
+    with relaying(settings):
+        wait_until(lambda: handled(outbox) == 70)
+    assert outbox.value("select min(c_offset) from projection") == 31
+
+
+def lose_slot(outbox: Outbox) -> None:
+    drop_slot(outbox)
+
+
+def lose_publication(outbox: Outbox) -> None:
+    outbox.conn.execute(f'drop publication "{outbox.slot}"'.encode())
+    wait_more(outbox)
+    wait_until(
+        lambda: (
+            outbox.value("select count(*) from pg_publication where pubname = %s", (outbox.slot,))
+            > 0
+        )
+    )
+
+
+def lose_connection(outbox: Outbox) -> None:
+    for _ in range(5):
+        terminate_readers(outbox)
+        wait_more(outbox, 2)
+
+
+def leave_to_another(outbox: Outbox) -> None:
+    """Another client takes the slot and consumes what comes."""
+    while True:
+        terminate_readers(outbox)
+        try:
+            taken = outbox.value(
+                "select count(*) from pg_logical_slot_get_binary_changes(%s, null, null,"
+                " 'proto_version', '1', 'publication_names', %s)",
+                (outbox.slot, outbox.slot),
+            )
+        except psycopg.errors.ObjectInUse:
+            continue
+        if taken:
+            return
+
+
+def recreate_by_hand(outbox: Outbox) -> None:
+    drop_slot(outbox)
+    outbox.publish(host(3), event(3))
+    with suppress(psycopg.errors.DuplicateObject):
+        outbox.conn.execute(
+            "select pg_create_logical_replication_slot(%s, 'pgoutput')", (outbox.slot,)
+        )
+
+
+@pytest.mark.parametrize(
+    "mishap",
+    [lose_slot, lose_publication, lose_connection, leave_to_another, recreate_by_hand],
+    ids=lambda mishap: mishap.__name__,
+)
+def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], None]) -> None:
+    outbox.publish(host(0), event(0))
+    with relaying(outbox.settings()), publishing(outbox):
+        for _ in range(2):
+            wait_more(outbox)
+            mishap(outbox)
+        wait_more(outbox)
+    with relaying(outbox.settings()):
+        wait_handled(outbox)
+        wait_until(lambda: mode(outbox) == "wal")
+        outbox.wait_drained()
+    outbox.assert_exact()
+
+
+def test_the_slot_is_not_made_anew_for_ever(outbox: Outbox) -> None:
+    active = "select count(*) from pg_replication_slots where slot_name = %s and active"
+    ended = ExitStack()
+    ended.enter_context(relaying(outbox.settings()))
+    for number in range(4):
+        wait_until(lambda: outbox.value(active, (outbox.slot,)) > 0)
+        wait_until(
+            lambda number=number: (
+                outbox.value(  # type: ignore[misc]
+                    "select coalesce(max(cardinality(slot_recreations)), 0) from relay.groups"
+                )
+                == number
+            )
+        )
+        drop_slot(outbox)
+    wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
+    with pytest.raises(RelayError, match="lost 3 times within an hour"):
+        ended.close()
+
+
+def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
+    role = f"weak_{outbox.slot}"
+    outbox.conn.execute(
+        f"create role {role} login; grant relay to {role}; grant all on all tables in schema public to {role};"
+        f"grant usage on sequence projection_seq_seq to {role}".encode()
+    )
+    try:
+        source = {**outbox.config()["source"], "dsn": make_conninfo(outbox.dsn, user=role)}
+        with relaying(outbox.settings(source=source)):
+            outbox.publish(host(1), event(1))
+            wait_handled(outbox)
+            assert mode(outbox) == "poll"
+            assert "permission denied" in outbox.value("select source_reason from relay.groups")
+            outbox.conn.execute(f"alter role {role} replication".encode())
+            wait_until(lambda: mode(outbox) == "wal", 20)
+            outbox.publish(host(1), event(1))
+            wait_handled(outbox)
+        outbox.assert_exact()
+    finally:
+        outbox.conn.execute(f"drop owned by {role}; drop role {role}".encode())
+
+
+def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lowered() -> None:
+    settings = {
+        "max_wal_senders": "1",
+        "max_slot_wal_keep_size": "1MB",
+        "checkpoint_timeout": "30s",
+    }
+    with start_server(settings) as server, Outbox(server.create_database("source")) as outbox:
+        outbox.install()
+        thief = psycopg.connect(outbox.dsn, replication="database", autocommit=True)
+        with relaying(outbox.settings()):
+            outbox.publish(host(1), event(1))
+            wait_handled(outbox)
+            assert mode(outbox) == "poll"
+            thief.close()
+            wait_until(lambda: mode(outbox) == "wal", 20)
+            outbox.publish(host(1), event(1))
+            outbox.wait_drained()
+        outbox.conn.execute("create table noise (filler text)")
+        for _ in range(6):
+            outbox.conn.execute(
+                "insert into noise select repeat('x', 1000) from generate_series(1, 5000)"
+            )
+            outbox.conn.execute("select pg_switch_wal()")
+            outbox.publish(host(1), event(1))
+            outbox.conn.execute("checkpoint")
+        assert outbox.value("select wal_status from pg_replication_slots") == "lost"
+        with relaying(outbox.settings()):
+            wait_handled(outbox)
+            wait_until(lambda: mode(outbox) == "wal", 20)
+            outbox.publish(host(1), event(1))
+            outbox.wait_drained()
+            wait_handled(outbox)
+        outbox.assert_exact()
+        drop_slot(outbox)
+        outbox.conn.execute("alter system set wal_level = replica")
+        outbox.conn.close()
+        server.stop()
+        _without_setting(server, "wal_level")
+        server.start()
+        outbox.reconnect()
+        with relaying(outbox.settings()):
+            outbox.publish(host(1), event(1))
+            wait_handled(outbox)
+            assert mode(outbox) == "poll"
+            assert "wal_level=replica" in outbox.value("select source_reason from relay.groups")
+        outbox.assert_exact()
+
+
+def _without_setting(server: Any, name: str) -> None:
+    if hasattr(server, "cluster"):
+        server.cluster.settings.pop(name, None)
+    else:
+        pytest.skip("a container's command line cannot be changed")

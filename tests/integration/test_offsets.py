@@ -1,0 +1,178 @@
+"""The tools that move a stopped group, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relay.config import Settings
+from tests.integration.test_choice import handled, wait_handled
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import relay, running
+
+
+def total(outbox: Outbox) -> int:
+    return int(outbox.value("select count(*) from projection"))
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode: str) -> None:
+    overrides: dict[str, Any] = {"source": {**outbox.config()["source"], "mode": mode}}
+    config = outbox.config_file(tmp_path / "relay.yaml", **overrides)
+    outbox.fill(20)
+    settings = Settings(**outbox.config(**overrides))
+    with relaying(settings):
+        wait_handled(outbox)
+
+    asked = relay("offsets", "seek", "--to", "51", "--config", str(config), stdin="n\n")
+    assert "50 events will be delivered again, 0 will be passed over" in asked.stdout
+    assert asked.returncode == 1
+    assert relay("offsets", "seek", "--to", "51", "--yes", "--config", str(config)).returncode == 0
+    with relaying(settings):
+        wait_until(lambda: total(outbox) == 150)
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: total(outbox) == 151)
+    assert outbox.value("select count(*) from projection where c_offset > 50") == 101
+
+    outbox.fill(20)
+    passed = relay("offsets", "seek", "--to", "end", "--yes", "--config", str(config))
+    assert "100 will be passed over" in passed.stdout
+    with relaying(settings):
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: total(outbox) == 152)
+    shown = json.loads(relay("offsets", "show", "--json", "--config", str(config)).stdout)
+    assert len(shown) == 8
+    assert max(position["next_offset"] for position in shown) == 203
+
+    assert (
+        relay("offsets", "seek", "--to", "beginning", "--yes", "--config", str(config)).returncode
+        == 0
+    )
+    with relaying(settings):
+        wait_until(lambda: total(outbox) == 152 + 202)
+
+
+def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    outbox.publish(host(1), event(1, event_ts="2026-01-01T00:00:00Z"))
+    outbox.publish(host(1), event(2, event_ts="2026-02-01T00:00:00Z"))
+    outbox.drain(outbox.settings())
+    moved = relay("offsets", "seek", "--to", "2026-01-15", "--yes", "--config", str(config))
+    assert "at c_offset 2: 1 events" in moved.stdout
+    with relaying(outbox.settings()):
+        wait_until(lambda: total(outbox) == 3)
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 2]
+
+    confirmed = outbox.value(
+        "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s",
+        (outbox.slot,),
+    )
+    outbox.publish(host(1), event(3))
+    lsn = outbox.tip()
+    outbox.publish(host(2), event(4))
+    moved = relay("offsets", "seek", "--to", lsn, "--yes", "--config", str(config))
+    assert "at c_offset 4: 0 events will be delivered again, 1 will be passed over" in moved.stdout
+    assert confirmed == outbox.value(
+        "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s",
+        (outbox.slot,),
+    )
+    with relaying(outbox.settings()):
+        wait_until(lambda: total(outbox) == 4)
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 2, 4]
+
+    partition = outbox.value("select abs(hashtext(%s::text)::bigint) %% 8", (str(host(2)),))
+    moved = relay(
+        "offsets",
+        "seek",
+        "--to",
+        "1",
+        "--partition",
+        str(partition),
+        "--yes",
+        "--config",
+        str(config),
+    )
+    with relaying(outbox.settings()):
+        wait_until(lambda: total(outbox) == 5)
+    assert outbox.column("select amount from projection order by seq")[4] == 4
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("99", "behind the end of the outbox; the next c_offset is 3"),
+        ("0/1", "older than the WAL that the slot"),
+        ("FFFF/0", "behind the end of the WAL"),
+        ("soon", "neither a c_offset, an LSN"),
+    ],
+)
+def test_seek_to_nowhere(outbox: Outbox, tmp_path: Path, to: str, words: str) -> None:
+    outbox.publish(host(1), event(1), event(2))
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    result = relay("offsets", "seek", "--to", to, "--yes", "--config", str(config))
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    (tmp_path / "second").mkdir()
+    second = outbox.config_file(tmp_path / "second" / "relay.yaml")
+    outbox.publish(host(1), event(1))
+
+    def status() -> dict[str, object]:
+        return dict(json.loads(relay("status", "--json", "--config", str(config)).stdout))
+
+    with running(config) as first:
+        wait_handled(outbox)
+        with running(second) as standby:
+            standby.wait_said("another process reads the slot")
+            found = status()
+            assert str(found["active"]).endswith(f":{first.process.pid}")
+            assert len(found["instances"]) == 2  # type: ignore[arg-type]
+            assert found["source_mode"] == "wal"
+            for command in (["seek", "--to", "1", "--yes"], ["repartition", "--partitions", "4"]):
+                refused = relay("offsets", *command, "--config", str(config))
+                assert refused.returncode == 2
+                assert "is running" in refused.stderr
+            first.kill()
+            outbox.publish(host(1), event(2))
+            wait_until(lambda: handled(outbox) == 2, 10)
+            wait_until(lambda: str(status()["active"]).endswith(f":{standby.process.pid}"), 10)
+    outbox.assert_exact()
+
+
+def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_path: Path) -> None:
+    partitions = 4
+    outbox.conn.execute("delete from relay.consumer_offsets")
+    settings = outbox.settings(partitions=partitions)
+    outbox.install_again(settings)
+    for after in (16, 1, 4):
+        outbox.fill(200, hosts=32)
+        with running(
+            outbox.config_file(
+                tmp_path / "relay.yaml", partitions=partitions, batch={"max_events": 50}
+            )
+        ) as service:
+            seen = handled(outbox)
+            wait_until(lambda seen=seen: handled(outbox) > seen + 100)  # type: ignore[misc]
+            service.kill()
+        # A partition may be behind others; the tool brings it up to them.
+        config = outbox.config_file(tmp_path / "relay.yaml", partitions=partitions)
+        result = relay(
+            "offsets", "repartition", "--partitions", str(after), "--config", str(config)
+        )
+        assert result.returncode == 0, result.stderr
+        partitions = after
+        outbox.fill(20, hosts=32)
+        assert outbox.value("select count(*) from relay.consumer_offsets") == after
+    with relaying(outbox.settings(partitions=partitions)):
+        wait_handled(outbox)
+        outbox.wait_drained()
+    outbox.assert_exact()
