@@ -225,6 +225,7 @@ class Settings(BaseSettings):
     spark: Spark = Field(default_factory=Spark)
     handlers: dict[str, Handler] = Field(default_factory=dict)
     routes: list[Route] = Field(default_factory=list)
+    crash_limit: Annotated[PositiveInt, Number] = 3
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
     shutdown_timeout: Annotated[PositiveFloat, Number] = 20.0
 

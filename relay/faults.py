@@ -42,6 +42,10 @@ class NotRouted(Exception):
     """No route matches an event and `unrouted` is `dead_letter`."""
 
 
+class ProcessDied(Exception):
+    """Every process that had the transaction in hand died of it, so often that it is dead-lettered."""
+
+
 class Interrupted(Exception):
     """The service was told to stop while it waited to try again."""
 
@@ -152,11 +156,13 @@ def exception_text(error: BaseException) -> str:
 class TaskFault(Exception):
     """Why a task could not be applied, in a form that travels between processes.
 
-    `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to.
+    `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to. `died` says that
+    the process that had the task in hand may have died of it.
     """
 
-    def __init__(self, action: Action, text: str, status: int = 1) -> None:
-        super().__init__(action, text, status)
+    def __init__(self, action: Action, text: str, status: int = 1, died: bool = False) -> None:
+        super().__init__(action, text, status, died)
+        self.died = died
         self.action = action
         self.text = text
         self.status = status

@@ -8,8 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Timer
 from types import FrameType
+
+import psycopg
 
 from relay.config import Settings
 from relay.events import Batch, Lsn, Outcome, TaskOutcome
@@ -17,6 +20,8 @@ from relay.faults import Interrupted
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.choice import open_source
+from relay.store import groups
+from relay.store.connections import connect
 from relay.store.presence import Presence
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,7 @@ class Service:
     """One relay; it shares a Spark session that is passed in, and has one of its own otherwise."""
 
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
+        self._settings = settings
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
         self._presence = Presence(settings.target_dsn, settings.group)
@@ -55,10 +61,13 @@ class Service:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
             self._presence.start()
+            if self._begin():
+                self._pipeline.guard()
             self._pipeline.start()
             self._source.start()
             for batch in self._source.batches():
                 self._relay(batch)
+            self._end()
         except Interrupted:
             log.warning("stopping with the batch in hand unfinished; it will be delivered again")
         finally:
@@ -67,6 +76,18 @@ class Service:
             self._presence.close()
             self._last_resort.cancel()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
+
+    def _begin(self) -> bool:
+        """Whether an instance of the group may have died of what comes now."""
+        try:
+            with connect(self._settings.target_dsn) as conn:
+                return groups.begin(conn, self._settings.group)
+        except psycopg.OperationalError:
+            return True
+
+    def _end(self) -> None:
+        with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
+            groups.end(conn, self._settings.group)
 
     @property
     def flushed(self) -> Lsn:

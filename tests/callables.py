@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import psycopg
 
 from relay.events import Transaction
+
+
+def die_of_666(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but one amount takes the process along."""
+    if any(event.payload["amount"] == 666 for event in transaction.events):
+        os._exit(66)
+    record(transaction, cursor)
 
 
 def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
@@ -24,3 +33,15 @@ def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
                 event.payload["amount"],
             ),
         )
+
+
+def stop_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but the first process that comes by stops in the midst of its transaction."""
+    record(transaction, cursor)
+    with psycopg.connect(cursor.connection.info.dsn, autocommit=True) as conn, conn.transaction():
+        conn.execute("lock table stopped")
+        first = conn.execute("select from stopped").rowcount == 0
+        if first:
+            conn.execute("insert into stopped values (%s)", (os.getpid(),))
+    if first:
+        os.kill(os.getpid(), signal.SIGSTOP)

@@ -5,7 +5,7 @@ Effects, dead letters and offsets commit together, so redelivery is recognised b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,13 +28,13 @@ from relay.events import (
     Undecoded,
     Work,
 )
-from relay.faults import Action, NotRouted, Unrouted, action_for, describe
+from relay.faults import Action, NotRouted, ProcessDied, Unrouted, action_for, describe
 from relay.routing import Router
 from relay.source.grouping import Received
 from relay.source.pgoutput import RowDecoder
 from relay.source.rows import OutboxRows
 from relay.source.spool import SpooledTuples
-from relay.store import dead_letters, offsets
+from relay.store import dead_letters, offsets, suspects
 from relay.store.connections import open_pool
 
 Connection = psycopg.Connection[Any]
@@ -81,7 +81,12 @@ class _Routed:
     commit: Commit
     events: Events
     parts: Mapping[str, Transaction]
+    undecoded: Undecoded
     refusal: NotRouted | None = None
+
+
+Apply = Callable[[Connection, list[_Routed]], list[DeadTransaction]]
+"""Runs the handlers of transactions; returns those that were dead-lettered."""
 
 
 class Applier:
@@ -105,38 +110,52 @@ class Applier:
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()
-        if "_source" in self.__dict__:
-            self._source.close()
+        for name in ("_source", "_suspects"):
+            if name in self.__dict__:
+                self.__dict__[name].close()
 
     @cached_property
     def _source(self) -> ConnectionPool[Connection]:
         """Only ranges read the source themselves."""
         return open_pool(self._settings.source_dsn, self._connections)
 
+    @cached_property
+    def _suspects(self) -> suspects.Suspects:
+        """Only a guarded task takes notes."""
+        return suspects.Suspects(self._settings, self._connections)
+
     def _configure(self, conn: Connection) -> None:
         for handler in self._handlers.values():
             handler.configure(conn)
 
-    def apply(self, task: Work) -> TaskOutcome:
+    def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
         """Apply the task and commit. Whatever it raises has left no trace in the target.
 
         First all transactions together. If one of them cannot be applied, again with savepoints: a range that fails is
         halved until the culprit stands alone, and only that one is dead-lettered.
+
+        Guarded, one transaction after the other is noted, applied and its note taken back. One that is noted already
+        `crash_limit` times has killed as many processes and is dead-lettered.
         """
+        if guarded:
+            return self._settled(task, self._apply_guarded)
         try:
-            return self._attempt(task, careful=False)
+            return self._attempt(task, self._apply_together)
         except Exception as error:
             if action_for(_reason(error)) is not Action.DEAD_LETTER:
                 raise _reason(error) from None
+        return self._settled(task, self._apply_carefully)
+
+    def _settled(self, task: Work, apply: Apply) -> TaskOutcome:
         try:
-            return self._attempt(task, careful=True)
+            return self._attempt(task, apply)
         except _HandlerFailed as failure:
             raise _reason(failure) from None
 
-    def _attempt(self, task: Work, careful: bool) -> TaskOutcome:
+    def _attempt(self, task: Work, apply: Apply) -> TaskOutcome:
         with self._pool.connection() as conn, conn.transaction():
             if isinstance(task, Range):
-                return self._apply_range(conn, task, careful)
+                return self._apply_range(conn, task, apply)
             cursors = offsets.lock(conn, self._group, task.partitions)
             fresh = [
                 (transaction, touched)
@@ -145,12 +164,12 @@ class Applier:
             ]
             if not fresh:
                 return TaskOutcome(task.partitions, skipped=task.events)
-            dead = self._deliver(conn, [transaction for transaction, _ in fresh], careful)
+            dead = self._deliver(conn, [transaction for transaction, _ in fresh], apply)
             offsets.advance(conn, self._group, _advances(fresh))
         events = sum(len(transaction.tuples) for transaction, _ in fresh)
         return _outcome(task, events, task.events - events, dead)
 
-    def _apply_range(self, conn: Connection, task: Range, careful: bool) -> TaskOutcome:
+    def _apply_range(self, conn: Connection, task: Range, apply: Apply) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
         cursors = offsets.claim(conn, self._group, task.partitions)
         if cursors is None:
@@ -167,7 +186,7 @@ class Applier:
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
                 events += sum(len(transaction.tuples) for transaction in transactions)
-                dead += self._deliver(conn, transactions, careful)
+                dead += self._deliver(conn, transactions, apply)
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
         return _outcome(task, events, 0, dead)
 
@@ -187,16 +206,32 @@ class Applier:
             yield portion
 
     def _deliver(
-        self, conn: Connection, transactions: Sequence[Undecoded], careful: bool
+        self, conn: Connection, transactions: Sequence[Undecoded], apply: Apply
     ) -> list[DeadTransaction]:
         """Route transactions and run their handlers; returns what was dead-lettered."""
         routed = [self._route(transaction) for transaction in transactions]
         dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
         deliverable = [item for item in routed if not item.refusal]
-        if careful:
-            dead += self._apply_carefully(conn, deliverable)
-        else:
-            self._run_handlers(conn, deliverable)
+        return dead + apply(conn, deliverable)
+
+    def _apply_together(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+        """Apply all of them at once; nothing is dead-lettered."""
+        self._run_handlers(conn, routed)
+        return []
+
+    def _apply_guarded(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+        """Apply them one by one, each under a note that a crash would leave behind."""
+        dead: list[DeadTransaction] = []
+        for item in routed:
+            name = suspects.name_of(item.undecoded)
+            deaths = self._suspects.deaths(name)
+            if deaths >= self._settings.crash_limit:
+                reason = ProcessDied(f"{deaths} processes died while they handled it")
+                dead.append(self._bury(conn, item, None, reason))
+            else:
+                self._suspects.note(name)
+                dead += self._apply_carefully(conn, [item])
+            self._suspects.clear(name)
         return dead
 
     def _apply_carefully(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
@@ -280,7 +315,14 @@ class Applier:
             )
             for name, count in counts.items()
         }
-        return _Routed(transaction.transaction_id, transaction.commit, events, parts, refusal)
+        return _Routed(
+            transaction.transaction_id,
+            transaction.commit,
+            events,
+            parts,
+            transaction,
+            refusal,
+        )
 
     def _refuse(self, event: Event) -> NotRouted | None:
         if self._unrouted == "ignore":

@@ -13,10 +13,10 @@ Result = TaskOutcome | TaskFault
 """What became of one task; a fault has left no trace in the target."""
 
 
-def attempt(applier: Applier, task: Work) -> Result:
+def attempt(applier: Applier, task: Work, guarded: bool) -> Result:
     """Apply one task; a fault becomes a value."""
     try:
-        return applier.apply(task)
+        return applier.apply(task, guarded)
     except Exception as error:
         return TaskFault.of(error)
 
@@ -30,11 +30,11 @@ class InlineEngine:
         self._applier = applier
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="apply")
 
-    def run(self, tasks: Sequence[Work]) -> list[Result]:
-        """Apply the tasks side by side; results are in the order of the tasks."""
-        if len(tasks) == 1:
-            return [attempt(self._applier, tasks[0])]
-        return list(self._threads.map(lambda task: attempt(self._applier, task), tasks))
+    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+        """Apply the tasks side by side, guarded ones in turn; results are in the order of the tasks."""
+        if guarded or len(tasks) == 1:
+            return [attempt(self._applier, task, guarded) for task in tasks]
+        return list(self._threads.map(lambda task: attempt(self._applier, task, False), tasks))
 
     def close(self) -> None:
         """Let the threads end."""

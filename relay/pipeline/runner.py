@@ -25,6 +25,7 @@ from relay.faults import (
     ConfigurationError,
     Interrupted,
     RelayError,
+    TaskFault,
     TransientFault,
     action_for,
     describe,
@@ -47,8 +48,8 @@ class Engine(Protocol):
 
     name: str
 
-    def run(self, tasks: Sequence[Work]) -> list[Result]:
-        """The result of each task, in order."""
+    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+        """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
 
 
 class Pipeline:
@@ -68,11 +69,17 @@ class Pipeline:
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
         self._needs_spark = settings.needs_spark
+        self._batch_events = settings.batch.max_events
+        self._guarded_events = 0
 
     def start(self) -> None:
         """Start the Spark session in the background, unless every batch is small enough to do without."""
         if self._needs_spark and self._own_session:
             self._session.start()
+
+    def guard(self) -> None:
+        """A process has died: note which transaction is in hand, for as many events as it can have had in a batch."""
+        self._guarded_events = self._batch_events
 
     def interrupt(self) -> None:
         """Give up waiting to try again: the batch in hand ends or raises Interrupted."""
@@ -101,13 +108,17 @@ class Pipeline:
             if todo is None:
                 todo = self._planner.work(batch)
             engine = self._engine(batch)
-            results = engine.run(todo)
+            results = engine.run(todo, self._guarded_events > 0)
+            if any(isinstance(result, TaskFault) and result.died for result in results):
+                self.guard()
             todo, faults = _sort(todo, results, done)
             if faults:
                 raise TransientFault(faults[0])
 
         self._until_it_works(once, batch)
-        return Outcome(engine.name, tuple(done))
+        outcome = Outcome(engine.name, tuple(done))
+        self._guarded_events -= outcome.applied + sum(dead.events for dead in outcome.dead)
+        return outcome
 
     def _until_it_works(self, attempt: Any, batch: Batch) -> None:
         retrying = Retrying(

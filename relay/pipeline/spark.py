@@ -37,7 +37,7 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
 
-    def run(self, tasks: Sequence[Work]) -> list[Result]:
+    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         """Apply the tasks on the executors; results are in the order of the tasks.
 
         If the job fails or the session dies, every task becomes a fault to try again: what was committed all the same
@@ -47,13 +47,16 @@ class SparkEngine:
         if session is None:
             return [TaskFault(Action.RETRY, "the Spark session is being built")] * len(tasks)
         try:
-            return self._run_job(session, tasks)
+            if not guarded:
+                return self._run_job(session, tasks, guarded)
+            # A worker that dies takes the job's other tasks along, which are not to blame.
+            return [result for task in tasks for result in self._run_job(session, [task], guarded)]
         except Exception as error:
-            fault = TaskFault(Action.RETRY, f"the Spark job failed: {first_line(error)}")
+            fault = TaskFault(Action.RETRY, f"the Spark job failed: {first_line(error)}", died=True)
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
 
-    def _run_job(self, session: SparkSession, tasks: Sequence[Work]) -> list[Result]:
+    def _run_job(self, session: SparkSession, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         table = pa.table(
             {
                 "task": pa.array(range(len(tasks)), pa.int32()),
@@ -61,7 +64,9 @@ class SparkEngine:
             }
         )
         frame = session.createDataFrame(table)
-        rows = frame.mapInArrow(partial(apply_rows, self._configuration), _SCHEMA).collect()
+        rows = frame.mapInArrow(
+            partial(apply_rows, self._configuration, guarded), _SCHEMA
+        ).collect()
         found: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [found[number] for number in range(len(tasks))]
 
@@ -81,13 +86,15 @@ def _applier(configuration: bytes) -> Applier:
     return applier
 
 
-def apply_rows(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def apply_rows(
+    configuration: bytes, guarded: bool, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
     """Apply the tasks of a DataFrame partition, one target transaction for each."""
     for batch in batches:
         for number, work in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
             task: Work = pickle.loads(work.as_buffer())  # noqa: S301
             try:
-                result = attempt(_applier(configuration), task)
+                result = attempt(_applier(configuration), task, guarded)
             except RelayError as error:
                 result = TaskFault.of(error)
             yield _row(number, result)

@@ -36,6 +36,24 @@ def read(conn: psycopg.Connection[Any], group: str) -> Group | None:
         ).fetchone()
 
 
+def begin(conn: psycopg.Connection[Any], group: str) -> bool:
+    """An instance starts; returns whether one has died, or still runs, since the last clean end."""
+    with conn.transaction():
+        conn.execute(
+            "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
+        )
+        row = conn.execute(
+            "select running from relay.groups where group_id = %s for update", (group,)
+        ).fetchone()
+        conn.execute("update relay.groups set running = true where group_id = %s", (group,))
+    return bool(row and row[0])
+
+
+def end(conn: psycopg.Connection[Any], group: str) -> None:
+    """An instance ends cleanly."""
+    conn.execute("update relay.groups set running = false where group_id = %s", (group,))
+
+
 def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None) -> None:
     """This instance reads the source in another way from now on."""
     conn.execute(

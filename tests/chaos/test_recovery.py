@@ -1,0 +1,239 @@
+"""Deaths, cuts and zombies in each mode. Each ends exact: nothing lost, nothing twice, order per host held."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from tests.chaos.proxy import through_proxy
+from tests.chaos.test_faults import progress
+from tests.integration.test_choice import handled, wait_handled
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import running
+
+pytestmark = pytest.mark.chaos
+
+CHANCE = random.Random(7)
+RECORD = {"audit": {"type": "python", "callable": "tests.callables:die_of_666"}}
+
+
+def source(outbox: Outbox, mode: str) -> dict[str, Any]:
+    return {**outbox.config()["source"], "mode": mode}
+
+
+@pytest.mark.timeout(300)
+def test_polling_instances_are_killed_and_join(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.fill(6_000, events=5, hosts=64)
+    configs = []
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        configs.append(
+            outbox.config_file(
+                tmp_path / str(number) / "relay.yaml",
+                source=source(outbox, "poll"),
+                batch={"inline_max_events": 10**9, "max_events": 500},
+            )
+        )
+    with running(configs[0]) as steady:
+        for _ in range(4):
+            with running(configs[1]) as one, running(configs[2]) as two:
+                goal = progress(outbox) + CHANCE.randrange(1, 3_000)
+                wait_until(lambda goal=goal: progress(outbox) >= min(goal, 30_000))  # type: ignore[misc]
+                one.kill()
+                two.kill()
+        wait_handled(outbox, 120)
+        assert steady.terminate() == 0
+    outbox.assert_exact()
+
+
+@pytest.mark.timeout(300)
+def test_killed_while_the_ways_change(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.fill(3_000, events=5, hosts=64)
+    batch = {"inline_max_events": 10**9, "max_events": 500}
+    for number in range(8):
+        mode = ("auto", "poll")[number % 2]
+        config = outbox.config_file(
+            tmp_path / "relay.yaml", source=source(outbox, mode), batch=batch
+        )
+        if number % 4 == 2:
+            outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
+        outbox.fill(200, events=5, hosts=64)
+        with running(config) as service:
+            goal = progress(outbox) + CHANCE.randrange(1, 2_000)
+            wait_until(lambda goal=goal: progress(outbox) >= goal, 60)  # type: ignore[misc]
+            service.kill()
+        wait_until(
+            lambda: (
+                not outbox.value(
+                    "select count(*) from pg_replication_slots where active and slot_name = %s",
+                    (outbox.slot,),
+                )
+            )
+        )
+    config = outbox.config_file(tmp_path / "relay.yaml", source=source(outbox, "auto"), batch=batch)
+    with running(config) as service:
+        wait_handled(outbox, 120)
+        outbox.wait_drained()
+        assert service.terminate() == 0
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_the_outcome_of_a_commit_is_not_known(outbox: Outbox, mode: str) -> None:
+    with through_proxy(outbox.dsn) as proxy:
+        settings = outbox.settings(
+            source=source(outbox, mode), target={"dsn": proxy.dsn}, poll={"batch_size": 10}
+        )
+        outbox.publish(host(1), event(1))
+        with relaying(settings):
+            wait_handled(outbox)
+            proxy.cut_after = lambda data: b"COMMIT" in data and CHANCE.random() < 0.3
+            for number in range(60):
+                outbox.publish(host(number % 9), event(number), event(number))
+            wait_until(lambda: proxy.cuts >= 5)
+            wait_handled(outbox)
+            proxy.cut_after = None
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    outbox.assert_exact()
+
+
+def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
+    with through_proxy(outbox.dsn) as proxy:
+        dsn = make_conninfo(proxy.dsn, options="-c wal_sender_timeout=2s")
+        settings = outbox.settings(
+            source={**outbox.config()["source"], "dsn": dsn}, target={"dsn": outbox.dsn}
+        )
+        with relaying(settings):
+            for number in range(5):
+                outbox.publish(host(number), event(number))
+                wait_handled(outbox)
+                proxy.cut()
+            outbox.publish(host(1), event(1))
+            wait_handled(outbox)
+            proxy.stall()
+            for number in range(50):
+                outbox.publish(host(number % 5), event(number))
+            # Nobody closes the connection: only its silence tells.
+            wait_until(
+                lambda: (
+                    not outbox.value(
+                        "select count(*) from pg_replication_slots where active and slot_name = %s",
+                        (outbox.slot,),
+                    )
+                )
+            )
+            proxy.resume()
+            wait_handled(outbox, 60)
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_a_transaction_that_kills_its_process_is_dead_lettered(
+    outbox: Outbox, tmp_path: Path, mode: str
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        source=source(outbox, mode),
+        handlers=RECORD,
+        routes=[{"handlers": ["audit"]}],
+    )
+    for number in range(30):
+        outbox.publish(host(number % 3), event(number % 5), event(1))
+    killer = outbox.publish(host(1), event(1), event(666))
+    for number in range(30):
+        outbox.publish(host(number % 3), event(number % 5), event(1))
+    deaths = 0
+    while True:
+        with running(config) as service:
+            wait_until(
+                lambda service=service: service.process.poll() is not None or handled(outbox) == 122  # type: ignore[misc]
+            )
+            if service.process.poll() is None:
+                assert service.terminate() == 0
+                break
+            deaths += 1
+            assert service.process.returncode == 66
+    # Once unawares, then as often as crash_limit says.
+    assert deaths == 4
+    assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [killer]
+    assert "3 processes died" in outbox.value("select min(exception) from relay.dead_letter_queue")
+    assert outbox.value("select count(*) from relay.suspects") == 0
+    outbox.assert_exact()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers=RECORD,
+        routes=[{"handlers": ["audit"]}],
+        batch={"inline_max_events": 0},
+    )
+    outbox.publish(host(1), event(1))
+    killer = outbox.publish(host(1), event(666))
+    outbox.publish(host(1), event(2))
+    with running(config) as service:
+        wait_handled(outbox, 200)
+        assert service.terminate() == 0
+    assert outbox.column("select transaction_id from relay.dead_letter_queue") == [killer]
+    outbox.assert_exact()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None:
+    """A worker is stopped with its transaction open; the server lets go of it, and another does the work."""
+    handlers = {"audit": {"type": "python", "callable": "tests.callables:stop_once"}}
+    dsn = make_conninfo(outbox.dsn, options="-c idle_in_transaction_session_timeout=2s")
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers=handlers,
+        routes=[{"handlers": ["audit"]}],
+        target={"dsn": dsn},
+        batch={"inline_max_events": 0},
+    )
+    outbox.conn.execute("create table stopped (pid int)")
+    for number in range(20):
+        outbox.publish(host(number % 2), event(number))
+    with running(config) as service:
+        wait_until(lambda: outbox.value("select count(*) from stopped") == 1, 120)
+        zombie = psutil.Process(outbox.value("select pid from stopped"))
+        wait_until(lambda: zombie.status() == psutil.STATUS_STOPPED)
+        # The relay dies, its worker stays behind.
+        service.kill()
+        with running(config) as successor:
+            wait_handled(outbox, 120)
+            if zombie.is_running():
+                zombie.send_signal(signal.SIGCONT)
+            outbox.publish(host(1), event(9))
+            wait_handled(outbox)
+            outbox.wait_drained()
+            assert successor.terminate() == 0
+    outbox.assert_exact()
+
+
+def test_another_server_is_recognised_and_c_offset_decides(outbox: Outbox) -> None:
+    outbox.fill(40)
+    with relaying(outbox.settings()):
+        wait_handled(outbox)
+    before = outbox.value("select count(*) from projection")
+    # As after a promotion: the same rows, positions that mean nothing.
+    outbox.conn.execute("update relay.groups set timeline = timeline + 7")
+    outbox.conn.execute(
+        "update relay.consumer_offsets set applied_lsn = applied_lsn + 100000000 where partition_id < 4"
+    )
+    outbox.fill(40)
+    with relaying(outbox.settings()):
+        wait_handled(outbox)
+        outbox.wait_drained()
+    assert outbox.value("select count(*) from projection") == before * 2
+    outbox.assert_exact()
