@@ -283,11 +283,14 @@ class Transaction:
 class Window:
     """Committed rows up to a c_offset, inclusive, that are still to be applied; it ends no transaction in its midst.
 
-    `spread` counts its events by the partitions that their business transactions touch.
+    `spread` counts its events by the partitions that their business transactions touch; `rows` is how many c_offsets it
+    spans, and `left` how many there were behind it.
     """
 
     upto: int
     spread: Sequence[tuple[tuple[int, ...], int]]
+    rows: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

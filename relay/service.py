@@ -14,6 +14,7 @@ from types import FrameType
 
 import psycopg
 
+from relay.catchup import CatchUp
 from relay.config import Settings
 from relay.events import Batch, Lsn, Outcome, TaskOutcome
 from relay.faults import Interrupted
@@ -43,6 +44,7 @@ class Service:
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
         self._presence = Presence(settings.target_dsn, settings.group)
+        self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 
@@ -74,6 +76,7 @@ class Service:
             self._source.close()
             self._pipeline.close()
             self._presence.close()
+            self._catch_up.close()
             self._last_resort.cancel()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
 
@@ -99,6 +102,7 @@ class Service:
         outcome = self._pipeline.run(batch)
         self._source.ack(batch, outcome)
         _report(batch, outcome, time.monotonic() - started)
+        self._catch_up.note(batch)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping after the batch in hand", extra={"signal": signal.Signals(number).name})
@@ -128,7 +132,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
             "batch": batch.number,
             "engine": outcome.engine,
             "partition": _partitions(outcome.tasks),
-            "lsn": str(batch.end),
+            "lsn": None if batch.window else str(batch.end),
             "upto": batch.window.upto if batch.window else None,
             "events": batch.events,
             "spooled": batch.spooled,

@@ -130,7 +130,8 @@ class Poller:
             size = max(size, most * self._settings.partitions)
         upto = self._rows.boundary(source, low, min(tip, low + size - 1), tip, size)
         reached = {partition: head for partition, head in heads.items() if head <= upto}
-        return Window(upto, self._rows.spread(source, reached, low, upto))
+        spread = self._rows.spread(source, reached, low, upto)
+        return Window(upto, spread, rows=upto - low + 1, left=tip - upto)
 
     def _cursors(self, source: psycopg.Connection[Any]) -> tuple[list[offsets.Cursor], int]:
         """Every partition's cursor, and the newest committed c_offset."""

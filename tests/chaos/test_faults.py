@@ -12,7 +12,7 @@ import pytest
 
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
-from tests.process import running
+from tests.process import relay, running
 
 pytestmark = pytest.mark.chaos
 
@@ -37,6 +37,36 @@ def test_two_hundred_thousand_events_drain_exactly(
     assert outbox.value("select max(next_offset) from relay.consumer_offsets") == EVERYTHING + 1
     last = outbox.value("select max(applied_lsn)::text from relay.consumer_offsets")
     assert outbox.confirmed(last)
+    outbox.assert_exact()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(60_000, events=5, hosts=64)
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"},
+        group="late",
+        batch={"max_events": 5_000, "inline_max_events": 0},
+    )
+    assert relay("init", "--from", "beginning", "--config", str(config)).returncode == 0
+    outbox.publish(host(1), event(1))
+    # It dies on the way, and goes on where it was.
+    with running(config) as service:
+        wait_until(lambda: progress(outbox) > 20_000, 120)
+        kill_children(service.process.pid, "pyspark.daemon")
+        wait_until(lambda: progress(outbox) > 100_000, 120)
+        service.kill()
+    with running(config) as service:
+        wait_until(lambda: outbox.value("select count(*) from projection") > 300_000, 240)
+        service.wait_said("caught up")
+        assert service.terminate() == 0
+        assert {line["engine"] for line in service.lines() if line["message"] == "batch"} == {
+            "spark"
+        }
     outbox.assert_exact()
 
 
