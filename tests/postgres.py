@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
@@ -205,3 +207,27 @@ def _connects(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def start_standby(primary: EmbeddedServer, settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
+    """Run a streaming standby of an embedded server, which has a physical slot `standby` for it."""
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        directory.chmod(0o755)
+        binaries = primary.cluster._bin
+        subprocess.run(
+            [
+                binaries / "pg_basebackup",
+                *("-D", directory / "data", "-d", primary.dsn(), "-X", "stream", "-R"),
+                *("-c", "fast", "-S", "standby", "--no-sync"),
+            ],
+            check=True,
+            capture_output=True,
+            cwd=directory,
+        )
+        owner = (primary.cluster.data).stat()
+        for path in (directory / "data", *(directory / "data").rglob("*")):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        with Cluster(directory, settings=settings, bin_dir=binaries) as cluster:
+            yield EmbeddedServer(cluster)
