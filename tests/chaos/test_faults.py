@@ -122,9 +122,13 @@ def mortal_outbox(mortal_server: Server) -> Iterator[Outbox]:
         yield made
 
 
-def test_the_server_crashes_and_comes_back(mortal_server: Server, mortal_outbox: Outbox) -> None:
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_the_server_crashes_and_comes_back(
+    mortal_server: Server, mortal_outbox: Outbox, mode: str
+) -> None:
     mortal_outbox.fill(6_000)
-    with relaying(mortal_outbox.settings(batch={"max_events": 1_000})):
+    source = {**mortal_outbox.config()["source"], "mode": mode}
+    with relaying(mortal_outbox.settings(source=source, batch={"max_events": 1_000})):
         for goal in (1_000, 8_000, 16_000):
             wait_until(lambda goal=goal: progress(mortal_outbox) > goal)  # type: ignore[misc]
             mortal_outbox.conn.close()
@@ -132,21 +136,23 @@ def test_the_server_crashes_and_comes_back(mortal_server: Server, mortal_outbox:
             mortal_server.start()
             mortal_outbox.reconnect()
         mortal_outbox.publish(host(1), event(1))
-        mortal_outbox.wait_drained(120)
+        wait_until(lambda: mortal_outbox.value("select count(*) from projection") == 30_001, 120)
     assert mortal_outbox.value("select count(*) from projection") == 30_001
     mortal_outbox.assert_exact()
 
 
-def test_every_session_is_terminated_again_and_again(outbox: Outbox) -> None:
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_every_session_is_terminated_again_and_again(outbox: Outbox, mode: str) -> None:
     outbox.fill(4_000)
-    with relaying(outbox.settings(batch={"max_events": 500})):
+    source = {**outbox.config()["source"], "mode": mode}
+    with relaying(outbox.settings(source=source, batch={"max_events": 500})):
         for goal in range(0, 16_000, 2_000):
             wait_until(lambda goal=goal: progress(outbox) > goal)  # type: ignore[misc]
             outbox.conn.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity"
                 " where datname = current_database() and pid <> pg_backend_pid()"
             )
-        outbox.wait_drained()
+        wait_until(lambda: outbox.value("select count(*) from projection") == 20_000)
     outbox.assert_exact()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,36 @@ def test_polling_instances_are_killed_and_join(outbox: Outbox, tmp_path: Path) -
                 two.kill()
         wait_handled(outbox, 120)
         assert steady.terminate() == 0
+    outbox.assert_exact()
+
+
+@pytest.mark.timeout(300)
+def test_two_relays_take_over_from_each_other(outbox: Outbox, tmp_path: Path) -> None:
+    configs = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        configs.append(
+            outbox.config_file(
+                tmp_path / str(number) / "relay.yaml",
+                batch={"inline_max_events": 10**9, "max_events": 500},
+            )
+        )
+    outbox.fill(3_000, events=5, hosts=64)
+    standby = ExitStack()
+    active = standby.enter_context(running(configs[0]))
+    for number in range(5):
+        following = ExitStack()
+        successor = following.enter_context(running(configs[(number + 1) % 2]))
+        goal = progress(outbox) + CHANCE.randrange(1, 2_000)
+        wait_until(lambda goal=goal: progress(outbox) >= goal)  # type: ignore[misc]
+        active.kill() if number % 2 else active.terminate()
+        standby.close()
+        outbox.fill(200, events=5, hosts=64)
+        active, standby = successor, following
+    wait_handled(outbox, 60)
+    outbox.wait_drained()
+    assert active.terminate() == 0
+    standby.close()
     outbox.assert_exact()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import uuid
 from contextlib import ExitStack
 from threading import Thread
@@ -206,11 +207,18 @@ def test_the_index_finds_the_rows_of_a_partition(outbox: Outbox) -> None:
     assert "Filter" not in plan
 
 
-def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox) -> None:
+@pytest.mark.parametrize("mode", ["poll", "auto", "wal"])
+def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str) -> None:
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     outbox.fill(10)
     with relaying(polling(outbox)):
         wait_handled(outbox)
     outbox.conn.execute("delete from outbox_message_t where c_offset > 20")
     outbox.conn.execute("update relay.log_counter set next_offset = 21")
-    with pytest.raises(RelayError, match="behind group 'default'"), relaying(polling(outbox)):
-        wait_until(lambda: False, 15)
+    outbox.publish(host(1), event(1))
+    ended = ExitStack()
+    ended.enter_context(relaying(settings))
+    wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
+    with pytest.raises(RelayError, match="behind group 'default'"):
+        ended.close()
+    assert handled(outbox) == 50
