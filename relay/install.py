@@ -11,7 +11,7 @@ from psycopg import sql
 from relay.config import Settings, Source
 from relay.faults import ConfigurationError
 from relay.preflight import reach, require_logical_wal, require_table
-from relay.source.index import ensure_index
+from relay.source.index import drop_indexes, ensure_index
 from relay.source.rows import OutboxRows
 from relay.source.slot import drop_publication, drop_slot, ensure_publication, ensure_slot
 from relay.store import migrations, offsets
@@ -168,6 +168,7 @@ def remove(settings: Settings, admin_dsn: str | None = None) -> list[str]:
                 f"source.slot: {settings.source.slot!r} is being read: stop the running relay first"
             ) from None
         drop_publication(source, settings.source.publication)
+        drop_indexes(source, settings)
         source.execute("drop schema if exists relay cascade")
         done.append(f"publication {settings.source.publication} and schema relay in the source")
     if not settings.one_database:

@@ -32,7 +32,7 @@ from relay.faults import Action, NotRouted, ProcessDied, Unrouted, action_for, d
 from relay.routing import Router
 from relay.source.grouping import Received
 from relay.source.pgoutput import RowDecoder
-from relay.source.rows import OutboxRows
+from relay.source.rows import OutboxRows, prefer_index
 from relay.source.spool import SpooledTuples
 from relay.store import dead_letters, offsets, suspects
 from relay.store.connections import open_pool
@@ -117,7 +117,7 @@ class Applier:
     @cached_property
     def _source(self) -> ConnectionPool[Connection]:
         """Only ranges read the source themselves."""
-        return open_pool(self._settings.source_dsn, self._connections)
+        return open_pool(self._settings.source_dsn, self._connections, prefer_index)
 
     @cached_property
     def _suspects(self) -> suspects.Suspects:

@@ -5,6 +5,7 @@ Source: PostgreSQL documentation, "Indexes on Expressions" and "CREATE INDEX".
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import psycopg
@@ -58,6 +59,18 @@ def ensure_index(conn: Connection, settings: Settings) -> bool:
         )
     )
     return True
+
+
+def drop_indexes(conn: Connection, settings: Settings) -> int:
+    """Drop the indexes for every number of partitions; returns how many there were. Raises psycopg.Error."""
+    schema, table = settings.source.table_name
+    names = conn.execute(
+        "select indexname from pg_indexes where schemaname = %s and tablename = %s and indexname ~ %s",
+        (schema, table, rf"^{re.escape(table[:40])}_relay_\d+$"),
+    ).fetchall()
+    for (name,) in names:
+        conn.execute(sql.SQL("drop index {}").format(sql.Identifier(schema, name)))
+    return len(names)
 
 
 def _name(settings: Settings) -> str:

