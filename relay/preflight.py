@@ -230,12 +230,12 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
         yield _caught("slot", f"{name} is there", require_ours, state, conn.info.dbname)
-        if state.wal_status == "lost":
+        if state.lost:
             yield Finding(
                 Level.ERROR,
                 "slot",
-                f"source.slot: the server has removed WAL that {name!r} needed: drop it with "
-                f"`select pg_drop_replication_slot('{name}')` and run `relay init`; events in between are missing",
+                f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
+                "auto, which makes it anew and reads by polling what it lacks",
             )
     if state is not None and state.active:
         yield Finding(

@@ -161,6 +161,19 @@ class Outbox:
         tip = self.tip()
         wait_until(lambda: self.confirmed(tip), timeout)
 
+    def handled(self) -> int:
+        """How many events are in the projection or among the dead letters."""
+        return int(
+            self.value(
+                "select (select count(*) from projection) + (select count(*) from relay.dead_letter_queue)"
+            )
+        )
+
+    def wait_handled(self, timeout: float = 30.0) -> None:
+        """Wait until everything published so far is handled."""
+        total = self.value("select count(*) from outbox_message_t")
+        wait_until(lambda: self.handled() >= total, timeout)
+
     def drain(
         self, settings: Settings, session: Session | None = None, timeout: float = 60.0
     ) -> None:

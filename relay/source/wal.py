@@ -623,7 +623,7 @@ def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
         )
     if isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
         return RelayError(
-            f"the slot {source.slot!r} cannot serve any more: {first}: drop it with "
-            f"`select pg_drop_replication_slot('{source.slot}')` and create it again with `relay init`"
+            f"the slot {source.slot!r} cannot serve any more: {first}: set source.mode to auto, which makes it anew "
+            "and reads by polling what it lacks"
         )
     return RelayError(f"the server refuses to stream: {first}")

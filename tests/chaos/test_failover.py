@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from relay.config import Settings
-from tests.integration.test_choice import handled
 from tests.outbox import Outbox, relaying, wait_until
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
@@ -55,7 +54,7 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
                 source.install_again(settings)
                 with relaying(settings):
                     source.fill(200)
-                    wait_until(lambda: handled(outbox) == 1_000)
+                    wait_until(lambda: outbox.handled() == 1_000)
                     source.wait_drained()
                     with Outbox(standby.dsn("app")) as promoted:
                         if synchronised:
@@ -67,13 +66,13 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
                             )
                         )
                         before = source.value("select count(*) from outbox_message_t")
-                        wait_until(lambda: handled(outbox) == before)
+                        wait_until(lambda: outbox.handled() == before)
                         primary.kill()
                         promoted.conn.execute("select pg_promote()")
                         promoted.fill(200)
-                        wait_until(lambda: handled(outbox) == before + 1_000)
+                        wait_until(lambda: outbox.handled() == before + 1_000)
                         promoted.fill(1)
-                        wait_until(lambda: handled(outbox) == before + 1_005)
+                        wait_until(lambda: outbox.handled() == before + 1_005)
                         everything = promoted.column(
                             "select id from outbox_message_t order by c_offset"
                         )

@@ -14,7 +14,6 @@ from psycopg.conninfo import make_conninfo
 
 from tests.chaos.proxy import through_proxy
 from tests.chaos.test_faults import progress
-from tests.integration.test_choice import handled, wait_handled
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -48,7 +47,7 @@ def test_polling_instances_are_killed_and_join(outbox: Outbox, tmp_path: Path) -
                 wait_until(lambda goal=goal: progress(outbox) >= min(goal, 30_000))  # type: ignore[misc]
                 one.kill()
                 two.kill()
-        wait_handled(outbox, 120)
+        outbox.wait_handled(120)
         assert steady.terminate() == 0
     outbox.assert_exact()
 
@@ -76,7 +75,7 @@ def test_two_relays_take_over_from_each_other(outbox: Outbox, tmp_path: Path) ->
         standby.close()
         outbox.fill(200, events=5, hosts=64)
         active, standby = successor, following
-    wait_handled(outbox, 60)
+    outbox.wait_handled(60)
     outbox.wait_drained()
     assert active.terminate() == 0
     standby.close()
@@ -109,7 +108,7 @@ def test_killed_while_the_ways_change(outbox: Outbox, tmp_path: Path) -> None:
         )
     config = outbox.config_file(tmp_path / "relay.yaml", source=source(outbox, "auto"), batch=batch)
     with running(config) as service:
-        wait_handled(outbox, 120)
+        outbox.wait_handled(120)
         outbox.wait_drained()
         assert service.terminate() == 0
     outbox.assert_exact()
@@ -123,12 +122,13 @@ def test_the_outcome_of_a_commit_is_not_known(outbox: Outbox, mode: str) -> None
         )
         outbox.publish(host(1), event(1))
         with relaying(settings):
-            wait_handled(outbox)
+            outbox.wait_handled()
             proxy.cut_after = lambda data: b"COMMIT" in data and CHANCE.random() < 0.3
-            for number in range(60):
+            number = 0
+            while proxy.cuts < 5:
                 outbox.publish(host(number % 9), event(number), event(number))
-            wait_until(lambda: proxy.cuts >= 5)
-            wait_handled(outbox)
+                number += 1
+            outbox.wait_handled()
             proxy.cut_after = None
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
     outbox.assert_exact()
@@ -143,10 +143,10 @@ def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
         with relaying(settings):
             for number in range(5):
                 outbox.publish(host(number), event(number))
-                wait_handled(outbox)
+                outbox.wait_handled()
                 proxy.cut()
             outbox.publish(host(1), event(1))
-            wait_handled(outbox)
+            outbox.wait_handled()
             proxy.stall()
             for number in range(50):
                 outbox.publish(host(number % 5), event(number))
@@ -160,7 +160,7 @@ def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
                 )
             )
             proxy.resume()
-            wait_handled(outbox, 60)
+            outbox.wait_handled(60)
     outbox.assert_exact()
 
 
@@ -183,7 +183,9 @@ def test_a_transaction_that_kills_its_process_is_dead_lettered(
     while True:
         with running(config) as service:
             wait_until(
-                lambda service=service: service.process.poll() is not None or handled(outbox) == 122  # type: ignore[misc]
+                lambda service=service: (
+                    service.process.poll() is not None or outbox.handled() == 122
+                )  # type: ignore[misc]
             )
             if service.process.poll() is None:
                 assert service.terminate() == 0
@@ -213,7 +215,7 @@ def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
     killer = outbox.publish(host(1), event(666))
     outbox.publish(host(1), event(2))
     with running(config) as service:
-        wait_handled(outbox, 200)
+        outbox.wait_handled(200)
         assert service.terminate() == 0
     assert outbox.column("select transaction_id from relay.dead_letter_queue") == [killer]
     outbox.assert_exact()
@@ -242,11 +244,11 @@ def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None
         # The relay dies, its worker stays behind.
         service.kill()
         with running(config) as successor:
-            wait_handled(outbox, 120)
+            outbox.wait_handled(120)
             if zombie.is_running():
                 zombie.send_signal(signal.SIGCONT)
             outbox.publish(host(1), event(9))
-            wait_handled(outbox)
+            outbox.wait_handled()
             outbox.wait_drained()
             assert successor.terminate() == 0
     outbox.assert_exact()
@@ -255,7 +257,7 @@ def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None
 def test_another_server_is_recognised_and_c_offset_decides(outbox: Outbox) -> None:
     outbox.fill(40)
     with relaying(outbox.settings()):
-        wait_handled(outbox)
+        outbox.wait_handled()
     before = outbox.value("select count(*) from projection")
     # As after a promotion: the same rows, positions that mean nothing.
     outbox.conn.execute("update relay.groups set timeline = timeline + 7")
@@ -264,7 +266,7 @@ def test_another_server_is_recognised_and_c_offset_decides(outbox: Outbox) -> No
     )
     outbox.fill(40)
     with relaying(outbox.settings()):
-        wait_handled(outbox)
+        outbox.wait_handled()
         outbox.wait_drained()
     assert outbox.value("select count(*) from projection") == before * 2
     outbox.assert_exact()

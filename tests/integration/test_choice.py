@@ -43,23 +43,10 @@ def publishing(outbox: Outbox) -> Iterator[None]:
         thread.join()
 
 
-def handled(outbox: Outbox) -> int:
-    return int(
-        outbox.value(
-            "select (select count(*) from projection) + (select count(*) from relay.dead_letter_queue)"
-        )
-    )
-
-
-def wait_handled(outbox: Outbox, timeout: float = 30.0) -> None:
-    total = outbox.value("select count(*) from outbox_message_t")
-    wait_until(lambda: handled(outbox) >= total, timeout)
-
-
 def wait_more(outbox: Outbox, events: int = 20) -> None:
     """Wait until relay has gone on."""
-    before = handled(outbox)
-    wait_until(lambda: handled(outbox) > before + events, 30)
+    before = outbox.handled()
+    wait_until(lambda: outbox.handled() > before + events, 30)
 
 
 def terminate_readers(outbox: Outbox) -> None:
@@ -101,7 +88,7 @@ def test_rows_older_than_the_slot_are_read_first(
     assert "from c_offset 1 on" in done[-1]
     outbox.publish(host(1), event(1))
     with relaying(settings, session):
-        wait_handled(outbox)
+        outbox.wait_handled()
     outbox.assert_exact()
     assert outbox.value("select count(*) from projection where transaction_id is not null") == 101
 
@@ -115,7 +102,7 @@ def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Out
 
     initialise(settings, start="31")
     with relaying(settings):
-        wait_until(lambda: handled(outbox) == 70)
+        wait_until(lambda: outbox.handled() == 70)
     assert outbox.value("select min(c_offset) from projection") == 31
 
 
@@ -178,7 +165,7 @@ def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], 
             mishap(outbox)
         wait_more(outbox)
     with relaying(outbox.settings()):
-        wait_handled(outbox)
+        outbox.wait_handled()
         wait_until(lambda: mode(outbox) == "wal")
         outbox.wait_drained()
     outbox.assert_exact()
@@ -214,13 +201,13 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
         source = {**outbox.config()["source"], "dsn": make_conninfo(outbox.dsn, user=role)}
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(1))
-            wait_handled(outbox)
+            outbox.wait_handled()
             assert mode(outbox) == "poll"
             assert "permission denied" in outbox.value("select source_reason from relay.groups")
             outbox.conn.execute(f"alter role {role} replication".encode())
             wait_until(lambda: mode(outbox) == "wal", 20)
             outbox.publish(host(1), event(1))
-            wait_handled(outbox)
+            outbox.wait_handled()
         outbox.assert_exact()
     finally:
         outbox.conn.execute(f"drop owned by {role}; drop role {role}".encode())
@@ -237,7 +224,7 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
         thief = psycopg.connect(outbox.dsn, replication="database", autocommit=True)
         with relaying(outbox.settings()):
             outbox.publish(host(1), event(1))
-            wait_handled(outbox)
+            outbox.wait_handled()
             assert mode(outbox) == "poll"
             thief.close()
             wait_until(lambda: mode(outbox) == "wal", 20)
@@ -253,11 +240,11 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
             outbox.conn.execute("checkpoint")
         assert outbox.value("select wal_status from pg_replication_slots") == "lost"
         with relaying(outbox.settings()):
-            wait_handled(outbox)
+            outbox.wait_handled()
             wait_until(lambda: mode(outbox) == "wal", 20)
             outbox.publish(host(1), event(1))
             outbox.wait_drained()
-            wait_handled(outbox)
+            outbox.wait_handled()
         outbox.assert_exact()
         drop_slot(outbox)
         outbox.conn.execute("alter system set wal_level = replica")
@@ -268,7 +255,7 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
         outbox.reconnect()
         with relaying(outbox.settings()):
             outbox.publish(host(1), event(1))
-            wait_handled(outbox)
+            outbox.wait_handled()
             assert mode(outbox) == "poll"
             assert "wal_level=replica" in outbox.value("select source_reason from relay.groups")
         outbox.assert_exact()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from relay.config import Settings
-from tests.integration.test_choice import handled, wait_handled
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 
@@ -25,7 +24,7 @@ def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode
     outbox.fill(20)
     settings = Settings(**outbox.config(**overrides))
     with relaying(settings):
-        wait_handled(outbox)
+        outbox.wait_handled()
 
     asked = relay("offsets", "seek", "--to", "51", "--config", str(config), stdin="n\n")
     assert "50 events will be delivered again, 0 will be passed over" in asked.stdout
@@ -130,7 +129,7 @@ def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
         return dict(json.loads(relay("status", "--json", "--config", str(config)).stdout))
 
     with running(config) as first:
-        wait_handled(outbox)
+        outbox.wait_handled()
         with running(second) as standby:
             standby.wait_said("another process reads the slot")
             found = status()
@@ -143,7 +142,7 @@ def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
                 assert "is running" in refused.stderr
             first.kill()
             outbox.publish(host(1), event(2))
-            wait_until(lambda: handled(outbox) == 2, 10)
+            wait_until(lambda: outbox.handled() == 2, 10)
             wait_until(lambda: str(status()["active"]).endswith(f":{standby.process.pid}"), 10)
     outbox.assert_exact()
 
@@ -160,8 +159,8 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
                 tmp_path / "relay.yaml", partitions=partitions, batch={"max_events": 50}
             )
         ) as service:
-            seen = handled(outbox)
-            wait_until(lambda seen=seen: handled(outbox) > seen + 100)  # type: ignore[misc]
+            seen = outbox.handled()
+            wait_until(lambda seen=seen: outbox.handled() > seen + 100)  # type: ignore[misc]
             service.kill()
         # A partition may be behind others; the tool brings it up to them.
         config = outbox.config_file(tmp_path / "relay.yaml", partitions=partitions)
@@ -173,6 +172,6 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
         outbox.fill(20, hosts=32)
         assert outbox.value("select count(*) from relay.consumer_offsets") == after
     with relaying(outbox.settings(partitions=partitions)):
-        wait_handled(outbox)
+        outbox.wait_handled()
         outbox.wait_drained()
     outbox.assert_exact()

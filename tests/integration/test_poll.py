@@ -25,19 +25,6 @@ def polling(outbox: Outbox, engine: str = "inline", **overrides: Any) -> Any:
     return outbox.settings(engine, source=source, **overrides)
 
 
-def handled(outbox: Outbox) -> int:
-    return int(
-        outbox.value(
-            "select (select count(*) from projection) + (select count(*) from relay.dead_letter_queue)"
-        )
-    )
-
-
-def wait_handled(outbox: Outbox, timeout: float = 20.0) -> None:
-    total = outbox.value("select count(*) from outbox_message_t")
-    wait_until(lambda: handled(outbox) >= total, timeout)
-
-
 def test_published_events_arrive_without_a_slot(
     outbox: Outbox, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -48,7 +35,7 @@ def test_published_events_arrive_without_a_slot(
             outbox.publish(host(number % 5), *(event(n) for n in range(3)))
         poison = outbox.publish(host(1), event(1), event(-1))
         outbox.publish(host(1), event(5))
-        wait_handled(outbox)
+        outbox.wait_handled()
     assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [poison]
     assert outbox.value("select count(*) from projection") == 61
     outbox.assert_exact()
@@ -71,7 +58,7 @@ def test_what_the_wal_applied_is_not_polled_and_what_was_polled_is_not_streamed(
         for number in range(40):
             outbox.publish(host(number % 7), event(number), event(number))
         with relaying(polling(outbox, engine), session):
-            wait_handled(outbox)
+            outbox.wait_handled()
     outbox.drain(outbox.settings(engine), session)
     outbox.assert_exact()
     assert outbox.value("select count(*) from projection") == 480
@@ -120,7 +107,7 @@ def test_a_range_never_ends_inside_a_business_transaction(outbox: Outbox, batch_
         handlers={"projection": {"type": "sql", "each": "batch", "statement": batch}},
     )
     with relaying(settings):
-        wait_handled(outbox)
+        outbox.wait_handled()
     outbox.assert_exact()
     for transaction_id, size in sizes.items():
         assert (
@@ -143,7 +130,7 @@ def test_instances_share_the_partitions_and_each_event_is_processed_once(
         for _ in range(instances):
             stack.enter_context(relaying(settings))
         outbox.fill(500, events=3, hosts=32)
-        wait_handled(outbox, 120)
+        outbox.wait_handled(120)
     assert outbox.value("select count(*) from projection") == 11_500
     outbox.assert_exact()
 
@@ -153,15 +140,15 @@ def test_pinned_instances_process_their_own_partitions(outbox: Outbox) -> None:
     partition = "mod(abs(hashtext(host_id::text)::bigint), 8)"
     with relaying(polling(outbox, poll={"partition_ids": [0, 1, 2]})):
         mine = outbox.value(f"select count(*) from outbox_message_t where {partition} in (0, 1, 2)")
-        wait_until(lambda: handled(outbox) >= mine)
+        wait_until(lambda: outbox.handled() >= mine)
         # Hosts of partitions of both instances in one transaction: the least partition's instance takes them.
         with outbox.conn.transaction():
             shared = uuid.uuid4()
             for number in range(16):
                 outbox.publish(host(number), event(number), transaction_id=shared)
-        assert handled(outbox) == mine
+        assert outbox.handled() == mine
         with relaying(polling(outbox, poll={"partition_ids": [3, 4, 5, 6, 7]})):
-            wait_handled(outbox)
+            outbox.wait_handled()
     outbox.assert_exact()
 
 
@@ -192,7 +179,7 @@ def test_concurrent_publishers_lose_nothing(outbox: Outbox, mode: str) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        wait_handled(outbox, 120)
+        outbox.wait_handled(120)
     outbox.assert_exact()
 
 
@@ -215,7 +202,7 @@ def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     outbox.fill(10)
     with relaying(polling(outbox)):
-        wait_handled(outbox)
+        outbox.wait_handled()
     outbox.conn.execute("delete from outbox_message_t where c_offset > 20")
     outbox.conn.execute("update relay.log_counter set next_offset = 21")
     outbox.publish(host(1), event(1))
@@ -224,4 +211,4 @@ def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str
     wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     with pytest.raises(RelayError, match="behind group 'default'"):
         ended.close()
-    assert handled(outbox) == 50
+    assert outbox.handled() == 50
