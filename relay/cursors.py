@@ -105,7 +105,9 @@ def repartition(settings: Settings, partitions: int, admin_dsn: str | None) -> i
                 f"group: {settings.group!r} is not initialised: run `relay init`"
             )
         foremost = max(cursor.next_offset for cursor in cursors)
-        _catch_up(settings.model_copy(update={"partitions": len(cursors)}), foremost)
+        unpinned = settings.poll.model_copy(update={"partition_ids": None})
+        before = settings.model_copy(update={"partitions": len(cursors), "poll": unpinned})
+        _catch_up(before, foremost)
         with target.transaction():
             offsets.replace(target, settings.group, partitions, foremost)
     after = settings.model_copy(update={"partitions": partitions})
