@@ -14,10 +14,21 @@ PRIMARY = {"wal_log_hints": "on"}
 STANDBY = {"hot_standby_feedback": "on", "primary_slot_name": "standby"}
 
 
+def has_replayed(standby: Outbox, lsn: str) -> bool:
+    """Whether the standby has come as far as a position of its primary."""
+    return bool(standby.value("select pg_last_wal_replay_lsn() >= %s::pg_lsn", (lsn,)))
+
+
 def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
-    """Try once: the standby takes the slot over when its own WAL has come as far as the slot."""
+    """Try once: the standby takes the slot over when its own WAL has come as far as the slot, and the slot as far as it.
+
+    The slot's oldest transaction moves on with the server's notes of the running ones, otherwise made every 15 s.
+    """
     source.fill(1)
+    source.conn.execute("select pg_log_standby_snapshot()")
+    tip = source.tip()
     source.wait_drained()
+    wait_until(lambda: has_replayed(standby, tip))
     standby.conn.execute("select pg_sync_replication_slots()")
     return bool(
         standby.column(
@@ -59,12 +70,7 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
                     with Outbox(standby.dsn("app")) as promoted:
                         if synchronised:
                             wait_until(lambda: slot_is_synchronised(source, promoted))
-                        tip = source.tip()
-                        wait_until(
-                            lambda: promoted.value(
-                                "select pg_last_wal_replay_lsn() >= %s::pg_lsn", (tip,)
-                            )
-                        )
+                        wait_until(lambda: has_replayed(promoted, source.tip()))
                         before = source.value("select count(*) from outbox_message_t")
                         wait_until(lambda: outbox.handled() == before)
                         primary.kill()
