@@ -20,7 +20,7 @@ def has_replayed(standby: Outbox, lsn: str) -> bool:
 
 
 def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
-    """Try once: the standby takes the slot over when its own WAL has come as far as the slot, and the slot as far as it.
+    """Try once: the standby takes the slot over when it has come as far as the slot, and the slot as far as it.
 
     The slot's oldest transaction moves on with the server's notes of the running ones, otherwise made every 15 s.
     """
