@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 FIELDS = (
@@ -86,8 +86,7 @@ class Lsn(int):
     __repr__ = __str__
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """One database commit of the source: where it stands in the WAL and when it happened."""
 
     lsn: Lsn
@@ -240,8 +239,7 @@ class Tuples(Protocol):
     def __iter__(self) -> Iterator[bytes]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Undecoded:
+class Undecoded(NamedTuple):
     """A business transaction inside one commit, as it came: the unit of planning.
 
     `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from struct import Struct
 
@@ -17,13 +16,15 @@ from relay.source.pgoutput import (
     timestamp,
 )
 
-_INSERT = b"I"
+_INSERT = ord("I")
+Buffer = bytes | memoryview
+
 _OID = Struct(">I")
 _TUPLE = 6  # an Insert is its kind, the relation's oid and 'N' before the row
 
 
 class Assembler:
-    """Feed it messages in the order of the stream; it returns each commit that holds rows of the outbox.
+    """Feed it messages in the order of the stream, and fetch the commits that hold rows of the outbox.
 
     A commit whose rows exceed `max_bytes` goes to a spool file. Raises ConfigurationError when the outbox has lost the
     host column, ProtocolError for a malformed message.
@@ -39,7 +40,7 @@ class Assembler:
         self._table = table
         self._mapping = mapping
         self._grouping = Grouping(mapping, max_bytes, spool_directory)
-        self._layouts: dict[int, Layout | None] = {}
+        self._layouts: dict[bytes, Layout | None] = {}
         self._begin: Begin | None = None
 
     @property
@@ -58,12 +59,12 @@ class Assembler:
         self._begin = None
         self._grouping.clear()
 
-    def feed(self, message: bytes) -> Received | CommitMessage | None:
-        """Take one message; returns the finished commit, the bare CommitMessage of one without rows, or None."""
-        if message[:1] == _INSERT:
+    def feed(self, message: Buffer) -> CommitMessage | None:
+        """Take one message; returns the CommitMessage of a commit without rows."""
+        if message and message[0] == _INSERT:
             self._insert(message)
             return None
-        match decode(message):
+        match decode(bytes(message)):
             case Begin() as begin:
                 self._begin = begin
             case CommitMessage() as commit:
@@ -72,27 +73,31 @@ class Assembler:
                 self._relation(relation)
         return None
 
-    def _insert(self, message: bytes) -> None:
+    def fetch(self) -> list[Received]:
+        """The whole commits with rows since the last time, in order."""
+        return self._grouping.fetch()
+
+    def _insert(self, message: Buffer) -> None:
         try:
-            layout = self._layouts[_OID.unpack_from(message, 1)[0]]
-        except (KeyError, struct.error) as error:
+            layout = self._layouts[bytes(message[1:5])]
+        except KeyError as error:
             raise ProtocolError("a row of a table that was not described") from error
         if self._begin is None:
             raise ProtocolError("a row outside a transaction")
         if layout is not None:
-            self._grouping.add(layout, message[_TUPLE:])
+            self._grouping.add(layout, bytes(message[_TUPLE:]))
 
     def _relation(self, relation: Relation) -> None:
+        oid = _OID.pack(relation.oid)
         if (relation.namespace, relation.name) == self._table:
             columns = [column.name for column in relation.columns]
-            self._layouts[relation.oid] = Layout.of(columns, self._mapping, ".".join(self._table))
+            self._layouts[oid] = Layout.of(columns, self._mapping, ".".join(self._table))
         else:
-            self._layouts[relation.oid] = None
+            self._layouts[oid] = None
 
-    def _commit(self, message: CommitMessage) -> Received | CommitMessage:
+    def _commit(self, message: CommitMessage) -> CommitMessage | None:
         begin, self._begin = self._begin, None
         if begin is None:
-            self._grouping.clear()
             return message
         commit = Commit(message.commit_lsn, message.end_lsn, timestamp(message.ts), begin.xid)
-        return self._grouping.finish(commit) or message
+        return None if self._grouping.finish(commit) else message

@@ -1,22 +1,22 @@
-"""Groups the rows of one commit by business transaction, in memory or, where they are too many, in a spool file."""
+"""Groups the rows of commits by business transaction, in memory or, where they are too many, in a spool file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from relay.events import FIELDS, Commit, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple, peek
+from relay.source.pgoutput import ProtocolError, columns, decode_tuple, encode_tuple, joined
 from relay.source.spool import Spool, SpooledTuples
 
-PEEKED = ("host_id", "user_id", "transaction_id", "c_offset")
-"""The fields that planning needs."""
+_PLACED_AT_ONCE = 1 << 18
+"""How many bytes of a large commit's rows are placed together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """One whole commit: its business transactions in order of first appearance. `size` in bytes held in memory."""
 
     commit: Commit
@@ -26,37 +26,74 @@ class Received:
     spooled: bool
 
 
+class Peeked(NamedTuple):
+    """The fields that planning needs, row by row. An offset is 0 where there is none."""
+
+    hosts: list[bytes | None]
+    users: list[bytes | None]
+    transaction_ids: list[bytes | None]
+    offsets: list[int]
+
+    def part(self, start: int, end: int) -> Peeked:
+        """Those of the rows from `start` up to `end`."""
+        return Peeked(
+            self.hosts[start:end],
+            self.users[start:end],
+            self.transaction_ids[start:end],
+            self.offsets[start:end],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The outbox's columns as they are now, and where the peeked fields stand among them."""
 
     columns: tuple[str, ...]
-    positions: tuple[int, ...]
-    order: tuple[int, ...]
+    places: tuple[int | None, ...]
+    offset_column: str
 
     @classmethod
     def of(cls, columns: Sequence[str], mapping: dict[str, str], table: str) -> Layout:
         """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
         place = {name: position for position, name in enumerate(columns)}
-        wanted = [place.get(mapping.get(name, name), -1) for name in PEEKED]
-        if wanted[0] < 0:
+        names = [
+            mapping.get(name, name) for name in ("host_id", "user_id", "transaction_id", "c_offset")
+        ]
+        if names[0] not in place:
             raise ConfigurationError(
-                f"source.table: {table} no longer has the column {mapping.get('host_id', 'host_id')!r}: "
+                f"source.table: {table} no longer has the column {names[0]!r}: "
                 "restore it, or map host_id in source.columns"
             )
-        positions = tuple(sorted(position for position in wanted if position >= 0))
-        order = tuple(
-            positions.index(position) if position >= 0 else len(positions) for position in wanted
-        )
-        return cls(tuple(columns), positions, order)
+        return cls(tuple(columns), tuple(map(place.get, names)), names[-1])
+
+    def peek(self, rows: Sequence[bytes]) -> Peeked:
+        """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
+        data = joined(rows)
+        wanted = {place for place in self.places if place is not None}
+        found: dict[int | None, list[bytes | None]] = {
+            place: cells.values(data)
+            for place, cells in enumerate(columns(rows, max(wanted) + 1, data))
+            if place in wanted
+        }
+        nothing: list[bytes | None] = [None] * len(rows)
+        hosts, users, ids, offsets = (found.get(place, nothing) for place in self.places)
+        return Peeked(hosts, users, ids, self._numbers(offsets))
+
+    def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
+        if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
+            raise ConfigurationError(
+                f"source.columns: the outbox's column {self.offset_column!r} holds something else than offsets, "
+                "which are whole numbers: map a column of type bigint to c_offset"
+            )
+        return [int(offset or 0) for offset in offsets]
 
 
 @dataclass(slots=True)
 class _Group:
-    """The rows of one business transaction while its commit is being received."""
+    """The rows of one business transaction of a commit."""
 
     layout: Layout
-    transaction_id: str | None
+    transaction_id: bytes | None
     hosts: dict[bytes, None] = field(default_factory=dict)
     rows: list[bytes] = field(default_factory=list)
     spooled: SpooledTuples | None = None
@@ -65,78 +102,68 @@ class _Group:
     first_offset: int = 0
 
 
-Key = tuple[object, ...]
+class _Groups:
+    """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway."""
 
-
-class Grouping:
-    """Takes the rows of one commit after the other. Above `max_bytes` a commit's rows go to a spool file."""
-
-    def __init__(
-        self, mapping: dict[str, str], max_bytes: int, spool_directory: Path | None = None
-    ) -> None:
+    def __init__(self, mapping: dict[str, str]) -> None:
         self._mapping = mapping
-        self._max_bytes = max_bytes
-        self._spool_directory = spool_directory
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the rows taken so far."""
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[tuple[bytes | None, ...], _Group] = {}
+        self._spool: Spool | None = None
         self._events = 0
         self._size = 0
-        self._spool: Spool | None = None
 
     @property
     def size(self) -> int:
         """Bytes of rows held in memory."""
         return 0 if self._spool else self._size
 
-    def add(self, layout: Layout, row: bytes) -> None:
-        """Take one row, undecoded. Raises ProtocolError if it is cut short."""
-        found = peek(row, layout.positions)
-        found.append(None)
-        host, user, transaction_id, offset = (found[place] for place in layout.order)
-        key: Key = (transaction_id,) if transaction_id is not None else (host, user)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._new_group(key, layout, transaction_id)
-        elif group.layout is not layout and group.layout != layout:
-            row = self._in_one_shape(group, layout, row)
-        group.hosts[host or b""] = None
-        group.size += len(row)
-        if offset is not None:
-            number = self._whole(offset)
-            group.first_offset = min(group.first_offset or number, number)
-            group.last_offset = max(group.last_offset, number)
-        self._events += 1
-        self._size += len(row)
-        if self._spool is not None and group.spooled is not None:
-            self._spool.append(row, group.spooled)
-            return
-        group.rows.append(row)
-        if self._size > self._max_bytes:
-            self._spill()
+    @property
+    def spooled(self) -> bool:
+        """Whether the rows are in a file."""
+        return self._spool is not None
 
-    def _whole(self, offset: bytes) -> int:
-        if not offset.removeprefix(b"-").isdigit():
-            column = self._mapping.get("c_offset", "c_offset")
-            raise ConfigurationError(
-                f"source.columns: the outbox's column {column!r} holds something else than offsets, "
-                "which are whole numbers: map a column of type bigint to c_offset"
-            )
-        return int(offset)
+    def place(self, layout: Layout, rows: Sequence[bytes], peeked: Peeked) -> None:
+        """Take rows, each to those of its business transaction."""
+        for row, host, user, transaction_id, offset in zip(rows, *peeked, strict=True):
+            key = (transaction_id,) if transaction_id is not None else (host, user)
+            group = self._groups.get(key)
+            if group is None:
+                group = self._new_group(key, layout, transaction_id)
+            elif group.layout is not layout and group.layout != layout:
+                row = self._in_one_shape(group, layout, row)
+            group.hosts[host or b""] = None
+            group.size += len(row)
+            if offset:
+                group.first_offset = min(group.first_offset or offset, offset)
+                group.last_offset = max(group.last_offset, offset)
+            self._size += len(row)
+            if self._spool is not None and group.spooled is not None:
+                self._spool.append(row, group.spooled)
+            else:
+                group.rows.append(row)
+        self._events += len(rows)
 
-    def finish(self, commit: Commit) -> Received | None:
-        """The commit with the rows taken since the last one; None if there were none."""
-        if not self._groups:
-            return None
+    def spill(self, directory: Path | None) -> None:
+        """Move the rows to a file, where those that follow go too."""
+        spool = Spool(directory)
+        for group in self._groups.values():
+            group.spooled = SpooledTuples(spool)
+            for row in group.rows:
+                spool.append(row, group.spooled)
+            group.rows.clear()
+        self._spool = spool
+
+    def received(self, commit: Commit) -> Received:
+        """The rows as a whole commit."""
         if self._spool is not None:
             self._spool.seal()
         transactions = tuple(
             Undecoded(
                 commit=commit,
-                transaction_id=group.transaction_id,
-                hosts=tuple(host.decode("utf-8", "surrogateescape") for host in group.hosts),
+                transaction_id=None
+                if group.transaction_id is None
+                else _text(group.transaction_id),
+                hosts=tuple(map(_text, group.hosts)),
                 columns=group.layout.columns,
                 tuples=tuple(group.rows) if group.spooled is None else group.spooled,
                 size=group.size,
@@ -145,16 +172,14 @@ class Grouping:
             )
             for group in self._groups.values()
         )
-        received = Received(commit, transactions, self._events, self.size, self._spool is not None)
-        self.clear()
-        return received
+        return Received(commit, transactions, self._events, self.size, self.spooled)
 
-    def _new_group(self, key: Key, layout: Layout, transaction_id: bytes | None) -> _Group:
-        text = None if transaction_id is None else transaction_id.decode("utf-8", "surrogateescape")
-        group = _Group(layout, text)
+    def _new_group(
+        self, key: tuple[bytes | None, ...], layout: Layout, transaction_id: bytes | None
+    ) -> _Group:
+        group = self._groups[key] = _Group(layout, transaction_id)
         if self._spool is not None:
             group.spooled = SpooledTuples(self._spool)
-        self._groups[key] = group
         return group
 
     def _in_one_shape(self, group: _Group, layout: Layout, row: bytes) -> bytes:
@@ -181,14 +206,131 @@ class Grouping:
         for row in narrow:
             self._spool.append(_reshaped(row, before, columns), group.spooled)
 
-    def _spill(self) -> None:
-        spool = Spool(self._spool_directory)
-        for group in self._groups.values():
-            group.spooled = SpooledTuples(spool)
-            for row in group.rows:
-                spool.append(row, group.spooled)
-            group.rows.clear()
-        self._spool = spool
+
+class Grouping:
+    """Takes the rows of one commit after the other, and looks at those of many commits together.
+
+    A commit above `max_bytes` goes to a spool file.
+    """
+
+    def __init__(
+        self, mapping: dict[str, str], max_bytes: int, spool_directory: Path | None = None
+    ) -> None:
+        self._mapping = mapping
+        self._max_bytes = max_bytes
+        self._spool_directory = spool_directory
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything taken so far."""
+        self._layout: Layout | None = None
+        self._rows: list[bytes] = []
+        self._unplaced = 0
+        self._limit = self._max_bytes
+        self._open: _Groups | None = None
+        self._ends: list[tuple[int, Commit]] = []
+        self._finished: list[Received] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes that the open commit holds in memory."""
+        return self._unplaced + (self._open.size if self._open else 0)
+
+    @property
+    def waiting(self) -> int:
+        """How many rows have not been looked at yet."""
+        return len(self._rows)
+
+    def add(self, layout: Layout, row: bytes) -> None:
+        """Take one row of the open commit, undecoded. Raises ProtocolError where an earlier one is cut short."""
+        if layout is not self._layout:
+            self._change(layout)
+        self._rows.append(row)
+        self._unplaced += len(row)
+        if self._unplaced > self._limit:
+            self._place()
+
+    def finish(self, commit: Commit) -> bool:
+        """The open commit is whole; returns whether it has rows."""
+        if self._open is not None:
+            self._place()
+            self._finished.append(self._open.received(commit))
+            self._open, self._limit = None, self._max_bytes
+            return True
+        if not self._unplaced:
+            return False
+        self._ends.append((len(self._rows), commit))
+        self._unplaced = 0
+        return True
+
+    def fetch(self) -> list[Received]:
+        """The commits that were finished since the last time. Raises ProtocolError where a row is cut short."""
+        self._look()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _change(self, layout: Layout) -> None:
+        """The rows that follow are of another shape."""
+        self._look()
+        if self._rows:
+            self._place()
+        self._layout = layout
+
+    def _place(self) -> None:
+        """Place the rows of the open commit one by one."""
+        self._look()
+        if self._open is None:
+            self._open = _Groups(self._mapping)
+        if self._layout is not None and self._rows:
+            self._open.place(self._layout, self._rows, self._layout.peek(self._rows))
+        self._rows, self._unplaced = [], 0
+        if self._open.size > self._max_bytes:
+            self._open.spill(self._spool_directory)
+        self._limit = min(self._max_bytes - self._open.size, _PLACED_AT_ONCE)
+
+    def _look(self) -> None:
+        """Group the rows of the commits that are finished; those of the open one stay."""
+        if self._layout is None or not self._ends:
+            return
+        last, _ = self._ends[-1]
+        rows, self._rows = self._rows[:last], self._rows[last:]
+        ends, self._ends = self._ends, []
+        peeked = self._layout.peek(rows)
+        start = 0
+        for end, commit in ends:
+            part = peeked.part(start, end)
+            self._finished.append(self._received(commit, self._layout, rows[start:end], part))
+            start = end
+
+    def _received(
+        self, commit: Commit, layout: Layout, rows: list[bytes], peeked: Peeked
+    ) -> Received:
+        (host, *_), (transaction_id, *_) = peeked.hosts, peeked.transaction_ids
+        count = len(rows)
+        if (
+            transaction_id is None
+            or peeked.transaction_ids.count(transaction_id) < count
+            or peeked.hosts.count(host) < count
+        ):
+            groups = _Groups(self._mapping)
+            groups.place(layout, rows, peeked)
+            return groups.received(commit)
+        size = sum(map(len, rows))
+        transaction = Undecoded(
+            commit,
+            _text(transaction_id),
+            (_text(host or b""),),
+            layout.columns,
+            tuple(rows),
+            size,
+            max(peeked.offsets),
+            min(filter(None, peeked.offsets), default=0),
+        )
+        return Received(commit, (transaction,), count, size, False)
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
 
 
 def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:

@@ -6,10 +6,14 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relay.events import FIELDS, Event, Lsn, Row
 
@@ -28,6 +32,10 @@ UNCHANGED = ord("u")
 TEXT = ord("t")
 BINARY = ord("b")
 
+PADDING = bytes(4)
+Places = NDArray[np.int64]
+"""Positions in joined rows, one for each row."""
+
 
 class ProtocolError(Exception):
     """The stream holds what pgoutput protocol version 1 does not."""
@@ -45,8 +53,7 @@ UNCHANGED_TOAST = _Unchanged()
 Value = bytes | None | _Unchanged
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(NamedTuple):
     """Opens a transaction; `final_lsn` is where its commit record stands, `ts` in microseconds since 2000."""
 
     final_lsn: Lsn
@@ -54,8 +61,7 @@ class Begin:
     xid: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommitMessage:
+class CommitMessage(NamedTuple):
     """Closes a transaction; after `end_lsn` the stream may be resumed."""
 
     flags: int
@@ -313,31 +319,50 @@ def encode_tuple(values: Sequence[bytes | None]) -> bytes:
     return b"".join(parts)
 
 
-def peek(data: bytes, positions: Sequence[int]) -> list[bytes | None]:
-    """The values at ascending `positions` of one TupleData, walking no further than the last of them.
+class Cells(NamedTuple):
+    """Where the values of one column stand in joined TupleData: header from `at`, value from `start` up to `stop`.
 
-    Raises ProtocolError where the row ends before.
+    The header is the kind alone where there is no value, and the kind and the length where there is one.
     """
-    found: list[bytes | None] = []
-    at = 2
-    column = 0
-    unpack = _U32.unpack_from
-    try:
-        for wanted in positions:
-            while column < wanted:
-                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
-                column += 1
-            if data[at] == TEXT:
-                start = at + 5
-                end = start + unpack(data, at + 1)[0]
-                found.append(data[start:end])
-                if end > len(data):
-                    raise ProtocolError("column value cut short")
-            else:
-                found.append(None)
-    except (IndexError, struct.error) as error:
-        raise ProtocolError("malformed TupleData") from error
-    return found
+
+    at: Places
+    start: Places
+    stop: Places
+
+    def values(self, data: bytes) -> list[bytes | None]:
+        """The column's values, None where there is none."""
+        spans = zip(self.start.tolist(), self.stop.tolist(), strict=True)
+        found: list[bytes | None] = [data[start:stop] for start, stop in spans]
+        for row in np.flatnonzero(self.start - self.at == 1).tolist():
+            found[row] = None
+        return found
+
+
+def columns(rows: Sequence[bytes], count: int, data: bytes) -> Iterator[Cells]:
+    """The first `count` columns of many rows of TupleData at once, one column after the other.
+
+    `data` are the rows joined, with nothing but PADDING behind the last. Raises ProtocolError where a row is cut short.
+    """
+    ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
+    at = np.concatenate((np.zeros(1, np.int64), ends[:-1])) + 2
+    octets = np.frombuffer(data, np.uint8)
+    # The length behind a kind stands anywhere: a view of each four bytes in a row as a number.
+    lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
+    for _ in range(count):
+        if (at >= ends).any():
+            raise ProtocolError("malformed TupleData")
+        present = octets[at] == TEXT
+        start = at + np.where(present, 5, 1)
+        stop = start + np.where(present, lengths[at + 1], 0)
+        if (stop > ends).any():
+            raise ProtocolError("column value cut short")
+        yield Cells(at, start, stop)
+        at = stop
+
+
+def joined(rows: Sequence[bytes]) -> bytes:
+    """Rows of TupleData in one piece, as `columns` takes them."""
+    return b"".join((*rows, PADDING))
 
 
 def timestamp(microseconds: int) -> str:
@@ -349,8 +374,8 @@ def timestamp(microseconds: int) -> str:
         moment = POSTGRES_EPOCH + timedelta(microseconds=microseconds)
     except OverflowError as error:
         raise ProtocolError("commit time out of range") from error
-    fraction = f".{moment.microsecond:06}".rstrip("0") if moment.microsecond else ""
-    return f"{moment:%Y-%m-%d %H:%M:%S}{fraction}+00"
+    text = str(moment).removesuffix("+00:00")
+    return f"{text.rstrip('0') if moment.microsecond else text}+00"
 
 
 class RowDecoder:

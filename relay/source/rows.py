@@ -22,6 +22,9 @@ from relay.source.grouping import Grouping, Layout, Received
 from relay.source.pgoutput import encode_tuple
 
 Connection = psycopg.Connection[Any]
+_FETCHED_AT_ONCE = 1_000
+"""How many rows are grouped together."""
+
 Floors = Mapping[int, int]
 """The least c_offset of each partition that is still to be applied."""
 
@@ -246,12 +249,14 @@ class OutboxRows:
             follows = last is not None and (
                 xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
             )
-            if not follows and (received := grouping.finish(POLLED)):
-                yield received
+            if not follows:
+                grouping.finish(POLLED)
+                if grouping.waiting > _FETCHED_AT_ONCE:
+                    yield from grouping.fetch()
             last = (xmin, transaction_id)
             grouping.add(layout, encode_tuple(cells))
-        if received := grouping.finish(POLLED):
-            yield received
+        grouping.finish(POLLED)
+        yield from grouping.fetch()
 
     def _read(
         self, conn: Connection, columns: Sequence[str], floors: Floors, upto: int

@@ -37,7 +37,7 @@ from relay.events import Batch, Lsn, Outcome
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
 from relay.source.assembler import Assembler
 from relay.source.grouping import Received
-from relay.source.pgoutput import POSTGRES_EPOCH, CommitMessage, ProtocolError
+from relay.source.pgoutput import POSTGRES_EPOCH, ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
@@ -494,9 +494,9 @@ class WalSource:
 
     def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
         """Assemble every message that libpq holds; returns the bytes taken and whether a status is asked for."""
-        finished: list[Received] = []
         size = 0
         asked = False
+        position = Lsn(0)
         feed = self._assembler.feed
         while True:
             length, data = pgconn.get_copy_data(1)
@@ -505,29 +505,29 @@ class WalSource:
             size += length
             kind = data[0]
             if kind == _XLOG_DATA:
-                came = feed(bytes(data[_DATA_START:]))
-                if came is not None:
-                    self._closed(came, finished)
+                passed = feed(data[_DATA_START:])
+                if passed is not None:
+                    position = passed.end_lsn
             elif kind == _KEEPALIVE:
-                position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                reached, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
                 asked = asked or bool(wanted)
                 if not self._assembler.open:
-                    self._progress.nothing_until(Lsn(position))
-        if finished:
-            with self._changed:
-                self._queue.extend(finished)
-                self._buffered += sum(received.size for received in finished)
-                self._changed.notify_all()
+                    position = Lsn(reached)
+        self._finished(self._assembler.fetch(), position)
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked
 
-    def _closed(self, came: Received | CommitMessage, finished: list[Received]) -> None:
-        if isinstance(came, CommitMessage):
-            self._progress.nothing_until(came.end_lsn)
-            return
-        self._progress.commit(came.commit.end_lsn)
-        finished.append(came)
+    def _finished(self, commits: list[Received], position: Lsn) -> None:
+        """Commits came whole, and up to a position there is nothing else."""
+        if commits:
+            self._progress.commit(commits[-1].commit.end_lsn)
+            with self._changed:
+                self._queue.extend(commits)
+                self._buffered += sum(received.size for received in commits)
+                self._changed.notify_all()
+        if position:
+            self._progress.nothing_until(position)
 
     def _report(self, pgconn: psycopg.pq.abc.PGconn, reply: bool = False) -> None:
         clock = int((time.time() - _EPOCH_SECONDS) * 1_000_000)

@@ -87,9 +87,10 @@ class Decoded:
     def commits(self) -> list[Received]:
         """The commits with events since the last reading; each reading describes the table anew."""
         self.assembler.reset()
-        came = [self.assembler.feed(data) for _, _, data in self.messages()]
+        for _, _, data in self.messages():
+            self.assembler.feed(data)
         assert not self.assembler.open
-        return [each for each in came if isinstance(each, Received)]
+        return self.assembler.fetch()
 
     def events(self) -> list[Event]:
         """The events since the last reading."""
@@ -366,8 +367,9 @@ def test_events_carry_the_commit_as_postgresql_tells_it(outbox: Decoded) -> None
     row = outbox.conn.execute("select xmin::text, now() from outbox_message_t").fetchone()
     assert row is not None
     messages = outbox.messages()
-    received = [outbox.assembler.feed(data) for _, _, data in messages]
-    (commit,) = (each for each in received if isinstance(each, Received))
+    for _, _, data in messages:
+        outbox.assembler.feed(data)
+    (commit,) = outbox.assembler.fetch()
     (event,) = outbox.decode(commit.transactions[0])
     assert event.text("xid") == row[0]
     assert event.commit_ts is not None
@@ -548,6 +550,7 @@ def test_a_commit_without_events_is_a_position(outbox: Decoded) -> None:
     # PostgreSQL 15 and later leave out transactions that are empty to the publication.
     came = [outbox.assembler.feed(data) for _, _, data in outbox.messages()]
     assert all(each is None or isinstance(each, CommitMessage) for each in came)
+    assert outbox.assembler.fetch() == []
 
 
 # Encodings.

@@ -52,7 +52,13 @@ def committed(*messages: bytes, number: int = 1) -> list[bytes]:
 
 
 def feed(assembler: Assembler, messages: Iterable[bytes]) -> list[Received | CommitMessage]:
-    return [came for message in messages if (came := assembler.feed(message)) is not None]
+    came: list[Received | CommitMessage] = []
+    for message in messages:
+        passed = assembler.feed(message)
+        came += assembler.fetch()
+        if passed is not None:
+            came.append(passed)
+    return came
 
 
 def receive(assembler: Assembler, messages: Iterable[bytes]) -> Received:
@@ -481,14 +487,24 @@ def test_a_spooled_commit_is_the_same_as_one_in_memory(
 
 
 @given(COMMITS, st.integers(0, 400))
+def test_commits_that_are_fetched_together_are_the_same(
+    commits: list[list[Cells | tuple[str, ...]]], max_bytes: int
+) -> None:
+    assembler = new_assembler(max_bytes)
+    for message in as_messages(commits):
+        assembler.feed(message)
+    assert [as_found(each) for each in assembler.fetch()] == as_expected(commits)
+
+
+@given(COMMITS, st.integers(0, 400))
 def test_memory_holds_no_more_than_the_limit_and_what_is_held_is_told(
     commits: list[list[Cells | tuple[str, ...]]], max_bytes: int
 ) -> None:
     assembler = new_assembler(max_bytes)
     for message in as_messages(commits):
-        came = assembler.feed(message)
+        assembler.feed(message)
         assert assembler.size <= max_bytes
-        if isinstance(came, Received):
+        for came in assembler.fetch():
             held = sum(len(row) for each in came.transactions for row in each.tuples)
             assert came.spooled == (held > max_bytes)
             assert came.size == (0 if came.spooled else held)

@@ -27,10 +27,11 @@ from relay.source.pgoutput import (
     Type,
     Update,
     Value,
+    columns,
     decode,
     decode_tuple,
     encode_tuple,
-    peek,
+    joined,
     timestamp,
 )
 from tests.unit import wire
@@ -297,25 +298,44 @@ def test_an_unknown_kind_of_value_is_a_protocol_error() -> None:
         decode_tuple(wire.int16(1) + b"x")
 
 
-@given(wire.UPDATED_ROWS.filter(bool), st.data())
-def test_peeking_finds_what_decoding_finds(row: list[wire.Cell], data: st.DataObject) -> None:
-    positions = sorted(data.draw(st.lists(st.integers(0, len(row) - 1))))
-    expected = [cell if isinstance(cell := row[place], bytes) else None for place in positions]
-    assert peek(wire.tuple_data(row), positions) == expected
+def located(rows: Sequence[bytes], count: int) -> list[list[bytes | None]]:
+    """The first columns of rows, as `columns` finds them."""
+    data = joined(rows)
+    return [cells.values(data) for cells in columns(rows, count, data)]
 
 
-@given(wire.ROWS.filter(bool), st.data())
-def test_peeking_into_a_cut_row_never_finds_another_value(
-    row: list[wire.Cell], data: st.DataObject
+@given(
+    st.integers(1, 5).flatmap(
+        lambda width: st.lists(
+            st.lists(
+                st.none() | st.just(wire.Toast.UNCHANGED) | st.binary(max_size=300),
+                min_size=width,
+                max_size=width,
+            ),
+            min_size=1,
+        )
+    )
+)
+def test_columns_of_many_rows_are_what_decoding_finds(rows: list[list[wire.Cell]]) -> None:
+    width = len(rows[0])
+    expected = [[cell if isinstance(cell, bytes) else None for cell in row] for row in rows]
+    for count in range(1, width + 1):
+        found = located([wire.tuple_data(row) for row in rows], count)
+        assert found == [[row[place] for row in expected] for place in range(count)]
+
+
+@given(wire.ROWS.filter(bool), wire.ROWS.filter(bool), st.data())
+def test_a_cut_row_never_yields_another_value(
+    row: list[wire.Cell], behind: list[wire.Cell], data: st.DataObject
 ) -> None:
-    place = data.draw(st.integers(0, len(row) - 1))
+    count = data.draw(st.integers(1, len(row)))
     sent = wire.tuple_data(row)
     cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
     try:
-        found = peek(cut, [place])
+        found = located([cut, wire.tuple_data(behind)], min(count, len(behind)))
     except ProtocolError:
         return
-    assert found == [row[place]]
+    assert [values[0] for values in found] == row[: len(found)]
 
 
 # Events.
