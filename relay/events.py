@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, LiteralString, NamedTuple, Protocol
 from uuid import UUID
 
 FIELDS = (
@@ -34,7 +34,7 @@ COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
 EVENT_FIELDS = FIELDS + COMMIT_FIELDS
 """Every field that a statement, a `batch` relation or a route may name."""
 
-SQL_TYPES: Mapping[str, str] = {
+SQL_TYPES: Mapping[str, LiteralString] = {
     "id": "uuid",
     "host_id": "uuid",
     "user_id": "uuid",
@@ -257,12 +257,37 @@ class Undecoded(NamedTuple):
     first_offset: int = 0
 
 
-class Events(Protocol):
-    """Events of a transaction in order; iterating twice reads twice, so that a large one need not fit in memory."""
+class Decoder(Protocol):
+    """Reads the undecoded rows of one table layout."""
 
-    def __len__(self) -> int: ...
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        """One row as an event."""
 
-    def __iter__(self) -> Iterator[Event]: ...
+    def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+        """The values of some of FIELDS in many rows, field by field."""
+
+
+class Events:
+    """Events of a transaction, in order, as they came.
+
+    They are decoded when they are read, anew at each reading: what nobody reads costs nothing, and a large transaction
+    is never whole in memory.
+    """
+
+    __slots__ = ("commit", "decoder", "tuples")
+
+    def __init__(self, tuples: Tuples, decoder: Decoder, commit: Commit) -> None:
+        self.tuples = tuples
+        self.decoder = decoder
+        self.commit = commit
+
+    def __len__(self) -> int:
+        return len(self.tuples)
+
+    def __iter__(self) -> Iterator[Event]:
+        fields = self.commit.fields
+        for row in self.tuples:
+            yield self.decoder.event(row, fields)
 
 
 @dataclass(frozen=True, slots=True)

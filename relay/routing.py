@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from relay.config import Route, Scalar
@@ -12,40 +13,53 @@ from relay.events import Event
 
 _LONG_NUMBER = 4_000
 
-Test = Callable[[Event], bool]
+Values = tuple[str | None, ...]
+Test = Callable[[Values], bool]
 
 
 class Router:
-    """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`."""
+    """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`.
+
+    `fields` are the fields that the routes look at.
+    """
 
     def __init__(self, routes: Sequence[Route]) -> None:
+        names = [name for route in routes for name in route.match]
+        self.fields = tuple(dict.fromkeys(name.partition(".")[0] for name in names))
         self._routes = [
             (
-                [_test(name, patterns) for name, patterns in route.match.items()],
+                [_test(self.fields, name, patterns) for name, patterns in route.match.items()],
                 route.handlers,
                 route.continue_,
             )
             for route in routes
         ]
+        # A payload seldom comes twice; kinds of events and aggregates are few.
+        remembered = 0 if any("." in name for name in names) else 10_000
+        self.choose = lru_cache(maxsize=remembered)(self._choose)
 
     def handlers(self, event: Event) -> tuple[str, ...]:
         """The names of the event's handlers, each once, in the order of the routes; empty if no route matches."""
+        return self.choose(tuple(event.text(field) for field in self.fields))
+
+    def _choose(self, values: Values) -> tuple[str, ...]:
         names: dict[str, None] = {}
         for tests, handlers, goes_on in self._routes:
-            if all(test(event) for test in tests):
+            if all(test(values) for test in tests):
                 names.update(dict.fromkeys(handlers))
                 if not goes_on:
                     break
         return tuple(names)
 
 
-def _test(name: str, patterns: Sequence[Scalar]) -> Test:
+def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
     head, *path = name.split(".")
+    place = fields.index(head)
     if not path:
-        return lambda event: any(_matches(event.text(head), pattern) for pattern in patterns)
+        return lambda values: any(_matches(values[place], pattern) for pattern in patterns)
 
-    def test(event: Event) -> bool:
-        text = event.text(head)
+    def test(values: Values) -> bool:
+        text = values[place]
         if text is None:
             return False
         try:

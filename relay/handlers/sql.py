@@ -7,24 +7,26 @@ from collections.abc import Sequence
 from itertools import chain, islice
 
 import psycopg
+from psycopg import sql
 
 from relay.config import SqlHandler
 from relay.events import EVENT_FIELDS, SQL_TYPES, Transaction
 from relay.faults import Action, ConfigurationError, action_for
-from relay.handlers import Connection
+from relay.handlers import Connection, relation
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
-_CHUNK = 1_000
-"""How many statements are in flight at once: what bounds memory in a large transaction."""
-
-_COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
-_CREATE_BATCH = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows"
-_CLEAR_BATCH = "delete from pg_temp.batch"
-_COPY_BATCH = "copy pg_temp.batch from stdin"
+FEW_EVENTS = 50
+"""Up to so many events, to send the statements costs less than the round trips for loading them."""
+_IN_FLIGHT = 1_000
+"""How many statements are sent before their results are read."""
 
 
 class SqlEvent:
-    """Runs its statement for each event, in pipeline mode, with the event's fields as named parameters."""
+    """Runs its statement for each event, in order, with the event's fields as parameters.
+
+    Few events are sent one by one, in pipeline mode. Many are loaded into the relation `batch`, and a temporary
+    function with the statement as its body is called for each row: the same statements, without a message for each.
+    """
 
     def __init__(self, name: str, settings: SqlHandler) -> None:
         self.name = name
@@ -32,9 +34,20 @@ class SqlEvent:
         self._names = tuple(dict.fromkeys(names))
         self._statement = _PLACEHOLDER.sub(_typed, settings.statement).encode()
         self._numbered = _numbered(settings.statement, self._names)
+        self._function = sql.Identifier("pg_temp", f"relay_{name}")
 
     def configure(self, conn: Connection) -> None:
-        """Nothing to prepare."""
+        """Create the function, and the relation that it is called over. What is wrong with it shows when it is used."""
+        relation.create(conn)
+        with conn.transaction():
+            conn.execute("set local check_function_bodies = off")
+            conn.execute(
+                sql.SQL("create or replace function {}({}) returns void language sql as {}").format(
+                    self._function,
+                    sql.SQL(", ").join(sql.SQL(SQL_TYPES[name]) for name in self._names),
+                    sql.Literal(self._numbered),
+                )
+            )
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
@@ -43,12 +56,29 @@ class SqlEvent:
 
     def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         """Run the statement for every event, in order."""
+        few = sum(map(len, transactions)) <= FEW_EVENTS
+        if few or not self._names:
+            self._send(conn, transactions)
+        else:
+            self._call(conn, transactions)
+
+    def _send(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         names = self._names
         events = chain.from_iterable(transaction.events for transaction in transactions)
         parameters = ({name: event.text(name) for name in names} for event in events)
         with conn.cursor() as cursor:
-            while chunk := list(islice(parameters, _CHUNK)):
-                cursor.executemany(self._statement, chunk)
+            while some := list(islice(parameters, _IN_FLIGHT)):
+                cursor.executemany(self._statement, some)
+
+    def _call(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+        call = sql.SQL(
+            "select {}({}) from (select * from pg_temp.batch order by ctid) as batch"
+        ).format(self._function, sql.SQL(", ").join(map(sql.Identifier, self._names)))
+        relation.clear(conn)
+        for chunk in relation.chunks(transactions):
+            relation.load(conn, [chunk], self._names)
+            conn.execute(call)
+            relation.clear(conn, truncate=True)
 
 
 class SqlBatch:
@@ -60,7 +90,7 @@ class SqlBatch:
 
     def configure(self, conn: Connection) -> None:
         """Create the relation that the statement reads."""
-        conn.execute(_CREATE_BATCH)
+        relation.create(conn)
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
@@ -69,13 +99,9 @@ class SqlBatch:
 
     def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         """Load the events by COPY, then run the statement."""
-        with conn.cursor() as cursor:
-            cursor.execute(_CLEAR_BATCH)
-            with cursor.copy(_COPY_BATCH) as copy:
-                for transaction in transactions:
-                    for event in transaction.events:
-                        copy.write_row(event.row)
-            cursor.execute(self._statement)
+        relation.clear(conn)
+        relation.load(conn, relation.chunks(transactions))
+        conn.execute(self._statement)
 
 
 def _placeholders(name: str, statement: str) -> list[str]:

@@ -6,7 +6,6 @@ Effects, dead letters and offsets commit together, so redelivery is recognised b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,24 +15,18 @@ from psycopg_pool import ConnectionPool
 from relay import handlers
 from relay.config import Settings
 from relay.events import (
-    Commit,
     DeadTransaction,
-    Event,
-    Events,
     Lsn,
     Range,
+    Task,
     TaskOutcome,
-    Transaction,
-    Tuples,
     Undecoded,
     Work,
 )
-from relay.faults import Action, NotRouted, ProcessDied, Unrouted, action_for, describe
-from relay.routing import Router
+from relay.faults import Action, ProcessDied, action_for, describe
+from relay.pipeline.routed import Routed, Routing
 from relay.source.grouping import Received
-from relay.source.pgoutput import RowDecoder
 from relay.source.rows import OutboxRows, prefer_index
-from relay.source.spool import SpooledTuples
 from relay.store import dead_letters, offsets, suspects
 from relay.store.connections import open_pool
 
@@ -48,44 +41,7 @@ class _HandlerFailed(Exception):
         self.handler = handler
 
 
-@dataclass(frozen=True, slots=True)
-class _Lazy:
-    """Events decoded as they are read, so that a large transaction is never whole in memory.
-
-    With a router, only the events that go to the handler of that name.
-    """
-
-    tuples: Tuples
-    decoder: RowDecoder
-    commit: Commit
-    count: int
-    router: Router | None = None
-    handler: str = ""
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Event]:
-        fields = self.commit.fields
-        for row in self.tuples:
-            event = self.decoder.event(row, fields)
-            if self.router is None or self.handler in self.router.handlers(event):
-                yield event
-
-
-@dataclass(slots=True)
-class _Routed:
-    """A business transaction with its events by handler, or the reason why it cannot be routed."""
-
-    transaction_id: str | None
-    commit: Commit
-    events: Events
-    parts: Mapping[str, Transaction]
-    undecoded: Undecoded
-    refusal: NotRouted | None = None
-
-
-Apply = Callable[[Connection, list[_Routed]], list[DeadTransaction]]
+Apply = Callable[[Connection, list[Routed]], list[DeadTransaction]]
 """Runs the handlers of transactions; returns those that were dead-lettered."""
 
 
@@ -97,11 +53,8 @@ class Applier:
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
-        self._unrouted = settings.unrouted
-        self._mapping = settings.source.mapping
-        self._router = Router(settings.routes)
+        self._routing = Routing(settings)
         self._handlers = handlers.build(settings.handlers)
-        self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._connections = connections
         self._pool = open_pool(settings.target_dsn, connections, self._configure)
         self._settings = settings
@@ -157,11 +110,7 @@ class Applier:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, apply)
             cursors = offsets.lock(conn, self._group, task.partitions)
-            fresh = [
-                (transaction, touched)
-                for transaction, touched in zip(task.transactions, task.touched, strict=True)
-                if not _applied(transaction, touched, cursors)
-            ]
+            fresh = _fresh(task, cursors)
             if not fresh:
                 return TaskOutcome(task.partitions, skipped=task.events)
             dead = self._deliver(conn, [transaction for transaction, _ in fresh], apply)
@@ -209,17 +158,17 @@ class Applier:
         self, conn: Connection, transactions: Sequence[Undecoded], apply: Apply
     ) -> list[DeadTransaction]:
         """Route transactions and run their handlers; returns what was dead-lettered."""
-        routed = [self._route(transaction) for transaction in transactions]
+        routed = self._routing.route(transactions)
         dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
         deliverable = [item for item in routed if not item.refusal]
         return dead + apply(conn, deliverable)
 
-    def _apply_together(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+    def _apply_together(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
         """Apply all of them at once; nothing is dead-lettered."""
         self._run_handlers(conn, routed)
         return []
 
-    def _apply_guarded(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+    def _apply_guarded(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
         """Apply them one by one, each under a note that a crash would leave behind."""
         dead: list[DeadTransaction] = []
         for item in routed:
@@ -234,7 +183,7 @@ class Applier:
             self._suspects.clear(name)
         return dead
 
-    def _apply_carefully(self, conn: Connection, routed: list[_Routed]) -> list[DeadTransaction]:
+    def _apply_carefully(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
         """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
         if not routed:
             return []
@@ -257,7 +206,7 @@ class Applier:
         )
 
     def _run_handlers(
-        self, conn: Connection, routed: Sequence[_Routed], settle: bool = False
+        self, conn: Connection, routed: Sequence[Routed], settle: bool = False
     ) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
@@ -278,71 +227,16 @@ class Applier:
                 raise _HandlerFailed(handler) from error
 
     def _bury(
-        self, conn: Connection, item: _Routed, handler: str | None, error: BaseException
+        self, conn: Connection, item: Routed, handler: str | None, error: BaseException
     ) -> DeadTransaction:
         dead_letters.bury(conn, self._group, item.events, handler, error)
         return DeadTransaction(
-            item.transaction_id, item.commit.end_lsn, len(item.events), handler, describe(error)
+            item.undecoded.transaction_id,
+            item.undecoded.commit.end_lsn,
+            len(item.events),
+            handler,
+            describe(error),
         )
-
-    # Routing.
-
-    def _route(self, transaction: Undecoded) -> _Routed:
-        lazy = _Lazy(
-            transaction.tuples,
-            self._decoder(transaction.columns),
-            transaction.commit,
-            len(transaction.tuples),
-        )
-        stored = isinstance(transaction.tuples, SpooledTuples)
-        events: Events = lazy if stored else tuple(lazy)
-        kept: dict[str, list[Event]] = {}
-        counts: dict[str, int] = {}
-        refusal: NotRouted | None = None
-        for event in events:
-            names = self._router.handlers(event)
-            if not names:
-                refusal = refusal or self._refuse(event)
-            for name in names:
-                counts[name] = counts.get(name, 0) + 1
-                if not stored:
-                    kept.setdefault(name, []).append(event)
-        parts = {
-            name: Transaction(
-                transaction.transaction_id,
-                transaction.commit,
-                _part(lazy, self._router, name, count) if stored else tuple(kept[name]),
-            )
-            for name, count in counts.items()
-        }
-        return _Routed(
-            transaction.transaction_id,
-            transaction.commit,
-            events,
-            parts,
-            transaction,
-            refusal,
-        )
-
-    def _refuse(self, event: Event) -> NotRouted | None:
-        if self._unrouted == "ignore":
-            return None
-        what = f"no route matches the event_type {event.event_type!r}"
-        if self._unrouted == "fail":
-            raise Unrouted(f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted")
-        return NotRouted(what)
-
-    def _decoder(self, columns: tuple[str, ...]) -> RowDecoder:
-        decoder = self._decoders.get(columns)
-        if decoder is None:
-            decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
-        return decoder
-
-
-def _part(whole: _Lazy, router: Router, handler: str, count: int) -> _Lazy:
-    if count == whole.count:
-        return whole
-    return _Lazy(whole.tuples, whole.decoder, whole.commit, count, router, handler)
 
 
 def _outcome(task: Work, events: int, skipped: int, dead: Sequence[DeadTransaction]) -> TaskOutcome:
@@ -352,6 +246,19 @@ def _outcome(task: Work, events: int, skipped: int, dead: Sequence[DeadTransacti
 
 def _reason(error: BaseException) -> BaseException:
     return error.__cause__ or error if isinstance(error, _HandlerFailed) else error
+
+
+def _fresh(
+    task: Task, cursors: Mapping[int, offsets.Cursor]
+) -> Sequence[tuple[Undecoded, tuple[int, ...]]]:
+    """The transactions that are not in the target yet, with the partitions that they touch."""
+    planned = list(zip(task.transactions, task.touched, strict=True))
+    applied = max(cursor.applied_lsn for cursor in cursors.values())
+    handover = max(cursor.handover_offset for cursor in cursors.values())
+    oldest = min((t.last_offset for t in task.transactions if t.last_offset), default=handover)
+    if task.transactions[0].commit.end_lsn > applied and oldest >= handover:
+        return planned
+    return [item for item in planned if not _applied(*item, cursors)]
 
 
 def _applied(

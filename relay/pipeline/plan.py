@@ -31,9 +31,9 @@ class Planner:
         self._own = range(partitions) if own is None else own
         self._known: OrderedDict[str, int] = OrderedDict()
 
-    def work(self, batch: Batch) -> Sequence[Work]:
-        """The batch's tasks: of its transactions, or of the window that it stands for."""
-        return self.ranges(batch.window) if batch.window else self.plan(batch.transactions)
+    def work(self, batch: Batch, lanes: int) -> Sequence[Work]:
+        """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
+        return self.ranges(batch.window) if batch.window else self.plan(batch.transactions, lanes)
 
     def ranges(self, window: Window) -> list[Range]:
         """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""
@@ -52,25 +52,23 @@ class Planner:
         random.shuffle(found)
         return found
 
-    def plan(self, transactions: Sequence[Undecoded]) -> list[Task]:
-        """Tasks that share no partition; within each, commit order.
+    def plan(self, transactions: Sequence[Undecoded], lanes: int | None = None) -> list[Task]:
+        """Tasks that share no partition, at most `lanes` and about equally large; within each, commit order.
 
         A transaction whose hosts lie in several partitions joins these into one task, so that both
         its atomicity and the order per host hold.
         """
         self._learn(host for transaction in transactions for host in transaction.hosts)
         touched = [self._touched(transaction.hosts) for transaction in transactions]
+        if lanes == 1:
+            return [_task(transactions, touched, range(len(transactions)))]
         root = _joined(touched)
         members: dict[int, list[int]] = {}
         for position, partitions in enumerate(touched):
             members.setdefault(root(partitions[0]), []).append(position)
         return [
-            Task(
-                partitions=tuple(sorted({p for position in positions for p in touched[position]})),
-                transactions=[transactions[position] for position in positions],
-                touched=[touched[position] for position in positions],
-            )
-            for positions in members.values()
+            _task(transactions, touched, sorted(positions))
+            for positions in _spread(members.values(), lanes or self._partitions)
         ]
 
     def _touched(self, hosts: tuple[str, ...]) -> tuple[int, ...]:
@@ -93,6 +91,29 @@ class Planner:
         # The hosts of this batch are the newest, so that forgetting the oldest never takes one that is needed now.
         while len(self._known) > max(CACHED_HOSTS, len(needed)):
             self._known.popitem(last=False)
+
+
+def _task(
+    transactions: Sequence[Undecoded],
+    touched: Sequence[tuple[int, ...]],
+    positions: Sequence[int],
+) -> Task:
+    chosen = [touched[position] for position in positions]
+    return Task(
+        partitions=tuple(sorted(set().union(*chosen))),
+        transactions=[transactions[position] for position in positions],
+        touched=chosen,
+    )
+
+
+def _spread(groups: Collection[list[int]], lanes: int) -> Iterable[list[int]]:
+    """Join groups until no more than `lanes` are left, the largest first, each to what is the least then."""
+    if len(groups) <= lanes:
+        return groups
+    joined: list[list[int]] = [[] for _ in range(lanes)]
+    for group in sorted(groups, key=len, reverse=True):
+        min(joined, key=len).extend(group)
+    return joined
 
 
 def _joined(touched: Iterable[tuple[int, ...]]) -> Callable[[int], int]:

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 5.0
+ONE_LANE_EVENTS = 100
+"""Up to so many events, a commit costs more than what runs side by side saves."""
 
 
 class Engine(Protocol):
@@ -61,8 +63,9 @@ class Pipeline:
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
-        workers = settings.batch.inline_workers
-        self._inline = InlineEngine(Applier(settings, workers), workers)
+        self._workers = settings.batch.inline_workers
+        self._partitions = settings.partitions
+        self._inline = InlineEngine(Applier(settings, self._workers), self._workers)
         self._own_session = session is None
         self._session = session or Session(settings.spark)
         self._spark = SparkEngine(settings, self._session)
@@ -106,7 +109,7 @@ class Pipeline:
         def once() -> None:
             nonlocal todo, engine
             if todo is None:
-                todo = self._planner.work(batch)
+                todo = self._planner.work(batch, self._lanes(batch))
             engine = self._engine(batch)
             results = engine.run(todo, self._guarded_events > 0)
             if any(isinstance(result, TaskFault) and result.died for result in results):
@@ -138,9 +141,18 @@ class Pipeline:
                 raise Interrupted from None
             raise
 
+    def _lanes(self, batch: Batch) -> int:
+        """How many tasks are worth their commits: one where there is little to do, and never more than can run."""
+        if batch.events <= ONE_LANE_EVENTS:
+            return 1
+        return self._workers if self._inline_only(batch) else self._partitions
+
+    def _inline_only(self, batch: Batch) -> bool:
+        # A spooled transaction is a file of this machine.
+        return batch.spooled or batch.events <= self._limit
+
     def _engine(self, batch: Batch) -> Engine:
-        if batch.spooled or batch.events <= self._limit:
-            # A spooled transaction is a file of this machine.
+        if self._inline_only(batch):
             return self._inline
         if self._limit == 0:
             while not self._session.get(timeout=0.5) and not self._stopping.is_set():

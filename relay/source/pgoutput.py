@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -370,26 +371,44 @@ def timestamp(microseconds: int) -> str:
 
     Raises ProtocolError for one outside Python's calendar, which no commit has.
     """
+    seconds, fraction = divmod(microseconds, 1_000_000)
+    text = _second(seconds)
+    return f"{text}.{fraction:06}".rstrip("0") + "+00" if fraction else f"{text}+00"
+
+
+@lru_cache(maxsize=16)
+def _second(seconds: int) -> str:
     try:
-        moment = POSTGRES_EPOCH + timedelta(microseconds=microseconds)
+        return str(POSTGRES_EPOCH + timedelta(seconds=seconds)).removesuffix("+00:00")
     except OverflowError as error:
         raise ProtocolError("commit time out of range") from error
-    text = str(moment).removesuffix("+00:00")
-    return f"{text.rstrip('0') if moment.microsecond else text}+00"
 
 
 class RowDecoder:
-    """Turns TupleData into events, finding each field by column name.
+    """Reads TupleData, finding each field by column name.
 
-    `columns` are the table's columns in order, `mapping` the column name of each field. A field whose column the table
+    `names` are the table's columns in order, `mapping` the column name of each field. A field whose column the table
     does not have is None.
     """
 
-    __slots__ = ("_order",)
+    __slots__ = ("_order", "_places")
 
-    def __init__(self, columns: Sequence[str], mapping: dict[str, str]) -> None:
-        place = {name: position for position, name in enumerate(columns)}
-        self._order = tuple(place.get(mapping.get(name, name), -1) for name in FIELDS)
+    def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
+        place = {name: position for position, name in enumerate(names)}
+        self._places = {name: place.get(mapping.get(name, name), -1) for name in FIELDS}
+        self._order = tuple(self._places.values())
+
+    def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+        """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
+        wanted = [self._places[field] for field in fields]
+        data = joined(rows)
+        found: dict[int, Sequence[bytes | None]] = {
+            place: cells.values(data)
+            for place, cells in enumerate(columns(rows, max(wanted, default=-1) + 1, data))
+            if place in wanted
+        }
+        found[-1] = [None] * len(rows)
+        return [found[place] for place in wanted]
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).

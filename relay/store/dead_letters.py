@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
-from relay.events import SQL_TYPES, Event, Events
+from relay.events import SQL_TYPES, Event
 from relay.faults import exception_text
 
 _CHUNK = 1_000
@@ -59,7 +59,7 @@ _AS_TEXT = _insert("to_jsonb(%s::text)")
 def bury(
     conn: psycopg.Connection[Any],
     group: str,
-    events: Events,
+    events: Iterable[Event],
     handler: str | None,
     error: BaseException,
 ) -> None:

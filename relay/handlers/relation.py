@@ -1,0 +1,118 @@
+"""The temporary relation `batch`: events on their way into a statement, loaded by COPY.
+
+Source: PostgreSQL documentation, "COPY", CSV format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from psycopg import sql
+
+from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES, Commit, Decoder, Transaction
+from relay.handlers import Connection
+
+CHUNK_EVENTS = 4_000
+CHUNK_BYTES = 4 * 1024 * 1024
+"""How much is encoded at once: what bounds memory in a large transaction."""
+
+_COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
+_CREATE = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows".encode()
+_COPY = sql.SQL(
+    "copy pg_temp.batch ({}) from stdin (format csv, delimiter E'\\t', quote E'\\x01', null '')"
+)
+_QUOTE = b"\x01"
+
+
+class Chunk(NamedTuple):
+    """Undecoded events of one layout, each with its commit."""
+
+    decoder: Decoder
+    rows: Sequence[bytes]
+    commits: Sequence[Commit]
+
+
+def create(conn: Connection) -> None:
+    """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
+    conn.execute(_CREATE)
+
+
+def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
+    """The events of transactions, in order, as many together as are encoded at once."""
+    rows: list[bytes] = []
+    commits: list[Commit] = []
+    size = 0
+    decoder: Decoder | None = None
+    for transaction in transactions:
+        events = transaction.events
+        if decoder is not None and decoder is not events.decoder and rows:
+            yield Chunk(decoder, rows, commits)
+            rows, commits, size = [], [], 0
+        decoder = events.decoder
+        for row in events.tuples:
+            rows.append(row)
+            commits.append(transaction.commit)
+            size += len(row)
+            if len(rows) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
+                yield Chunk(decoder, rows, commits)
+                rows, commits, size = [], [], 0
+    if decoder is not None and rows:
+        yield Chunk(decoder, rows, commits)
+
+
+def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
+    """Append chunks to the relation; fields that are not named stay null."""
+    statement = _COPY.format(sql.SQL(", ").join(map(sql.Identifier, fields)))
+    with conn.cursor() as cursor, cursor.copy(statement) as copy:
+        for chunk in found:
+            copy.write(_encoded(chunk, fields))
+
+
+def clear(conn: Connection, truncate: bool = False) -> None:
+    """Remove what the relation holds: `truncate` where it is much, since deleted rows are still read past."""
+    conn.execute(b"truncate pg_temp.batch" if truncate else b"delete from pg_temp.batch")
+
+
+def _encoded(chunk: Chunk, fields: Sequence[str]) -> bytes:
+    """CSV without quotes where that is unmistakable, which is nearly always: JSON holds no control characters."""
+    columns = _columns(chunk, fields)
+    text = _csv(columns)
+    plain = (
+        len(fields) > 1
+        and text.count(b"\t") == len(chunk.rows) * (len(fields) - 1)
+        and text.count(b"\n") == len(chunk.rows)
+        and b"\r" not in text
+        and _QUOTE not in text
+        and not any(b"" in column for column in columns)
+    )
+    return text if plain else _csv([list(map(_quoted, column)) for column in columns])
+
+
+def _csv(columns: Sequence[Sequence[bytes | None]]) -> bytes:
+    lines = zip(*([value or b"" for value in column] for column in columns), strict=True)
+    return b"\n".join((*map(b"\t".join, lines), b""))
+
+
+def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+    stored = [field for field in fields if field not in COMMIT_FIELDS]
+    found: dict[str, Sequence[bytes | None]] = dict(
+        zip(stored, chunk.decoder.columns(chunk.rows, stored), strict=True)
+    )
+    if len(stored) < len(fields):
+        found.update(zip(COMMIT_FIELDS, _commit_columns(chunk.commits), strict=True))
+    return [found[field] for field in fields]
+
+
+def _commit_columns(commits: Sequence[Commit]) -> list[Sequence[bytes | None]]:
+    lines: list[tuple[bytes | None, ...]] = []
+    for commit, events in groupby(commits):
+        fields = tuple(None if text is None else text.encode() for text in commit.fields)
+        lines += [fields] * len(list(events))
+    return list(zip(*lines, strict=True))
+
+
+def _quoted(value: bytes | None) -> bytes | None:
+    """NULL is what has no quotes."""
+    return None if value is None else _QUOTE + value.replace(_QUOTE, _QUOTE * 2) + _QUOTE
