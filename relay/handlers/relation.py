@@ -1,6 +1,6 @@
 """The temporary relation `batch`: events on their way into a statement, loaded by COPY.
 
-Source: PostgreSQL documentation, "COPY", CSV format.
+Source: PostgreSQL documentation, "COPY", text format.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 _COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
 _CREATE = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows".encode()
-_COPY = sql.SQL(
-    "copy pg_temp.batch ({}) from stdin (format csv, delimiter E'\\t', quote E'\\x01', null '')"
-)
-_QUOTE = b"\x01"
+_COPY = sql.SQL("copy pg_temp.batch ({}) from stdin")
+_NULL = rb"\N"
+_ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
 
 class Chunk(NamedTuple):
@@ -76,23 +75,23 @@ def clear(conn: Connection, truncate: bool = False) -> None:
 
 
 def _encoded(chunk: Chunk, fields: Sequence[str]) -> bytes:
-    """CSV without quotes where that is unmistakable, which is nearly always: JSON holds no control characters."""
-    columns = _columns(chunk, fields)
-    text = _csv(columns)
-    plain = (
-        len(fields) > 1
-        and text.count(b"\t") == len(chunk.rows) * (len(fields) - 1)
-        and text.count(b"\n") == len(chunk.rows)
-        and b"\r" not in text
-        and _QUOTE not in text
-        and not any(b"" in column for column in columns)
-    )
-    return text if plain else _csv([list(map(_quoted, column)) for column in columns])
-
-
-def _csv(columns: Sequence[Sequence[bytes | None]]) -> bytes:
-    lines = zip(*([value or b"" for value in column] for column in columns), strict=True)
+    """Lines of COPY's text format."""
+    lines = zip(*map(_escaped, _columns(chunk, fields)), strict=True)
     return b"\n".join((*map(b"\t".join, lines), b""))
+
+
+def _escaped(column: Sequence[bytes | None]) -> Sequence[bytes]:
+    """A column's values as COPY's text format writes them; few columns hold what has to be escaped."""
+    text = b"".join(filter(None, column))
+    if not any(special in text for special in _ESCAPES):
+        return [_NULL if value is None else value for value in column]
+    return [_NULL if value is None else _escape(value) for value in column]
+
+
+def _escape(value: bytes) -> bytes:
+    for special, escape in _ESCAPES.items():
+        value = value.replace(special, escape)
+    return value
 
 
 def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
@@ -111,8 +110,3 @@ def _commit_columns(commits: Sequence[Commit]) -> list[Sequence[bytes | None]]:
         fields = tuple(None if text is None else text.encode() for text in commit.fields)
         lines += [fields] * len(list(events))
     return list(zip(*lines, strict=True))
-
-
-def _quoted(value: bytes | None) -> bytes | None:
-    """NULL is what has no quotes."""
-    return None if value is None else _QUOTE + value.replace(_QUOTE, _QUOTE * 2) + _QUOTE
