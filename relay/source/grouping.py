@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from relay.events import FIELDS, Commit, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import ProtocolError, columns, decode_tuple, encode_tuple, joined
+from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple, values
 from relay.source.spool import Spool, SpooledTuples
 
 _PLACED_AT_ONCE = 1 << 18
@@ -29,10 +29,10 @@ class Received(NamedTuple):
 class Peeked(NamedTuple):
     """The fields that planning needs, row by row. An offset is 0 where there is none."""
 
-    hosts: list[bytes | None]
-    users: list[bytes | None]
-    transaction_ids: list[bytes | None]
-    offsets: list[int]
+    hosts: Sequence[bytes | None]
+    users: Sequence[bytes | None]
+    transaction_ids: Sequence[bytes | None]
+    offsets: Sequence[int]
 
     def part(self, start: int, end: int) -> Peeked:
         """Those of the rows from `start` up to `end`."""
@@ -68,15 +68,11 @@ class Layout:
 
     def peek(self, rows: Sequence[bytes]) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
-        data = joined(rows)
-        wanted = {place for place in self.places if place is not None}
-        found: dict[int | None, list[bytes | None]] = {
-            place: cells.values(data)
-            for place, cells in enumerate(columns(rows, max(wanted) + 1, data))
-            if place in wanted
-        }
-        nothing: list[bytes | None] = [None] * len(rows)
-        hosts, users, ids, offsets = (found.get(place, nothing) for place in self.places)
+        found = values(rows, [place for place in self.places if place is not None])
+        nothing: Sequence[bytes | None] = [None] * len(rows)
+        hosts, users, ids, offsets = (
+            nothing if place is None else found[place] for place in self.places
+        )
         return Peeked(hosts, users, ids, self._numbers(offsets))
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:

@@ -6,7 +6,7 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -33,9 +33,10 @@ UNCHANGED = ord("u")
 TEXT = ord("t")
 BINARY = ord("b")
 
-PADDING = bytes(4)
-Places = NDArray[np.int64]
-"""Positions in joined rows, one for each row."""
+FEW_ROWS = 40
+"""Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
+_PADDING = bytes(4)
+_Places = NDArray[np.int64]
 
 
 class ProtocolError(Exception):
@@ -320,36 +321,55 @@ def encode_tuple(values: Sequence[bytes | None]) -> bytes:
     return b"".join(parts)
 
 
-class Cells(NamedTuple):
-    """Where the values of one column stand in joined TupleData: header from `at`, value from `start` up to `stop`.
-
-    The header is the kind alone where there is no value, and the kind and the length where there is one.
-    """
-
-    at: Places
-    start: Places
-    stop: Places
-
-    def values(self, data: bytes) -> list[bytes | None]:
-        """The column's values, None where there is none."""
-        spans = zip(self.start.tolist(), self.stop.tolist(), strict=True)
-        found: list[bytes | None] = [data[start:stop] for start, stop in spans]
-        for row in np.flatnonzero(self.start - self.at == 1).tolist():
-            found[row] = None
-        return found
+def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Sequence[bytes | None]]:
+    """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
+    wanted = sorted(set(places))
+    if not rows or not wanted:
+        return {place: [] for place in wanted}
+    return _walk(rows, wanted) if len(rows) < FEW_ROWS else _walk_together(rows, wanted)
 
 
-def columns(rows: Sequence[bytes], count: int, data: bytes) -> Iterator[Cells]:
-    """The first `count` columns of many rows of TupleData at once, one column after the other.
+def _walk(rows: Sequence[bytes], wanted: Sequence[int]) -> dict[int, Sequence[bytes | None]]:
+    found = [_peek(row, wanted) for row in rows]
+    return dict(zip(wanted, zip(*found, strict=True), strict=True))
 
-    `data` are the rows joined, with nothing but PADDING behind the last. Raises ProtocolError where a row is cut short.
-    """
+
+def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
+    """The values at ascending places of one row, walking no further than the last of them."""
+    found: list[bytes | None] = []
+    at = 2
+    column = 0
+    unpack = _U32.unpack_from
+    try:
+        for place in wanted:
+            while column < place:
+                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
+                column += 1
+            if data[at] == TEXT:
+                start = at + 5
+                end = start + unpack(data, at + 1)[0]
+                found.append(data[start:end])
+                if end > len(data):
+                    raise ProtocolError("column value cut short")
+            else:
+                found.append(None)
+    except (IndexError, struct.error) as error:
+        raise ProtocolError("malformed TupleData") from error
+    return found
+
+
+def _walk_together(
+    rows: Sequence[bytes], wanted: Sequence[int]
+) -> dict[int, Sequence[bytes | None]]:
+    """The same for many rows at once: each column's places in the joined rows are an array."""
+    data = b"".join((*rows, _PADDING))
     ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
     at = np.concatenate((np.zeros(1, np.int64), ends[:-1])) + 2
     octets = np.frombuffer(data, np.uint8)
-    # The length behind a kind stands anywhere: a view of each four bytes in a row as a number.
+    # The length behind a kind stands anywhere: a view of every four bytes in a row as a number.
     lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
-    for _ in range(count):
+    found: dict[int, Sequence[bytes | None]] = {}
+    for place in range(wanted[-1] + 1):
         if (at >= ends).any():
             raise ProtocolError("malformed TupleData")
         present = octets[at] == TEXT
@@ -357,13 +377,18 @@ def columns(rows: Sequence[bytes], count: int, data: bytes) -> Iterator[Cells]:
         stop = start + np.where(present, lengths[at + 1], 0)
         if (stop > ends).any():
             raise ProtocolError("column value cut short")
-        yield Cells(at, start, stop)
+        if place in wanted:
+            found[place] = _cut(data, start, stop, np.flatnonzero(~present))
         at = stop
+    return found
 
 
-def joined(rows: Sequence[bytes]) -> bytes:
-    """Rows of TupleData in one piece, as `columns` takes them."""
-    return b"".join((*rows, PADDING))
+def _cut(data: bytes, start: _Places, stop: _Places, absent: _Places) -> list[bytes | None]:
+    spans = zip(start.tolist(), stop.tolist(), strict=True)
+    found: list[bytes | None] = [data[first:last] for first, last in spans]
+    for row in absent.tolist():
+        found[row] = None
+    return found
 
 
 def timestamp(microseconds: int) -> str:
@@ -400,22 +425,17 @@ class RowDecoder:
 
     def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
         """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
-        wanted = [self._places[field] for field in fields]
-        data = joined(rows)
-        found: dict[int, Sequence[bytes | None]] = {
-            place: cells.values(data)
-            for place, cells in enumerate(columns(rows, max(wanted, default=-1) + 1, data))
-            if place in wanted
-        }
-        found[-1] = [None] * len(rows)
-        return [found[place] for place in wanted]
+        places = [self._places[field] for field in fields]
+        found = values(rows, [place for place in places if place >= 0])
+        nothing = [None] * len(rows)
+        return [found.get(place, nothing) for place in places]
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
 
         Raises ProtocolError for a row that is cut short.
         """
-        values: list[str | None] = []
+        texts: list[str | None] = []
         at = 2
         unpack = _U32.unpack_from
         try:
@@ -423,13 +443,13 @@ class RowDecoder:
                 if data[at] == TEXT:
                     start = at + 5
                     at = start + unpack(data, at + 1)[0]
-                    values.append(str(data[start:at], "utf-8", "surrogateescape"))
+                    texts.append(str(data[start:at], "utf-8", "surrogateescape"))
                 else:
-                    values.append(None)
+                    texts.append(None)
                     at += 1
         except (IndexError, struct.error) as error:
             raise ProtocolError("malformed TupleData") from error
         if at != len(data):
             raise ProtocolError("column value cut short")
-        values.append(None)  # what position -1 finds
-        return Event((*(values[position] for position in self._order), *commit_fields))
+        texts.append(None)  # what position -1 finds
+        return Event((*(texts[position] for position in self._order), *commit_fields))

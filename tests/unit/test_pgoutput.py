@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from relay.events import FIELDS, Commit, Event, Lsn
+from relay.source import pgoutput
 from relay.source.pgoutput import (
     UNCHANGED_TOAST,
     Begin,
@@ -27,12 +28,11 @@ from relay.source.pgoutput import (
     Type,
     Update,
     Value,
-    columns,
     decode,
     decode_tuple,
     encode_tuple,
-    joined,
     timestamp,
+    values,
 )
 from tests.unit import wire
 
@@ -43,7 +43,7 @@ KINDS = b"BCORYIUDTM"
 COMMIT_FIELDS = ("0/10", "2000-01-01 00:00:00+00", "7")
 
 
-def values(cells: Sequence[wire.Cell]) -> tuple[Value, ...]:
+def as_values(cells: Sequence[wire.Cell]) -> tuple[Value, ...]:
     return tuple(UNCHANGED_TOAST if cell is wire.Toast.UNCHANGED else cell for cell in cells)
 
 
@@ -98,15 +98,15 @@ def updates(draw: st.DrawFn) -> Sent:
     oid, new = draw(wire.OIDS), draw(wire.UPDATED_ROWS)
     kind = draw(st.sampled_from([None, "K", "O"]))
     if kind is None:
-        return wire.update(oid, new), Update(oid, None, None, values(new))
+        return wire.update(oid, new), Update(oid, None, None, as_values(new))
     old = draw(wire.UPDATED_ROWS)
-    return wire.update(oid, new, kind, old), Update(oid, kind, values(old), values(new))
+    return wire.update(oid, new, kind, old), Update(oid, kind, as_values(old), as_values(new))
 
 
 @st.composite
 def deletes(draw: st.DrawFn) -> Sent:
     oid, old, kind = draw(wire.OIDS), draw(wire.UPDATED_ROWS), draw(st.sampled_from("KO"))
-    return wire.delete(oid, kind, old), Delete(oid, kind, values(old))
+    return wire.delete(oid, kind, old), Delete(oid, kind, as_values(old))
 
 
 @st.composite
@@ -277,7 +277,7 @@ def test_a_row_of_the_wrong_kind_is_a_protocol_error(sent: bytes) -> None:
 
 @given(wire.UPDATED_ROWS)
 def test_a_row_decodes_to_its_bytes_whatever_they_are(row: list[wire.Cell]) -> None:
-    assert decode_tuple(wire.tuple_data(row)) == values(row)
+    assert decode_tuple(wire.tuple_data(row)) == as_values(row)
 
 
 @given(st.lists(st.none() | st.binary(max_size=40), max_size=20))
@@ -298,12 +298,13 @@ def test_an_unknown_kind_of_value_is_a_protocol_error() -> None:
         decode_tuple(wire.int16(1) + b"x")
 
 
-def located(rows: Sequence[bytes], count: int) -> list[list[bytes | None]]:
-    """The first columns of rows, as `columns` finds them."""
-    data = joined(rows)
-    return [cells.values(data) for cells in columns(rows, count, data)]
+@pytest.fixture(params=[0, 1_000], ids=["together", "one by one"])
+def _way_of_walking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgoutput, "FEW_ROWS", request.param)
 
 
+@pytest.mark.usefixtures("_way_of_walking")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 5).flatmap(
         lambda width: st.lists(
@@ -314,28 +315,34 @@ def located(rows: Sequence[bytes], count: int) -> list[list[bytes | None]]:
             ),
             min_size=1,
         )
-    )
+    ),
+    st.data(),
 )
-def test_columns_of_many_rows_are_what_decoding_finds(rows: list[list[wire.Cell]]) -> None:
-    width = len(rows[0])
+def test_the_values_of_many_rows_are_what_decoding_finds(
+    rows: list[list[wire.Cell]], data: st.DataObject
+) -> None:
+    places = data.draw(st.lists(st.integers(0, len(rows[0]) - 1)))
     expected = [[cell if isinstance(cell, bytes) else None for cell in row] for row in rows]
-    for count in range(1, width + 1):
-        found = located([wire.tuple_data(row) for row in rows], count)
-        assert found == [[row[place] for row in expected] for place in range(count)]
+    found = values([wire.tuple_data(row) for row in rows], places)
+    assert {place: list(column) for place, column in found.items()} == {
+        place: [row[place] for row in expected] for place in places
+    }
 
 
+@pytest.mark.usefixtures("_way_of_walking")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wire.ROWS.filter(bool), wire.ROWS.filter(bool), st.data())
 def test_a_cut_row_never_yields_another_value(
     row: list[wire.Cell], behind: list[wire.Cell], data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(1, len(row)))
+    place = data.draw(st.integers(0, min(len(row), len(behind)) - 1))
     sent = wire.tuple_data(row)
     cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
     try:
-        found = located([cut, wire.tuple_data(behind)], min(count, len(behind)))
+        found = values([cut, wire.tuple_data(behind)], [place])
     except ProtocolError:
         return
-    assert [values[0] for values in found] == row[: len(found)]
+    assert found[place][0] == row[place]
 
 
 # Events.
