@@ -155,6 +155,7 @@ class Spark(_Section):
 
     master: str = "local[*]"
     remote: str | None = None
+    eager: bool = False
     conf: dict[str, str] = Field(default_factory=dict)
 
     @field_validator("conf", mode="before")

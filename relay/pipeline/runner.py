@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from threading import Event
 from typing import Any, Protocol
 
@@ -34,7 +35,6 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.pipeline.session import Session
-from relay.pipeline.spark import SparkEngine
 from relay.store.connections import open_pool
 
 log = logging.getLogger(__name__)
@@ -68,16 +68,23 @@ class Pipeline:
         self._inline = InlineEngine(Applier(settings, self._workers), self._workers)
         self._own_session = session is None
         self._session = session or Session(settings.spark)
-        self._spark = SparkEngine(settings, self._session)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
-        self._needs_spark = settings.needs_spark
+        self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
 
+    @cached_property
+    def _spark(self) -> Engine:
+        # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
+        from relay.pipeline.spark import SparkEngine
+
+        return SparkEngine(self._settings, self._session)
+
     def start(self) -> None:
-        """Start the Spark session in the background, unless every batch is small enough to do without."""
-        if self._needs_spark and self._own_session:
+        """Start the Spark session in the background, unless the first large batch is to start it."""
+        eager = self._settings.spark.eager and self._settings.needs_spark
+        if (eager or self._limit == 0) and self._own_session:
             self._session.start()
 
     def guard(self) -> None:
@@ -158,7 +165,11 @@ class Pipeline:
             while not self._session.get(timeout=0.5) and not self._stopping.is_set():
                 pass
             return self._spark
-        return self._spark if self._session.get() else self._inline
+        if self._session.get():
+            return self._spark
+        if self._own_session:
+            self._session.start()
+        return self._inline
 
     def _hashtext(self, hosts: Sequence[str]) -> list[int]:
         with self._source.connection() as conn:

@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -25,6 +24,7 @@ from relay.faults import ConfigurationError
 from relay.java import java_home
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _LOCAL = {
 class Session:
     """The one Spark session of this process.
 
-    It starts in the background, so that the first live batches do not wait for the JVM.
+    It starts in the background, so that batches do not wait for the JVM.
     """
 
     def __init__(self, settings: config.Spark) -> None:
@@ -115,6 +115,8 @@ class Session:
     def _build(self) -> None:
         if self._closing.is_set():
             return
+        import pyarrow as pa
+
         _clear_remains()
         session = _open(self._settings)
         rows = session.createDataFrame(pa.table({"version": pa.array([""], pa.string())}))
@@ -138,8 +140,10 @@ class Session:
 
 def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """On an executor: load what applying a task needs."""
+    import pyarrow as pa
+
     import relay
-    import relay.pipeline.apply
+    import relay.pipeline.spark
 
     for _ in batches:
         yield pa.RecordBatch.from_arrays([pa.array([relay.__version__])], names=["version"])

@@ -90,7 +90,9 @@ def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     config = outbox.config_file(
-        tmp_path / "relay.yaml", batch={"inline_max_events": 5_000}, spark={"master": "nonsense"}
+        tmp_path / "relay.yaml",
+        batch={"inline_max_events": 5_000},
+        spark={"master": "nonsense", "eager": True},
     )
     outbox.fill(10)
     with running(config) as service:

@@ -151,7 +151,9 @@ def test_a_million_events_in_one_transaction_stay_out_of_memory(
         }
     }
     # The default limits, so that a Spark session is there as well.
-    config = outbox.config_file(tmp_path / "relay.yaml", handlers=handlers, batch={})
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", handlers=handlers, batch={}, spark={"eager": True}
+    )
     count = 1_000_000
     outbox.conn.execute(
         f"""
