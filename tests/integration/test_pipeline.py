@@ -7,6 +7,7 @@ import uuid
 import pytest
 
 from relay.config import Settings
+from relay.handlers import sql as handlers_sql
 from relay.pipeline.session import Session
 from tests.outbox import PROJECTION, Outbox, event, host
 from tests.postgres import Server
@@ -306,3 +307,103 @@ def test_a_dead_letter_is_kept_even_where_the_target_cannot_hold_its_text(
             assert "\\U0001f69a" in str(payload)
     finally:
         server.drop_database(name)
+
+
+AWKWARD = [
+    "",
+    "\\N",
+    "\\.",
+    "a\tb\nc\rd\\e",
+    'quoted "text", and \u00e9\u4e2d\U0001f600',
+    "\x01\x1f",
+    "plain",
+    None,
+]
+
+
+@pytest.mark.parametrize("few", [0, 10**9], ids=["called", "sent"])
+def test_a_statement_for_each_event_gets_every_value_as_it_was(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    """The two ways of running it are one to the statement, which also sees what the ones before it have done."""
+    monkeypatch.setattr(handlers_sql, "FEW_EVENTS", few)
+    outbox.conn.execute(
+        "create table seen (before bigint, id uuid, kind text, agg text, payload jsonb, lsn pg_lsn, at timestamptz)"
+    )
+    for number in range(60):
+        outbox.publish(
+            host(1),
+            *(
+                event(aggregate_id=text or "", payload={"text": text, "n": number})
+                for text in AWKWARD
+            ),
+        )
+    outbox.conn.execute(
+        "insert into outbox_message_t (host_id, event_type, aggregate_id, payload)"
+        " select %s, 'e', v, 'null' from unnest(%s::text[]) v",
+        (host(1), AWKWARD),
+    )
+    outbox.drain(
+        outbox.settings(
+            handlers={
+                "projection": {
+                    "type": "sql",
+                    "statement": "insert into seen select (select count(*) from seen), %(id)s, %(event_type)s,"
+                    " %(aggregate_id)s, %(payload)s, %(commit_lsn)s, %(commit_ts)s where 100 %% 2 = 0",
+                }
+            }
+        )
+    )
+    count = outbox.value("select count(*) from outbox_message_t")
+    assert outbox.column("select before from seen order by before") == list(range(count))
+    different = outbox.value(
+        """
+        select count(*) from outbox_message_t o full join seen s using (id)
+         where (o.c_offset - (select min(c_offset) from outbox_message_t), o.event_type, o.aggregate_id, o.payload)
+               is distinct from (s.before, s.kind, s.agg, s.payload) or s.lsn is null or s.at is null
+        """
+    )
+    assert different == 0
+
+
+def test_poison_among_many_events_of_a_statement_takes_only_its_transaction_along(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.fill(100, hosts=1)
+    bad = outbox.publish(host(0), event(1), event(-1))
+    outbox.fill(100, hosts=1)
+    outbox.drain(outbox.settings(engine), session)
+    assert {letter[0] for letter in dead(outbox)} == {bad}
+    assert outbox.value("select count(*) from projection") == 1_000
+    outbox.assert_exact()
+
+
+def test_routes_split_transactions_between_handlers(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    """Some transactions go to one handler whole, some in part, and each handler keeps the order."""
+    kinds = ["order.placed", "order.paid", "mail.sent"]
+    for number in range(80):
+        outbox.publish(
+            host(number % 5),
+            *(event(n, kinds[(number + n) % len(kinds)]) for n in range(number % 4 + 1)),
+        )
+    outbox.conn.execute("create table mail (id uuid, c_offset bigint, seq bigserial)")
+    mail = {"type": "sql", "statement": "insert into mail values (%(id)s, %(c_offset)s)"}
+    outbox.drain(
+        outbox.settings(
+            engine,
+            handlers={**outbox.config()["handlers"], "mail": mail},
+            routes=[
+                {"match": {"event_type": "order.*"}, "handlers": ["projection"], "continue": True},
+                {"match": {"event_type": ["mail.*", "order.paid"]}, "handlers": ["mail"]},
+            ],
+        ),
+        session,
+    )
+    for table, wanted in (("projection", "order.%"), ("mail", "(mail.%|order.paid)")):
+        assert outbox.column(f"select id from {table} order by c_offset") == outbox.column(
+            "select id from outbox_message_t where event_type similar to %s order by c_offset",
+            (wanted,),
+        )
+    assert not dead(outbox)
