@@ -193,6 +193,9 @@ def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str)
 def test_the_service_runs_with_least_privilege(outbox: Outbox) -> None:
     outbox.conn.execute("alter role relay login password 'p'; grant insert on projection to relay")
     outbox.conn.execute("grant usage on sequence projection_seq_seq to relay")
+    outbox.conn.execute(
+        f'revoke temporary on database "{outbox.conn.info.dbname}" from public'.encode()
+    )
     dsn = psycopg.conninfo.make_conninfo(outbox.dsn, user="relay", password="p")
     outbox.publish(host(1), event(1))
     bad = outbox.publish(host(1), event(-1))
