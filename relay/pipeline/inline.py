@@ -27,6 +27,7 @@ class InlineEngine:
     name = "inline"
 
     def __init__(self, applier: Applier, workers: int) -> None:
+        self.lanes: int | None = workers
         self._applier = applier
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="apply")
 

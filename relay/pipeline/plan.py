@@ -31,7 +31,7 @@ class Planner:
         self._own = range(partitions) if own is None else own
         self._known: OrderedDict[str, int] = OrderedDict()
 
-    def work(self, batch: Batch, lanes: int) -> Sequence[Work]:
+    def work(self, batch: Batch, lanes: int | None) -> Sequence[Work]:
         """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
         return self.ranges(batch.window) if batch.window else self.plan(batch.transactions, lanes)
 

@@ -50,6 +50,10 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def lanes(self) -> int | None:
+        """How many tasks run side by side; None where nobody tells."""
+
     def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
 
@@ -63,9 +67,8 @@ class Pipeline:
     def __init__(self, settings: Settings, session: Session | None = None) -> None:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
-        self._workers = settings.batch.inline_workers
-        self._partitions = settings.partitions
-        self._inline = InlineEngine(Applier(settings, self._workers), self._workers)
+        workers = settings.batch.inline_workers
+        self._inline = InlineEngine(Applier(settings, workers), workers)
         self._own_session = session is None
         self._session = session or Session(settings.spark)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
@@ -115,9 +118,10 @@ class Pipeline:
 
         def once() -> None:
             nonlocal todo, engine
-            if todo is None:
-                todo = self._planner.work(batch, self._lanes(batch))
             engine = self._engine(batch)
+            if todo is None:
+                lanes = 1 if batch.events <= ONE_LANE_EVENTS else engine.lanes
+                todo = self._planner.work(batch, lanes)
             results = engine.run(todo, self._guarded_events > 0)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
@@ -148,18 +152,9 @@ class Pipeline:
                 raise Interrupted from None
             raise
 
-    def _lanes(self, batch: Batch) -> int:
-        """How many tasks are worth their commits: one where there is little to do, and never more than can run."""
-        if batch.events <= ONE_LANE_EVENTS:
-            return 1
-        return self._workers if self._inline_only(batch) else self._partitions
-
-    def _inline_only(self, batch: Batch) -> bool:
-        # A spooled transaction is a file of this machine.
-        return batch.spooled or batch.events <= self._limit
-
     def _engine(self, batch: Batch) -> Engine:
-        if self._inline_only(batch):
+        if batch.spooled or batch.events <= self._limit:
+            # A spooled transaction is a file of this machine.
             return self._inline
         if self._limit == 0:
             while not self._session.get(timeout=0.5) and not self._stopping.is_set():

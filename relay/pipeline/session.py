@@ -53,8 +53,11 @@ _LOCAL = {
 class Session:
     """The one Spark session of this process.
 
-    It starts in the background, so that batches do not wait for the JVM.
+    It starts in the background, so that batches do not wait for the JVM. `slots` is how many tasks it runs side by
+    side, where it tells: a Spark Connect server does not.
     """
+
+    slots: int | None = None
 
     def __init__(self, settings: config.Spark) -> None:
         self._settings = settings
@@ -122,6 +125,8 @@ class Session:
         rows = session.createDataFrame(pa.table({"version": pa.array([""], pa.string())}))
         # One job before the first batch: it finds executors that lack relay, and it warms a Python worker.
         rows.mapInArrow(warm_up, "version string").collect()
+        if not self._settings.remote:
+            self.slots = int(session.sparkContext.defaultParallelism)
         self._session = session
         self._settled.set()
         log.info("the Spark session is ready", extra={"spark": session.version})

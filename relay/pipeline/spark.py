@@ -37,6 +37,11 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
 
+    @property
+    def lanes(self) -> int | None:
+        """How many tasks the session runs side by side."""
+        return self._session.slots
+
     def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         """Apply the tasks on the executors; results are in the order of the tasks.
 
