@@ -1,9 +1,8 @@
-"""`python -m bench [WORKLOAD...]`: measures relay beside its peers. `report` writes the tables of docs/performance.md."""
+"""`python -m bench [WORKLOAD...]`: measures relay beside its peers. `report` writes tables into docs/performance.md."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +46,8 @@ def main(
         ):
             plan = Plan(cluster, Path(folder), quick, rounds, named)
             console.print(f"{name}: filling", style="bold")
-            run(WORKLOADS[name](plan), console, QUICK_RESULTS if quick else RESULTS)
+            for workload in WORKLOADS[name](plan):
+                run(workload, console, QUICK_RESULTS if quick else RESULTS)
 
 
 if __name__ == "__main__":

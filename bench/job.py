@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.environment import PYTHON, variables
-
-TIMEOUT_SECONDS = 900.0
+from bench.outbox import TIMEOUT_SECONDS
 
 
 class JobFailed(Exception):
@@ -75,4 +74,3 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-

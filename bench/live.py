@@ -30,6 +30,8 @@ class Consumer(Protocol):
     @property
     def style(self) -> str: ...
 
+    def unavailable(self) -> str | None: ...
+
     def consuming(self, live: Live) -> AbstractContextManager[None]:
         """Entered when it is ready for events, left when all have come."""
 
@@ -37,7 +39,7 @@ class Consumer(Protocol):
 def measure(
     consumer: Consumer, outbox: Outbox, folder: Path, rate: int, seconds: float
 ) -> Measurement:
-    """Latencies in milliseconds from just before COMMIT to the handler, and to the commit of its effect if it has one."""
+    """Milliseconds from just before COMMIT to the handler, and to the commit of its effect if it has one."""
     arrivals, published = folder / "arrivals", folder / "published"
     for file in (arrivals, published):
         file.unlink(missing_ok=True)

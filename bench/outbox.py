@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from relay.embedded import Cluster
 from relay.install import initialise
 
 PUBLICATION = "bench"
-TIMEOUT_SECONDS = 900.0
+TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 0.005
 
 SERVER_SETTINGS = {
@@ -39,10 +40,20 @@ class Backlog:
     events: int
 
 
-def wait_until(reached: Callable[[], bool], what: str, seconds: float = TIMEOUT_SECONDS) -> float:
-    """Ask every 5 ms; returns the monotonic clock when it is so. Raises TimeoutError."""
+def wait_until(
+    reached: Callable[[], bool],
+    what: str,
+    seconds: float = TIMEOUT_SECONDS,
+    process: subprocess.Popen[Any] | None = None,
+) -> float:
+    """Ask every 5 ms; returns the monotonic clock when it is so. Raises TimeoutError.
+
+    Raises RuntimeError if it is a process that is waited for and the process ends.
+    """
     deadline = time.monotonic() + seconds
     while not reached():
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds:.0f} s")
         time.sleep(POLL_SECONDS)
@@ -80,14 +91,14 @@ class Outbox:
 
     def new_slot(self) -> str:
         """A slot that begins here."""
-        name = self._next_name()
+        name = self.new_name()
         self.conn.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
         return name
 
     @contextmanager
     def copy(self, backlog: Backlog) -> Iterator[str]:
         """A slot at the start of the backlog, with no effects applied yet; dropped at the end."""
-        name = self._next_name()
+        name = self.new_name()
         self.conn.execute(
             "select pg_copy_logical_replication_slot(%s, %s, false)", (backlog.slot, name)
         )
@@ -110,7 +121,9 @@ class Outbox:
         """Wait until somebody reads the slot; returns the monotonic clock."""
         return wait_until(lambda: self._active(slot), f"{slot} active", 120)
 
-    def confirmed(self, slot: str, backlog: Backlog) -> float:
+    def confirmed(
+        self, slot: str, backlog: Backlog, process: subprocess.Popen[Any] | None = None
+    ) -> float:
         """Wait until the slot is confirmed to the backlog's end; returns the monotonic clock."""
         return wait_until(
             lambda: bool(
@@ -121,6 +134,7 @@ class Outbox:
                 )
             ),
             f"{slot} confirmed",
+            process=process,
         )
 
     @contextmanager
@@ -141,9 +155,7 @@ class Outbox:
 
     def reader(self, slot: str) -> int | None:
         """The process of the server that serves the slot."""
-        found = self.value(
-            "select active_pid from pg_replication_slots where slot_name = %s", slot
-        )
+        found = self.value("select active_pid from pg_replication_slots where slot_name = %s", slot)
         return None if found is None else int(found)
 
     def applied(self) -> int:
@@ -158,6 +170,7 @@ class Outbox:
     def _active(self, slot: str) -> bool:
         return self.reader(slot) is not None
 
-    def _next_name(self) -> str:
+    def new_name(self) -> str:
+        """A name that no slot or group here has yet."""
         self._slots += 1
         return f"{self.name}_{self._slots}"

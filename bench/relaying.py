@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,18 @@ SESSION_READY = "the Spark session is ready"
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """A relay process and its log."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def said(self, words: str) -> float:
+        """Wait until it has logged the words; returns the monotonic clock."""
+        return wait_until(lambda: words in self.log.read_text(), words, 120, self.process)
+
+
+@dataclass(frozen=True, slots=True)
 class Relay:
     """relay with one handler, inline or on Spark; everything else is the default."""
 
@@ -40,7 +52,6 @@ class Relay:
     master: str = "local[*]"
     batch: Mapping[str, int] | None = None
     style: str = "relay"
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def unavailable(self) -> str | None:
         return None
@@ -52,14 +63,17 @@ class Relay:
             if self.spark:
                 hold.enter_context(outbox.held(slot))
             holder = outbox.reader(slot)
-            with self.running(outbox, slot, folder) as log:
+            with self.running(outbox, slot, folder) as running:
                 if self.spark:
-                    said(log, SESSION_READY)
+                    running.said(SESSION_READY)
                     hold.close()
                 started = wait_until(
-                    lambda: outbox.reader(slot) not in (None, holder), "relay attached", 120
+                    lambda: outbox.reader(slot) not in (None, holder),
+                    "relay attached",
+                    120,
+                    running.process,
                 )
-                finished = outbox.confirmed(slot, backlog)
+                finished = outbox.confirmed(slot, backlog, running.process)
             if effect and outbox.applied() != backlog.events:
                 raise AssertionError(f"{outbox.applied()} of {backlog.events} rows")
             return backlog.events / (finished - started)
@@ -69,23 +83,36 @@ class Relay:
         outbox.conn.execute("truncate projection")
         initialise(self._settings(outbox, group, "poll"), start="beginning")
         query = "select min(next_offset) from relay.consumer_offsets where group_id = %s"
-        with self.running(outbox, group, folder, "poll") as log:
-            started = said(log, SESSION_READY)
+        with self.running(outbox, group, folder, "poll") as running:
+            started = running.said(SESSION_READY)
             # Hosts differ in their last offset; the gap at the end is less than one batch.
             last = int(outbox.value("select max(c_offset) from outbox_message_t"))
-            wait_until(lambda: int(outbox.value(query, group)) > last - 2_000, "caught up")
-            finished = wait_until(lambda: outbox.applied() >= events, "every row")
+            wait_until(
+                lambda: int(outbox.value(query, group)) > last - 2_000,
+                "caught up",
+                process=running.process,
+            )
+            finished = wait_until(
+                lambda: outbox.applied() >= events, "every row", process=running.process
+            )
         return events / (finished - started)
 
     @contextmanager
     def consuming(self, live: Live) -> Iterator[None]:
-        slot = live.outbox.new_slot()
-        initialise(self._settings(live.outbox, slot))
-        noted = {ARRIVALS: str(live.arrivals)}
-        with self.running(live.outbox, slot, live.folder, environment=noted):
-            live.outbox.streaming(slot)
+        with self.attached(live.outbox, live.outbox.new_slot(), live.folder, live.arrivals):
             yield
-        live.outbox.drop(slot)
+
+    @contextmanager
+    def attached(
+        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
+    ) -> Iterator[Running]:
+        """A relay that reads the slot, which is dropped at the end."""
+        initialise(self._settings(outbox, slot))
+        noted = {ARRIVALS: str(arrivals)} if arrivals else {}
+        with self.running(outbox, slot, folder, environment=noted) as running:
+            outbox.streaming(slot)
+            yield running
+        outbox.drop(slot)
 
     @contextmanager
     def running(
@@ -95,8 +122,8 @@ class Relay:
         folder: Path,
         mode: str = "wal",
         environment: Mapping[str, str] | None = None,
-    ) -> Iterator[Path]:
-        """`relay run`; gives its log, and ends it with SIGTERM."""
+    ) -> Iterator[Running]:
+        """`relay run`, ended with SIGTERM."""
         log = folder / f"{slot}.log"
         file = folder / f"{slot}.yaml"
         file.write_text(yaml.safe_dump(self._config(outbox, slot, mode)))
@@ -106,7 +133,7 @@ class Relay:
                 command, stderr=stream, cwd=folder, env=variables(**(environment or {}))
             )
         try:
-            yield log
+            yield Running(process, log)
         finally:
             process.terminate()
             try:
@@ -128,8 +155,3 @@ class Relay:
             handlers={"bench": dict(self.handler)},
             routes=[{"handlers": ["bench"]}],
         )
-
-
-def said(log: Path, words: str) -> float:
-    """Wait until relay has logged the words; returns the monotonic clock."""
-    return wait_until(lambda: words in log.read_text(), words, 120)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from bench.outbox import Backlog, Outbox
 
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """One live run: where events come from, and the file that a handler writes their arrivals to."""

@@ -43,7 +43,10 @@ class Debezium:
         return no_java()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
-        with outbox.copy(backlog) as slot, self._job(outbox, slot, folder, backlog.events, effect) as job:
+        with (
+            outbox.copy(backlog) as slot,
+            self._job(outbox, slot, folder, backlog.events, effect) as job,
+        ):
             started = outbox.streaming(slot)
             return backlog.events / (float(job.answer("done")["at"]) - started)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from bench.outbox import PUBLICATION, Backlog, Outbox, wait_until
 
@@ -67,7 +67,7 @@ class Subscription:
         name = f"{outbox.name}_copy"
         if not outbox.value("select count(*) from pg_database where datname = %s", name):
             outbox.conn.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-        dsn = make_conninfo(**{**conninfo_to_dict(outbox.dsn), "dbname": name})
+        dsn = make_conninfo(outbox.dsn, dbname=name)
         conn: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
         conn.execute(COPY_OF_THE_TABLE)
         return conn

@@ -59,7 +59,7 @@ async def work(job: dict[str, Any]) -> None:
     worker = PgQueuer(AsyncpgDriver(conn))
     started = time.monotonic()
 
-    @worker.entrypoint("bench")
+    @worker.entrypoint("bench")  # type: ignore[untyped-decorator]
     async def handle(found: Job) -> None:
         nonlocal left
         if arrivals:

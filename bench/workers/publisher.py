@@ -1,6 +1,6 @@
 """Publishes at a steady pace and notes the clock just before each COMMIT.
 
-One connection: relay.publish and the queue's insert take place in the publisher's own transaction, its commit is durable.
+One connection; what is published belongs to the publisher's own transaction, and its commit is durable.
 """
 
 from __future__ import annotations
