@@ -1,8 +1,9 @@
-"""`python -m bench [WORKLOAD...]`: measures relay beside its peers. `report` writes tables into docs/performance.md."""
+"""`python -m bench [WORKLOAD...]`: measures relay beside its peers. `report` writes tables and plots into docs."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench import environment
+from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
 from bench.results import run
 from bench.workloads import WORKLOADS, Plan
@@ -18,11 +19,15 @@ from relay.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"
 QUICK_RESULTS = environment.HOME / "results"
+DOCUMENT = environment.ROOT / "docs" / "performance.md"
+PLOTS = environment.ROOT / "docs" / "plots"
+REPORT = "report"
 
 
 def main(
     workloads: Annotated[
-        list[str] | None, typer.Argument(help=f"{', '.join(WORKLOADS)}, report; by default all.")
+        list[str] | None,
+        typer.Argument(help=f"{', '.join(WORKLOADS)}, or {REPORT}; by default all workloads."),
     ] = None,
     peers: Annotated[
         str, typer.Option(help="Beginnings of peers' names, with commas; relay always takes part.")
@@ -32,22 +37,40 @@ def main(
     """Measure relay beside its peers. QUICK=1 in the environment measures less, and leaves bench/results alone."""
     chosen = workloads or list(WORKLOADS)
     for name in chosen:
-        if name not in WORKLOADS:
-            raise typer.BadParameter(f"{name} is none of {', '.join(WORKLOADS)}")
-    quick = bool(os.environ.get("QUICK"))
+        if name not in (*WORKLOADS, REPORT):
+            raise typer.BadParameter(f"{name} is none of {', '.join([*WORKLOADS, REPORT])}")
     console = Console()
-    console.print(f"environment of the peers: {environment.HOME}")
+    console.print(f"building the peers' environment in {environment.HOME}, unless it is there")
     environment.build()
+    quick = bool(os.environ.get("QUICK"))
+    results = QUICK_RESULTS if quick else RESULTS
     named = [peer.strip() for peer in peers.split(",") if peer.strip()]
     for name in chosen:
-        with (
-            tempfile.TemporaryDirectory(prefix="relay-bench-") as folder,
-            Cluster(settings=SERVER_SETTINGS) as cluster,
-        ):
-            plan = Plan(cluster, Path(folder), quick, rounds, named)
-            console.print(f"{name}: filling", style="bold")
-            for workload in WORKLOADS[name](plan):
-                run(workload, console, QUICK_RESULTS if quick else RESULTS)
+        if name == REPORT:
+            _report(console)
+        else:
+            _measure(name, console, quick, rounds, named, results)
+    console.print(f"figures: {results}")
+
+
+def _measure(
+    name: str, console: Console, quick: bool, rounds: int, peers: list[str], results: Path
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="relay-bench-") as folder,
+        Cluster(settings=SERVER_SETTINGS) as cluster,
+    ):
+        console.rule(name)
+        for workload in WORKLOADS[name](Plan(cluster, Path(folder), quick, rounds, peers)):
+            run(workload, console, results)
+
+
+def _report(console: Console) -> None:
+    for missing in report.write(DOCUMENT, RESULTS):
+        console.print(f"{DOCUMENT.name}: no result for {missing} in {RESULTS}")
+    command = [str(environment.PYTHON), "-m", "bench.workers.plots", str(RESULTS), str(PLOTS)]
+    subprocess.run(command, check=True, env=environment.variables())
+    console.print(f"tables in {DOCUMENT}, plots in {PLOTS}")
 
 
 if __name__ == "__main__":

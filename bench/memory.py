@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 
 from bench.outbox import Backlog, Outbox, wait_until
-from bench.relaying import SESSION_READY, Relay
+from bench.relaying import Relay
 from bench.results import Measurement
 
 EVERY_SECONDS = 0.1
@@ -64,7 +64,7 @@ def draining(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Me
     """Peaks from the attachment to the end of the backlog."""
     with (
         outbox.copy(backlog) as slot,
-        relay.attached(outbox, slot, folder) as running,
+        relay.warm(outbox, slot, folder) as running,
         Footprint(running.process.pid) as footprint,
     ):
         outbox.confirmed(slot, backlog, running.process)
@@ -73,11 +73,13 @@ def draining(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Me
 
 def idle(relay: Relay, outbox: Outbox, folder: Path, seconds: float) -> Measurement:
     """Peaks while there is nothing to do; a session that relay starts by itself is ready before."""
-    with relay.attached(outbox, outbox.new_slot(), folder) as running:
-        if relay.batch is not None or relay.spark:
-            running.said(SESSION_READY)
-        with Footprint(running.process.pid) as footprint:
-            time.sleep(seconds)
+    slot = outbox.new_slot()
+    with (
+        relay.warm(outbox, slot, folder) as running,
+        Footprint(running.process.pid) as footprint,
+    ):
+        time.sleep(seconds)
+    outbox.drop(slot)
     return footprint.peaks
 
 
@@ -86,9 +88,7 @@ def first_event(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) ->
     arrivals = folder / "first"
     arrivals.unlink(missing_ok=True)
     arrivals.touch()
-    with outbox.copy(backlog) as slot:
-        started = time.time_ns()
-        with relay.attached(outbox, slot, folder, arrivals) as running:
-            wait_until(lambda: arrivals.stat().st_size > 0, "first event", 120, running.process)
+    with outbox.copy(backlog) as slot, relay.cold(outbox, slot, folder, arrivals) as running:
+        wait_until(lambda: arrivals.stat().st_size > 0, "first event", 120, running.process)
         arrived = int(arrivals.read_text().split()[1])
-    return {"first event s": (arrived - started) / 1e9}
+    return {"first event s": (arrived - running.started_ns) / 1e9}

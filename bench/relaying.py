@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ SPARK = {"inline_max_events": 0}
 SESSION_READY = "the Spark session is ready"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Running:
-    """A relay process and its log."""
+    """A relay process, its log, the wall clock when it started, the monotonic clock when it attached to its slot."""
 
     process: subprocess.Popen[bytes]
     log: Path
+    started_ns: int
+    attached: float = 0.0
 
     def said(self, words: str) -> float:
         """Wait until it has logged the words; returns the monotonic clock."""
@@ -57,33 +60,60 @@ class Relay:
         return None
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
-        """On Spark the slot is kept from relay until its session is ready, so that nothing is received before."""
-        with outbox.copy(backlog) as slot, ExitStack() as hold:
-            initialise(self._settings(outbox, slot))
-            if self.spark:
+        with outbox.copy(backlog) as slot:
+            with self.warm(outbox, slot, folder) as running:
+                started = running.attached
+                finished = outbox.confirmed(slot, backlog, running.process)
+            if effect and outbox.applied() != backlog.events:
+                raise AssertionError(f"{outbox.applied()} of {backlog.events} rows")
+            return backlog.events / (finished - started)
+
+    @contextmanager
+    def warm(
+        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
+    ) -> Iterator[Running]:
+        """A relay that has just attached to the slot.
+
+        One that starts a Spark session is kept from the slot until the session is ready, so that it has received
+        nothing before.
+        """
+        with ExitStack() as hold:
+            if self.starts_spark:
                 hold.enter_context(outbox.held(slot))
             holder = outbox.reader(slot)
-            with self.running(outbox, slot, folder) as running:
-                if self.spark:
+            with self.cold(outbox, slot, folder, arrivals) as running:
+                if self.starts_spark:
                     running.said(SESSION_READY)
                     hold.close()
-                started = wait_until(
+                running.attached = wait_until(
                     lambda: outbox.reader(slot) not in (None, holder),
                     "relay attached",
                     120,
                     running.process,
                 )
-                finished = outbox.confirmed(slot, backlog, running.process)
-            if effect and outbox.applied() != backlog.events:
-                raise AssertionError(f"{outbox.applied()} of {backlog.events} rows")
-            return backlog.events / (finished - started)
+                yield running
+
+    @contextmanager
+    def cold(
+        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
+    ) -> Iterator[Running]:
+        """A relay that has just been started."""
+        initialise(self._settings(outbox, slot))
+        noted = {ARRIVALS: str(arrivals)} if arrivals else {}
+        with self._running(outbox, slot, folder, environment=noted) as running:
+            yield running
+
+    @property
+    def starts_spark(self) -> bool:
+        """Whether a session is started: where a batch can be larger than what is taken inline."""
+        return self._batch.get("inline_max_events", 0) < INLINE["inline_max_events"]
 
     def catch_up(self, outbox: Outbox, group: str, events: int, folder: Path) -> float:
         """Rows a second by polling from the first row on, counted from the moment the Spark session is ready."""
         outbox.conn.execute("truncate projection")
         initialise(self._settings(outbox, group, "poll"), start="beginning")
         query = "select min(next_offset) from relay.consumer_offsets where group_id = %s"
-        with self.running(outbox, group, folder, "poll") as running:
+        with self._running(outbox, group, folder, "poll") as running:
             started = running.said(SESSION_READY)
             # Hosts differ in their last offset; the gap at the end is less than one batch.
             last = int(outbox.value("select max(c_offset) from outbox_message_t"))
@@ -99,23 +129,13 @@ class Relay:
 
     @contextmanager
     def consuming(self, live: Live) -> Iterator[None]:
-        with self.attached(live.outbox, live.outbox.new_slot(), live.folder, live.arrivals):
+        slot = live.outbox.new_slot()
+        with self.warm(live.outbox, slot, live.folder, live.arrivals):
             yield
+        live.outbox.drop(slot)
 
     @contextmanager
-    def attached(
-        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
-    ) -> Iterator[Running]:
-        """A relay that reads the slot, which is dropped at the end."""
-        initialise(self._settings(outbox, slot))
-        noted = {ARRIVALS: str(arrivals)} if arrivals else {}
-        with self.running(outbox, slot, folder, environment=noted) as running:
-            outbox.streaming(slot)
-            yield running
-        outbox.drop(slot)
-
-    @contextmanager
-    def running(
+    def _running(
         self,
         outbox: Outbox,
         slot: str,
@@ -129,11 +149,12 @@ class Relay:
         file.write_text(yaml.safe_dump(self._config(outbox, slot, mode)))
         command = [sys.executable, "-m", "relay", "run", "--config", str(file)]
         with log.open("w") as stream:
+            started = time.time_ns()
             process = subprocess.Popen(
                 command, stderr=stream, cwd=folder, env=variables(**(environment or {}))
             )
         try:
-            yield Running(process, log)
+            yield Running(process, log, started)
         finally:
             process.terminate()
             try:
@@ -142,15 +163,18 @@ class Relay:
                 process.kill()
                 process.wait()
 
+    @property
+    def _batch(self) -> Mapping[str, int]:
+        return self.batch if self.batch is not None else SPARK if self.spark else INLINE
+
     def _settings(self, outbox: Outbox, slot: str, mode: str = "wal") -> Settings:
         return Settings(**self._config(outbox, slot, mode))
 
     def _config(self, outbox: Outbox, slot: str, mode: str) -> dict[str, Any]:
-        batch = self.batch if self.batch is not None else SPARK if self.spark else INLINE
         return outbox.config(
             slot,
             mode,
-            batch=dict(batch),
+            batch=dict(self._batch),
             spark={"master": self.master},
             handlers={"bench": dict(self.handler)},
             routes=[{"handlers": ["bench"]}],

@@ -19,6 +19,9 @@ Measurement = dict[str, float]
 
 MORE_IS_BETTER = ("events/s", "transactions/s")
 
+JUDGED = ("events/s", "p50", "p99", "durable p50", "durable p99")
+"""The figures that are compared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -111,7 +114,7 @@ def cell(row: Mapping[str, Any], heading: str) -> str:
         return ""
     ratio = row["ratio"].get(heading)
     shown = number(row["median"][heading])
-    return f"{shown} ({ratio:.2f}×)" if ratio and heading != "transactions/s" else shown
+    return f"{shown} ({ratio:.2f}×)" if ratio and heading in JUDGED else shown
 
 
 def number(value: float) -> str:
