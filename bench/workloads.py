@@ -30,6 +30,33 @@ INSERT_SELECT = """
 """
 
 
+LEFT_OUT_OF_QUICK = {
+    "drain-noop": (
+        "Debezium, defaults",
+        "pgqueuer, default batch",
+        "pg-transactional-outbox, defaults",
+    ),
+    "drain-apply": ("relay on Spark, each: event",),
+    "live-200": (
+        *("Debezium, defaults", "Debezium, tuned", "pg-transactional-outbox, tuned"),
+        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
+    ),
+    "memory": (
+        *("relay inline, idle", "relay on Spark, start"),
+        "relay as configured by default, one commit of 100,000 events",
+    ),
+}
+"""Rows that quick runs leave out: variants, and what takes long to start."""
+
+LEFT_OUT = {
+    "live-1000": (
+        *("Debezium, defaults", "pg-transactional-outbox, tuned"),
+        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
+    ),
+}
+"""Rows that full runs leave out: variants, and what falls behind by far."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How much is done. Quick runs take less of everything, and expensive contenders once."""
@@ -40,9 +67,12 @@ class Plan:
     rounds: int
     peers: Sequence[str] = ()
 
-    def takes(self, peer: str) -> bool:
+    def takes(self, workload: str, row: str) -> bool:
         """Whether the command line asks for this one; relay always takes part."""
-        return peer.startswith("relay") or not self.peers or peer.startswith(tuple(self.peers))
+        left_out = LEFT_OUT_OF_QUICK.get(workload, ()) if self.quick else LEFT_OUT.get(workload, ())
+        if row in left_out:
+            return False
+        return row.startswith("relay") or not self.peers or row.startswith(tuple(self.peers))
 
     def often(self, expensive: bool) -> int:
         """Rounds of a contender."""
@@ -69,7 +99,7 @@ def _drain(
             peer.unavailable(),
         )
 
-    taken = [contender(peer, expensive) for peer, expensive in peers if plan.takes(peer.name)]
+    taken = [contender(peer, expensive) for peer, expensive in peers if plan.takes(name, peer.name)]
     yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", taken)
 
 
@@ -87,9 +117,7 @@ def drain_noop(plan: Plan) -> Iterator[Workload]:
         (Relay("relay inline", NOTHING), False),
         (Relay("relay on Spark", NOTHING, spark=True), True),
     ]
-    slow = ("Debezium, defaults", "pgqueuer, default", "pg-transactional-outbox, defaults")
-    taken = [pair for pair in peers if not (plan.quick and pair[0].name.startswith(slow))]
-    return _drain(plan, "drain-noop", taken, Recvlogical(), effect=False)
+    return _drain(plan, "drain-noop", peers, Recvlogical(), effect=False)
 
 
 def drain_apply(plan: Plan) -> Iterator[Workload]:
@@ -110,42 +138,34 @@ def drain_apply(plan: Plan) -> Iterator[Workload]:
 def live_streams(plan: Plan) -> Iterator[Workload]:
     """A publisher at its pace: how long from its COMMIT to the handler, and to the commit of the effect."""
     outbox = Outbox(plan.cluster, "live")
-    no_effect, durable = "psycopg2 loop", "pgqueuer, durable effect, batch of 100"
-    without: dict[str, Consumer] = {
-        no_effect: Psycopg2Loop(),
-        "Debezium, defaults": Debezium(tuned=False),
-        "Debezium, tuned": Debezium(tuned=True),
-        "pg-transactional-outbox, tuned": TransactionalOutbox(tuned=True),
-        "pgqueuer, no effect": PgQueuer("", batch_size=100),
-        "relay, no effect": Relay("", NOTE),
-    }
-    with_effect: dict[str, Consumer] = {
-        "pgqueuer, durable effect, default batch": PgQueuer("", effect=True),
-        durable: PgQueuer("", batch_size=100, effect=True),
-        "relay, durable effect": Relay("", NOTE_AND_INSERT),
-    }
-    slow = () if not plan.quick else ("Debezium, defaults", "pg-transactional-outbox")
-    for rate in (200,) if plan.quick else (200, 1_000):
-        seconds = 8 if plan.quick else 20
-        # What cannot keep up at 200 a second by a wide margin is not driven at 1,000.
-        left_out = (
-            *slow,
-            *(("Debezium, defaults", "pg-transactional-outbox") if rate > 200 else ()),
+    plain, durable = "psycopg2 loop", "pgqueuer, durable effect, batch of 100"
+    rows: list[tuple[str, Consumer, str]] = [
+        (plain, Psycopg2Loop(), plain),
+        ("Debezium, defaults", Debezium(tuned=False), plain),
+        ("Debezium, tuned", Debezium(tuned=True), plain),
+        ("pg-transactional-outbox, tuned", TransactionalOutbox(tuned=True), plain),
+        ("pgqueuer, no effect", PgQueuer("", batch_size=100), plain),
+        ("relay, no effect", Relay("", NOTE), plain),
+        ("pgqueuer, durable effect, default batch", PgQueuer("", effect=True), durable),
+        (durable, PgQueuer("", batch_size=100, effect=True), durable),
+        ("relay, durable effect", Relay("", NOTE_AND_INSERT), durable),
+    ]
+    seconds = 8 if plan.quick else 20
+
+    def row(name: str, consumer: Consumer, against: str, rate: int) -> Contender:
+        return Contender(
+            name,
+            lambda: live.measure(consumer, outbox, plan.folder, rate, seconds),
+            plan.often(expensive=True),
+            against,
+            consumer.unavailable(),
         )
-        rows = [
-            Contender(
-                name,
-                lambda c=consumer, r=rate, s=seconds: live.measure(c, outbox, plan.folder, r, s),  # type: ignore[misc]
-                plan.often(expensive=True),
-                against,
-                consumer.unavailable(),
-            )
-            for group, against in ((without, no_effect), (with_effect, durable))
-            for name, consumer in group.items()
-            if plan.takes(name) and not name.startswith(left_out or ("-",))
-        ]
+
+    for rate in (200,) if plan.quick else (200, 1_000):
+        workload = f"live-{rate}"
+        taken = [row(*each, rate) for each in rows if plan.takes(workload, each[0])]
         size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
-        yield Workload(f"live-{rate}", size, rows)
+        yield Workload(workload, size, taken)
 
 
 def catch_up(plan: Plan) -> Iterator[Workload]:
@@ -199,7 +219,10 @@ def memory_and_start(plan: Plan) -> Iterator[Workload]:
             Relay("", NOTE, spark=True), outbox, one, folder
         ),
     }
-    contenders = [Contender(name, run, plan.often(expensive=True)) for name, run in rows.items()]
+    # Memory hardly differs from round to round.
+    contenders = [
+        Contender(name, run, rounds=1) for name, run in rows.items() if plan.takes("memory", name)
+    ]
     yield Workload("memory", "resident set, peaks of samples 0.1 s apart", contenders)
 
 
