@@ -14,11 +14,11 @@ from rich.console import Console
 from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
 from bench.results import run
-from bench.workloads import WORKLOADS, Plan
+from bench.workloads import QUICK, WORKLOADS, Plan
 from relay.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"
-QUICK_RESULTS = environment.HOME / "results"
+PARTIAL_RESULTS = environment.HOME / "results"
 DOCUMENT = environment.ROOT / "docs" / "performance.md"
 PLOTS = environment.ROOT / "docs" / "plots"
 REPORT = "report"
@@ -34,17 +34,20 @@ def main(
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each contender.")] = 3,
 ) -> None:
-    """Measure relay beside its peers. QUICK=1 in the environment measures less, and leaves bench/results alone."""
-    chosen = workloads or list(WORKLOADS)
+    """Measure relay beside its peers. QUICK=1 in the environment measures less.
+
+    A quick run and one with --peers leave bench/results alone and write to build/bench/results.
+    """
+    quick = bool(os.environ.get("QUICK"))
+    chosen = workloads or list(QUICK if quick else WORKLOADS)
     for name in chosen:
         if name not in (*WORKLOADS, REPORT):
             raise typer.BadParameter(f"{name} is none of {', '.join([*WORKLOADS, REPORT])}")
     console = Console()
     console.print(f"building the peers' environment in {environment.HOME}, unless it is there")
     environment.build()
-    quick = bool(os.environ.get("QUICK"))
-    results = QUICK_RESULTS if quick else RESULTS
     named = [peer.strip() for peer in peers.split(",") if peer.strip()]
+    results = PARTIAL_RESULTS if quick or named else RESULTS
     for name in chosen:
         if name == REPORT:
             _report(console)

@@ -18,7 +18,6 @@ OWN, OTHERS = "#1f6f8b", "#b8c4cc"
 TITLES = {
     "drain-noop": "Drain to a handler that does nothing",
     "drain-apply": "Drain into a table, one row for each event",
-    "catch-up": "Catch-up by polling into a table",
     "scale": "Task slots of Spark",
 }
 
@@ -54,14 +53,15 @@ def latencies(result: dict[str, Any], file: Path) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.set_xscale("log")
     largest = max(row["median"].get("durable p99", row["median"]["p99"]) for row in rows)
-    title = f"From COMMIT to the handler, or to the commit of its effect: {result['size']}"
+    title = f"From COMMIT to the handler or its effect's commit: {result['size']}"
+    axes.set_xlim(left=0.1)
     finish(axes, title, "ms, logarithmic", largest * 4, file)
 
 
 def finish(axes: Any, title: str, unit: str, limit: float, file: Path) -> None:
     """First row on top, no frame."""
     axes.invert_yaxis()
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     axes.set_xlabel(unit, fontsize=9)
     axes.tick_params(labelsize=9)
     axes.set_xlim(right=limit)
