@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,19 +29,30 @@ PACKAGES = ROOT / "bench" / "package.json"
 
 
 def build() -> None:
-    """Make the venv, and `node_modules` where there is npm, unless they are as the pinned files say."""
+    """Make the venv, and `node_modules` where there is npm, unless they are as the pinned files say.
+
+    What cannot be fetched is left out, and with it the peers that need it.
+    """
     _unless_built(REQUIREMENTS, _build_venv)
     if shutil.which("npm") and shutil.which("node"):
         _unless_built(PACKAGES, _build_node_modules)
 
 
 def _unless_built(pins: Path, make: Any) -> None:
-    stamp = HOME / f".{pins.name}"
-    if stamp.exists() and stamp.read_bytes() == pins.read_bytes():
+    if _built(pins):
         return
     HOME.mkdir(parents=True, exist_ok=True)
-    make()
-    stamp.write_bytes(pins.read_bytes())
+    with suppress(subprocess.CalledProcessError):
+        make()
+        _stamp(pins).write_bytes(pins.read_bytes())
+
+
+def _built(pins: Path) -> bool:
+    return _stamp(pins).exists() and _stamp(pins).read_bytes() == pins.read_bytes()
+
+
+def _stamp(pins: Path) -> Path:
+    return HOME / f".{pins.name}"
 
 
 def _build_venv() -> None:
@@ -53,6 +65,11 @@ def _build_node_modules() -> None:
     shutil.copy(PACKAGES, HOME / "package.json")
     command = ["npm", "install", "--silent", "--no-package-lock", "--no-audit", "--no-fund"]
     subprocess.run(command, cwd=HOME, check=True)
+
+
+def no_venv() -> str | None:
+    """Why a peer in Python cannot run, or None."""
+    return None if _built(REQUIREMENTS) else "its environment could not be installed"
 
 
 def no_java() -> str | None:
@@ -68,7 +85,7 @@ def no_node() -> str | None:
     """Why a peer on Node.js cannot run, or None."""
     if not shutil.which("node"):
         return "no node"
-    return None if NODE_MODULES.exists() else "no npm"
+    return None if _built(PACKAGES) else "its packages could not be installed"
 
 
 def variables(**more: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ WARM_UP_NS = 1_000_000_000
 SILENCE_SECONDS = 3.0
 """What has not come after this long without any arrival is missing."""
 
+PUBLISHER = "bench.workers.publisher"
 COMMITS = """
     select aggregate_id, (extract(epoch from pg_xact_commit_timestamp(xmin)) * 1e9)::bigint from projection
 """
@@ -46,8 +48,10 @@ def measure(
     arrivals.touch()
     outbox.conn.execute("truncate projection")
     job = {"dsn": outbox.dsn, "style": consumer.style, "rate": rate, "seconds": seconds}
+    # relay's publisher needs no more than psycopg, which the project's venv has.
+    command = [sys.executable, "-m", PUBLISHER] if consumer.style == "relay" else None
     with consumer.consuming(Live(outbox, folder, arrivals)):
-        with Job("bench.workers.publisher", {**job, "file": str(published)}, folder) as publisher:
+        with Job(PUBLISHER, {**job, "file": str(published)}, folder, command) as publisher:
             reached = float(publisher.answer("done")["rate"])
         sent = _clocks(published.read_text().splitlines())
         _settle(arrivals, len(sent))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from psycopg.conninfo import conninfo_to_dict
 
-from bench.environment import no_java
+from bench.environment import no_java, no_venv
 from bench.job import Job
 from bench.outbox import PUBLICATION, Backlog, Outbox
 from bench.peers import Live
@@ -40,7 +40,7 @@ class Debezium:
         return f"Debezium, {'tuned' if self.tuned else 'defaults'}"
 
     def unavailable(self) -> str | None:
-        return no_java()
+        return no_java() or no_venv()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
         with (

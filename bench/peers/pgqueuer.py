@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.environment import no_venv
 from bench.job import Job
 from bench.outbox import Backlog, Outbox
 from bench.peers import Live
@@ -30,7 +31,7 @@ class PgQueuer:
         return f"pgqueuer, {self.label}"
 
     def unavailable(self) -> str | None:
-        return None
+        return no_venv()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
         """Of a backlog of the same size in its own table; counted from `run()` on."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.environment import no_venv
 from bench.job import Job
 from bench.outbox import PUBLICATION, Backlog, Outbox
 from bench.peers import Live
@@ -22,7 +23,7 @@ class Psycopg2Loop:
     style: str = "relay"
 
     def unavailable(self) -> str | None:
-        return None
+        return no_venv()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
         with outbox.copy(backlog) as slot:
