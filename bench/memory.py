@@ -1,0 +1,94 @@
+"""Resident memory of relay's processes, and how long it takes to start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from bench.outbox import Backlog, Outbox, wait_until
+from bench.relaying import Relay
+from bench.results import Measurement
+
+EVERY_SECONDS = 0.1
+MIB = 2**20
+
+
+class Footprint:
+    """Peaks of a process and all its descendants while the context lasts, sampled every 0.1 s."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._done = Event()
+        self._thread = Thread(target=self._sample, daemon=True)
+        self.peaks: Measurement = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(EVERY_SECONDS):
+            found = self._resident()
+            for name, size in {**found, "total MiB": sum(found.values())}.items():
+                self.peaks[name] = max(size, self.peaks.get(name, 0.0))
+
+    def _resident(self) -> Mapping[str, float]:
+        found = {"driver MiB": 0.0, "JVM MiB": 0.0, "Python workers MiB": 0.0}
+        with suppress(psutil.NoSuchProcess):
+            found["driver MiB"] = self._root.memory_info().rss / MIB
+            for child in self._root.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    java = "java" in child.name()
+                    size = child.memory_info().rss / MIB
+                    found["JVM MiB" if java else "Python workers MiB"] += size
+        return found
+
+
+def draining(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Measurement:
+    """Peaks from the attachment to the end of the backlog."""
+    with (
+        outbox.copy(backlog) as slot,
+        relay.warm(outbox, slot, folder) as running,
+        Footprint(running.process.pid) as footprint,
+    ):
+        outbox.confirmed(slot, backlog, running.process)
+    return footprint.peaks
+
+
+def idle(relay: Relay, outbox: Outbox, folder: Path, seconds: float) -> Measurement:
+    """Peaks while there is nothing to do; a session that relay starts by itself is ready before."""
+    slot = outbox.new_slot()
+    with (
+        relay.warm(outbox, slot, folder) as running,
+        Footprint(running.process.pid) as footprint,
+    ):
+        time.sleep(seconds)
+    outbox.drop(slot)
+    return footprint.peaks
+
+
+def first_event(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Measurement:
+    """Seconds from the start of the process to the handler's first event, which waits in the slot."""
+    arrivals = folder / "first"
+    arrivals.unlink(missing_ok=True)
+    arrivals.touch()
+    with outbox.copy(backlog) as slot, relay.cold(outbox, slot, folder, arrivals) as running:
+        wait_until(lambda: arrivals.stat().st_size > 0, "first event", 120, running.process)
+        arrived = int(arrivals.read_text().split()[1])
+    return {"first event s": (arrived - running.started_ns) / 1e9}

@@ -1,0 +1,176 @@
+"""A database with an outbox, the backlogs in its WAL, and copies of a slot to drain them again and again."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from bench.backlog import PROJECTION, fill
+from relay.config import Settings
+from relay.embedded import Cluster
+from relay.install import initialise
+
+PUBLICATION = "bench"
+TIMEOUT_SECONDS = 300.0
+POLL_SECONDS = 0.005
+
+SERVER_SETTINGS = {
+    "max_replication_slots": "40",
+    "max_wal_senders": "20",
+    "max_connections": "200",
+    "max_wal_size": "8GB",
+    "track_commit_timestamp": "on",
+}
+"""On top of the defaults, the same for everybody. Durability stays as it comes: fsync and synchronous_commit are on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Events in the WAL between the slot's position and `end`."""
+
+    slot: str
+    end: str
+    events: int
+
+
+def wait_until(
+    reached: Callable[[], bool],
+    what: str,
+    seconds: float = TIMEOUT_SECONDS,
+    process: subprocess.Popen[Any] | None = None,
+) -> float:
+    """Ask every 5 ms; returns the monotonic clock when it is so. Raises TimeoutError.
+
+    Raises RuntimeError if it is a process that is waited for and the process ends.
+    """
+    deadline = time.monotonic() + seconds
+    while not reached():
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+    return time.monotonic()
+
+
+class Outbox:
+    """One database with relay's outbox, its publication and a table for effects."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.name = name
+        self.dsn = cluster.create_database(name)
+        self.conn: psycopg.Connection[Any] = psycopg.connect(self.dsn, autocommit=True)
+        self.conn.execute(PROJECTION)
+        self._slots = 0
+        initialise(self.settings(f"{name}_base"))
+
+    def settings(self, slot: str, **sections: Any) -> Settings:
+        """A relay configuration on this database whose group is named after the slot."""
+        return Settings(**self.config(slot, **sections))
+
+    def config(self, slot: str, mode: str = "wal", **sections: Any) -> dict[str, Any]:
+        """The same as a mapping, for a file."""
+        source = {"dsn": self.dsn, "slot": slot, "publication": PUBLICATION, "mode": mode}
+        return {"source": source, "group": slot, **sections}
+
+    def publish(self, transactions: int, events: int = 5, one_commit: bool = False) -> Backlog:
+        """Write a backlog behind all that there is, for a slot that begins right before it."""
+        slot = self.new_slot()
+        fill(self.conn, transactions, events, one_commit)
+        end = self.value("select pg_current_wal_insert_lsn()::text")
+        # Writes to the WAL too, so that everybody can come past the end.
+        self.conn.execute("checkpoint")
+        return Backlog(slot, end, transactions * events)
+
+    def new_slot(self) -> str:
+        """A slot that begins here."""
+        name = self.new_name()
+        self.conn.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
+        return name
+
+    @contextmanager
+    def copy(self, backlog: Backlog) -> Iterator[str]:
+        """A slot at the start of the backlog, with no effects applied yet; dropped at the end."""
+        name = self.new_name()
+        self.conn.execute(
+            "select pg_copy_logical_replication_slot(%s, %s, false)", (backlog.slot, name)
+        )
+        self.conn.execute("truncate projection")
+        self.conn.execute("checkpoint")
+        try:
+            yield name
+        finally:
+            self.drop(name)
+
+    def drop(self, slot: str) -> None:
+        """Drop the slot once nobody reads it any more."""
+        wait_until(lambda: not self._active(slot), f"{slot} free", 60)
+        self.conn.execute(
+            "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s",
+            (slot,),
+        )
+
+    def streaming(self, slot: str) -> float:
+        """Wait until somebody reads the slot; returns the monotonic clock."""
+        return wait_until(lambda: self._active(slot), f"{slot} active", 120)
+
+    def confirmed(
+        self, slot: str, backlog: Backlog, process: subprocess.Popen[Any] | None = None
+    ) -> float:
+        """Wait until the slot is confirmed to the backlog's end; returns the monotonic clock."""
+        return wait_until(
+            lambda: bool(
+                self.value(
+                    "select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where slot_name = %s",
+                    backlog.end,
+                    slot,
+                )
+            ),
+            f"{slot} confirmed",
+            process=process,
+        )
+
+    @contextmanager
+    def held(self, slot: str) -> Iterator[None]:
+        """Keep everybody from the slot without moving it: a reader that attaches and reads nothing."""
+        conn: psycopg.Connection[Any] = psycopg.connect(
+            self.dsn, replication="database", autocommit=True
+        )
+        statement = sql.SQL(
+            "START_REPLICATION SLOT {} LOGICAL 0/0 (proto_version '1', publication_names {})"
+        ).format(sql.Identifier(slot), sql.Literal(PUBLICATION))
+        conn.pgconn.send_query(statement.as_bytes(conn))
+        try:
+            self.streaming(slot)
+            yield
+        finally:
+            conn.close()
+
+    def reader(self, slot: str) -> int | None:
+        """The process of the server that serves the slot."""
+        found = self.value("select active_pid from pg_replication_slots where slot_name = %s", slot)
+        return None if found is None else int(found)
+
+    def applied(self) -> int:
+        """Rows in the projection."""
+        return int(self.value("select count(*) from projection"))
+
+    def value(self, query: str, *arguments: Any) -> Any:
+        """The one value that a query returns, None without a row."""
+        row = self.conn.execute(query.encode(), arguments).fetchone()
+        return row[0] if row else None
+
+    def _active(self, slot: str) -> bool:
+        return self.reader(slot) is not None
+
+    def new_name(self) -> str:
+        """A name that no slot or group here has yet."""
+        self._slots += 1
+        return f"{self.name}_{self._slots}"

@@ -1,0 +1,88 @@
+"""PostgreSQL's own subscription, into a second database of the same server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from bench.outbox import PUBLICATION, Backlog, Outbox, wait_until
+
+# The columns alone: like the table for relay's effects it has no index to keep.
+COPY_OF_THE_TABLE = """
+    create table if not exists outbox_message_t (
+        id uuid, host_id uuid, user_id uuid, aggregate_id text, aggregate_version bigint, aggregate_type text,
+        event_type text, event_ts timestamptz, payload jsonb, metadata jsonb, c_offset bigint, transaction_id uuid,
+        transaction_ordinal int, transaction_count int
+    )
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """Applies with `synchronous_commit` as given; the row itself is the effect."""
+
+    synchronous_commit: str
+
+    @property
+    def name(self) -> str:
+        return f"subscription, synchronous_commit {self.synchronous_commit}"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
+        with outbox.copy(backlog) as slot, self._target(outbox) as conn:
+            conn.execute("truncate outbox_message_t")
+            conn.execute(
+                sql.SQL(
+                    "create subscription {name} connection {dsn} publication {publication} with (create_slot = false,"
+                    " slot_name = {name}, copy_data = false, enabled = false, synchronous_commit = {commit})"
+                ).format(
+                    name=sql.Identifier(slot),
+                    dsn=sql.Literal(outbox.dsn),
+                    publication=sql.Identifier(PUBLICATION),
+                    commit=sql.Literal(self.synchronous_commit),
+                )
+            )
+            name = sql.Identifier(slot)
+            try:
+                conn.execute(sql.SQL("alter subscription {} enable").format(name))
+                started = outbox.streaming(slot)
+                finished = self._applied(conn, outbox, slot, backlog)
+            finally:
+                conn.execute(sql.SQL("alter subscription {} disable").format(name))
+                conn.execute(sql.SQL("alter subscription {} set (slot_name = none)").format(name))
+                conn.execute(sql.SQL("drop subscription {}").format(name))
+            rows = conn.execute("select count(*) from outbox_message_t").fetchone()
+            if rows != (backlog.events,):
+                raise AssertionError(f"the subscription applied {rows} of {backlog.events} rows")
+            return backlog.events / (finished - started)
+
+    def _target(self, outbox: Outbox) -> psycopg.Connection[Any]:
+        name = f"{outbox.name}_copy"
+        if not outbox.value("select count(*) from pg_database where datname = %s", name):
+            outbox.conn.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+        dsn = make_conninfo(outbox.dsn, dbname=name)
+        conn: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
+        conn.execute(COPY_OF_THE_TABLE)
+        return conn
+
+    def _applied(
+        self, conn: psycopg.Connection[Any], outbox: Outbox, slot: str, backlog: Backlog
+    ) -> float:
+        """When the last commit was applied. The slot's position covers an end that is no commit's own."""
+        oid = conn.execute("select oid from pg_subscription where subname = %s", (slot,)).fetchone()
+        query = """
+            select greatest(
+                (select remote_lsn from pg_show_replication_origin_status() where external_id = %s),
+                (select confirmed_flush_lsn from pg_replication_slots where slot_name = %s)) >= %s::pg_lsn
+        """
+        origin = f"pg_{oid[0]}" if oid else ""
+        return wait_until(
+            lambda: bool(outbox.value(query, origin, slot, backlog.end)), f"{slot} applied"
+        )

@@ -1,0 +1,181 @@
+"""relay as a contender: `relay run` in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.environment import variables
+from bench.handlers import ARRIVALS
+from bench.outbox import Backlog, Outbox, wait_until
+from bench.peers import Live
+from relay.config import Settings
+from relay.install import initialise
+
+NOTHING = {"type": "python", "callable": "bench.handlers:nothing"}
+WAIT = {"type": "python", "callable": "bench.handlers:wait"}
+NOTE = {"type": "python", "callable": "bench.handlers:note"}
+NOTE_AND_INSERT = {"type": "python", "callable": "bench.handlers:note_and_insert"}
+
+# As many events as a batch may hold: every batch is inline, and no Spark session is started.
+INLINE = {"inline_max_events": 10_000}
+SPARK = {"inline_max_events": 0}
+SESSION_READY = "the Spark session is ready"
+
+
+@dataclass(slots=True)
+class Running:
+    """A relay process, its log, the wall clock when it started, the monotonic clock when it attached to its slot."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    started_ns: int
+    attached: float = 0.0
+
+    def said(self, words: str) -> float:
+        """Wait until it has logged the words; returns the monotonic clock."""
+        return wait_until(lambda: words in self.log.read_text(), words, 120, self.process)
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """relay with one handler, inline or on Spark; everything else is the default."""
+
+    name: str
+    handler: Mapping[str, str]
+    spark: bool = False
+    master: str = "local[*]"
+    batch: Mapping[str, int] | None = None
+    style: str = "relay"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
+        with outbox.copy(backlog) as slot:
+            with self.warm(outbox, slot, folder) as running:
+                started = running.attached
+                finished = outbox.confirmed(slot, backlog, running.process)
+            if effect and outbox.applied() != backlog.events:
+                raise AssertionError(f"{outbox.applied()} of {backlog.events} rows")
+            return backlog.events / (finished - started)
+
+    @contextmanager
+    def warm(
+        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
+    ) -> Iterator[Running]:
+        """A relay that has just attached to the slot.
+
+        One that starts a Spark session is kept from the slot until the session is ready, so that it has received
+        nothing before.
+        """
+        with ExitStack() as hold:
+            if self.starts_spark:
+                hold.enter_context(outbox.held(slot))
+            holder = outbox.reader(slot)
+            with self.cold(outbox, slot, folder, arrivals) as running:
+                if self.starts_spark:
+                    running.said(SESSION_READY)
+                    hold.close()
+                running.attached = wait_until(
+                    lambda: outbox.reader(slot) not in (None, holder),
+                    "relay attached",
+                    120,
+                    running.process,
+                )
+                yield running
+
+    @contextmanager
+    def cold(
+        self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
+    ) -> Iterator[Running]:
+        """A relay that has just been started."""
+        initialise(self._settings(outbox, slot))
+        noted = {ARRIVALS: str(arrivals)} if arrivals else {}
+        with self._running(outbox, slot, folder, environment=noted) as running:
+            yield running
+
+    @property
+    def starts_spark(self) -> bool:
+        """Whether a session is started: where a batch can be larger than what is taken inline."""
+        return self._batch.get("inline_max_events", 0) < INLINE["inline_max_events"]
+
+    def catch_up(self, outbox: Outbox, group: str, events: int, folder: Path) -> float:
+        """Rows a second by polling from the first row on, counted from the moment the Spark session is ready."""
+        outbox.conn.execute("truncate projection")
+        initialise(self._settings(outbox, group, "poll"), start="beginning")
+        query = "select min(next_offset) from relay.consumer_offsets where group_id = %s"
+        with self._running(outbox, group, folder, "poll") as running:
+            started = running.said(SESSION_READY)
+            # Hosts differ in their last offset; the gap at the end is less than one batch.
+            last = int(outbox.value("select max(c_offset) from outbox_message_t"))
+            wait_until(
+                lambda: int(outbox.value(query, group)) > last - 2_000,
+                "caught up",
+                process=running.process,
+            )
+            finished = wait_until(
+                lambda: outbox.applied() >= events, "every row", process=running.process
+            )
+        return events / (finished - started)
+
+    @contextmanager
+    def consuming(self, live: Live) -> Iterator[None]:
+        slot = live.outbox.new_slot()
+        with self.warm(live.outbox, slot, live.folder, live.arrivals):
+            yield
+        live.outbox.drop(slot)
+
+    @contextmanager
+    def _running(
+        self,
+        outbox: Outbox,
+        slot: str,
+        folder: Path,
+        mode: str = "wal",
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[Running]:
+        """`relay run`, ended with SIGTERM."""
+        log = folder / f"{slot}.log"
+        file = folder / f"{slot}.yaml"
+        file.write_text(yaml.safe_dump(self._config(outbox, slot, mode)))
+        command = [sys.executable, "-m", "relay", "run", "--config", str(file)]
+        with log.open("w") as stream:
+            started = time.time_ns()
+            process = subprocess.Popen(
+                command, stderr=stream, cwd=folder, env=variables(**(environment or {}))
+            )
+        try:
+            yield Running(process, log, started)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @property
+    def _batch(self) -> Mapping[str, int]:
+        return self.batch if self.batch is not None else SPARK if self.spark else INLINE
+
+    def _settings(self, outbox: Outbox, slot: str, mode: str = "wal") -> Settings:
+        return Settings(**self._config(outbox, slot, mode))
+
+    def _config(self, outbox: Outbox, slot: str, mode: str) -> dict[str, Any]:
+        return outbox.config(
+            slot,
+            mode,
+            batch=dict(self._batch),
+            spark={"master": self.master},
+            handlers={"bench": dict(self.handler)},
+            routes=[{"handlers": ["bench"]}],
+        )

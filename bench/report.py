@@ -1,0 +1,94 @@
+"""Writes the measured tables between markers in docs/performance.md, so that no figure is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.results import JUDGED, cell, headings, number
+
+Result = Mapping[str, Any]
+
+_MARKED = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write(document: Path, results: Path) -> list[str]:
+    """Fill every marked place; returns the names of those for which there is no result."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+    missing: list[str] = []
+
+    def fill(match: re.Match[str]) -> str:
+        head, name, end = match.groups()
+        if name == "environment":
+            body = _environment(list(found.values()))
+        elif name == "behind":
+            body = _behind(found)
+        elif name in found:
+            body = _table(found[name])
+        else:
+            missing.append(name)
+            return match[0]
+        return f"{head}{body}\n{end}"
+
+    document.write_text(_MARKED.sub(fill, document.read_text()))
+    return missing
+
+
+def _table(result: Result) -> str:
+    """One Markdown table; in brackets the ratio to the row that a contender is compared with."""
+    names = headings(result)
+    lines = [
+        f"{result['size'][0].upper()}{result['size'][1:]}.",
+        "",
+        f"| contender | {' | '.join(names)} | rounds |",
+        f"|---|{'---:|' * len(names)}---:|",
+    ]
+    for row in result["contenders"]:
+        figures = " | ".join(cell(row, name) for name in names)
+        lines.append(f"| {row['name']} | {figures} | {len(row['rounds'])} |")
+    lines += ["", *_against(result), *_skipped(result)]
+    return "\n".join(lines).rstrip()
+
+
+def _against(result: Result) -> Iterator[str]:
+    named = dict.fromkeys(row["against"] for row in result["contenders"] if row["against"])
+    if named:
+        yield f"In brackets: how many times better than {' and '.join(f'“{name}”' for name in named)}."
+
+
+def _skipped(result: Result) -> Iterator[str]:
+    for name, why in result["skipped"].items():
+        yield f"Without {name}: {why}."
+
+
+def _environment(results: Sequence[Result]) -> str:
+    if not results:
+        return "Nothing has been measured yet."
+    newest = max(results, key=lambda result: str(result["date"]))
+    machine = newest["machine"]
+    versions = ", ".join(f"{name} {found}" for name, found in newest["versions"].items() if found)
+    return (
+        f"Measured {newest['date']} on {machine['cores']} cores with {machine['memory_gib']} GiB,"
+        f" {machine['system']}. Versions: {versions}."
+    )
+
+
+def _behind(results: Mapping[str, Result]) -> str:
+    lines = [
+        f"| {name} | {row['name']} | {figure} | {number(row['median'][figure])} | {row['against']} | {ratio:.2f}× |"
+        for name, result in results.items()
+        for row in result["contenders"]
+        if row["name"].startswith("relay") and row["against"] and row["against"] != row["name"]
+        for figure, ratio in row["ratio"].items()
+        if figure in JUDGED and ratio < 1
+    ]
+    if not lines:
+        return "In no figure of these tables."
+    head = [
+        "| workload | row | figure | measured | against | ratio |",
+        "|---|---|---|---:|---|---:|",
+    ]
+    return "\n".join([*head, *lines])

@@ -1,0 +1,139 @@
+"""Rounds in turns, medians, ratios; the table on the terminal and the JSON file of each workload."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.environment import description
+
+Measurement = dict[str, float]
+"""Figures by their name, such as `events/s` or `p99`."""
+
+MORE_IS_BETTER = ("events/s", "transactions/s")
+
+JUDGED = ("events/s", "p50", "p99", "durable p50", "durable p99")
+"""The figures that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row: a peer with one configuration, how often it runs, and whom it is compared with."""
+
+    name: str
+    measure: Callable[[], Measurement]
+    rounds: int
+    against: str | None = None
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A workload with its contenders, and in words what its size is."""
+
+    name: str
+    size: str
+    contenders: Sequence[Contender]
+
+
+def run(workload: Workload, console: Console, folder: Path) -> None:
+    """Measure every contender in turns, print the table and write the file."""
+    found: dict[str, list[Measurement]] = {c.name: [] for c in workload.contenders}
+    skipped = {c.name: c.unavailable for c in workload.contenders if c.unavailable}
+    for name, why in skipped.items():
+        console.print(f"{workload.name}: without {name}: {why}")
+    for number in range(1, max(c.rounds for c in workload.contenders) + 1):
+        for contender in workload.contenders:
+            if contender.name in skipped or number > contender.rounds:
+                continue
+            try:
+                figures = contender.measure()
+            except Exception as error:
+                # One contender that cannot be measured must not cost the figures of the others.
+                skipped[contender.name] = f"failed: {str(error)[:500] or type(error).__name__}"
+                console.print(f"[red]{contender.name}: {error}", markup=False)
+                continue
+            found[contender.name].append(figures)
+            console.print(f"{workload.name} round {number}: {contender.name}: {_words(figures)}")
+    result = _result(workload, found, skipped)
+    console.print(_table(result))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{workload.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _result(
+    workload: Workload,
+    found: Mapping[str, list[Measurement]],
+    skipped: Mapping[str, str | None],
+) -> dict[str, Any]:
+    medians = {name: _medians(rounds) for name, rounds in found.items() if rounds}
+    rows = [
+        {
+            "name": c.name,
+            "rounds": found[c.name],
+            "median": medians[c.name],
+            "against": c.against,
+            "ratio": _ratios(medians[c.name], medians.get(c.against or "", {})),
+        }
+        for c in workload.contenders
+        if c.name in medians
+    ]
+    head = {"workload": workload.name, "size": workload.size, **description()}
+    return {**head, "contenders": rows, "skipped": dict(skipped)}
+
+
+def _medians(rounds: Sequence[Measurement]) -> Measurement:
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {name: statistics.median(f[name] for f in rounds if name in f) for name in names}
+
+
+def _ratios(own: Measurement, reference: Measurement) -> Measurement:
+    """How many times better than the reference, whichever direction is the better one."""
+    return {
+        name: own[name] / value if name in MORE_IS_BETTER else value / own[name]
+        for name, value in reference.items()
+        if own.get(name) and value
+    }
+
+
+def headings(result: Mapping[str, Any]) -> list[str]:
+    """The figures that any row has."""
+    return list(dict.fromkeys(name for row in result["contenders"] for name in row["median"]))
+
+
+def cell(row: Mapping[str, Any], heading: str) -> str:
+    """A figure with its ratio, as text."""
+    if heading not in row["median"]:
+        return ""
+    ratio = row["ratio"].get(heading)
+    shown = number(row["median"][heading])
+    return f"{shown} ({ratio:.2f}×)" if ratio and heading in JUDGED else shown
+
+
+def number(value: float) -> str:
+    """Three digits that count, or whole thousands with commas."""
+    if value >= 100 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _table(result: Mapping[str, Any]) -> Table:
+    names = headings(result)
+    table = Table(title=f"{result['workload']}: {result['size']}", title_justify="left")
+    table.add_column("contender")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in result["contenders"]:
+        table.add_row(row["name"], *(cell(row, name) for name in names))
+    return table
+
+
+def _words(figures: Measurement) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in figures.items())

@@ -1,0 +1,121 @@
+"""Publishes at a steady pace and notes the clock just before each COMMIT.
+
+One connection; what is published belongs to the publisher's own transaction, and its commit is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from bench.workers.talk import arguments, say
+
+EVENTS = 5
+Publish = Callable[[int, list[dict[str, Any]]], None]
+
+
+def events_of(transaction: int) -> list[dict[str, Any]]:
+    """The events of a transaction, each with an aggregate of its own so that its arrival can be told."""
+    note = "x" * 100
+    return [
+        {
+            "event_type": "order.placed",
+            "aggregate_type": "Order",
+            "aggregate_id": str(EVENTS * transaction + n),
+            "payload": {"order": transaction, "amount": n, "note": note},
+        }
+        for n in range(EVENTS)
+    ]
+
+
+def host_of(transaction: int) -> str:
+    return f"00000000-0000-4000-8000-{transaction % 64:012}"
+
+
+def user_of(transaction: int) -> str:
+    return f"00000000-0000-4000-9000-{transaction % 1000:012}"
+
+
+def to_relay(conn: psycopg.Connection[Any]) -> Publish:
+    """`relay.publish`, one call for all events of the transaction."""
+
+    def publish(transaction: int, events: list[dict[str, Any]]) -> None:
+        conn.execute(
+            "select relay.publish(%s::uuid, %s::uuid, %s::jsonb)",
+            (host_of(transaction), user_of(transaction), json.dumps(events)),
+        )
+
+    return publish
+
+
+def to_pgqueuer(conn: psycopg.Connection[Any]) -> Publish:
+    """pgqueuer's own batch enqueue: a job for each event, in one statement."""
+    from pgqueuer.adapters.drivers.psycopg import SyncPsycopgDriver
+    from pgqueuer.queries import SyncQueries
+
+    queries = SyncQueries(SyncPsycopgDriver(conn))
+
+    def publish(transaction: int, events: list[dict[str, Any]]) -> None:
+        ids = {"host_id": host_of(transaction), "user_id": user_of(transaction)}
+        jobs: list[bytes | None] = [
+            json.dumps({"id": str(uuid.uuid4()), **ids, **event}).encode() for event in events
+        ]
+        queries.enqueue(["bench"] * len(jobs), jobs, [0] * len(jobs))
+
+    return publish
+
+
+def to_outbox(conn: psycopg.Connection[Any]) -> Publish:
+    """The table of pg-transactional-outbox, all rows in one statement; the host is the segment."""
+    row = "(gen_random_uuid(), %s, %s, %s, %s, %s::jsonb)"
+    statement = (
+        "insert into outbox (id, aggregate_type, aggregate_id, message_type, segment, payload)"
+        f" values {', '.join([row] * EVENTS)}"
+    )
+
+    def publish(transaction: int, events: list[dict[str, Any]]) -> None:
+        values: list[Any] = []
+        for event in events:
+            values += [event["aggregate_type"], event["aggregate_id"], event["event_type"]]
+            values += [host_of(transaction), json.dumps(event["payload"])]
+        conn.execute(statement.encode(), values)
+
+    return publish
+
+
+STYLES = {"relay": to_relay, "pgqueuer": to_pgqueuer, "pg-transactional-outbox": to_outbox}
+
+
+def main() -> None:
+    job = arguments()
+    rate, transactions = job["rate"], int(job["rate"] * job["seconds"])
+    committing: list[int] = []
+    with psycopg.connect(job["dsn"], autocommit=True) as conn:
+        publish = STYLES[job["style"]](conn)
+        started = time.perf_counter()
+        for transaction in range(transactions):
+            events = events_of(transaction)
+            pause = started + transaction / rate - time.perf_counter()
+            if pause > 0:
+                time.sleep(pause)
+            with conn.transaction():
+                publish(transaction, events)
+                committing.append(time.time_ns())
+        took = time.perf_counter() - started
+    lines = [
+        f"{EVENTS * transaction + n} {clock}"
+        for transaction, clock in enumerate(committing)
+        for n in range(EVENTS)
+    ]
+    Path(job["file"]).write_text("\n".join(lines))
+    say("done", rate=transactions / took)
+
+
+if __name__ == "__main__":
+    main()

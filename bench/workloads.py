@@ -1,0 +1,265 @@
+"""The workloads: which contenders take part in each, and how they are set up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import live, memory
+from bench.backlog import STATEMENTS
+from bench.live import Consumer
+from bench.outbox import Backlog, Outbox
+from bench.peers import Peer
+from bench.peers.debezium import Debezium
+from bench.peers.pgqueuer import TUNED_BATCH, PgQueuer
+from bench.peers.psycopg2_loop import Psycopg2Loop
+from bench.peers.recvlogical import Recvlogical
+from bench.peers.subscription import Subscription
+from bench.peers.transactional_outbox import TransactionalOutbox
+from bench.relaying import NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
+from bench.results import Contender, Measurement, Workload
+from relay.embedded import Cluster
+
+BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
+DEFAULT_CONFIGURATION: dict[str, int] = {}
+INSERT_SELECT = """
+    insert into projection select id, host_id, user_id, aggregate_id, (payload->>'amount')::numeric, payload
+    from outbox_message_t
+"""
+
+
+LEFT_OUT_OF_QUICK = {
+    "drain-noop": (
+        *("Debezium, defaults", "pgqueuer, default batch"),
+        *("pg-transactional-outbox, defaults", "pg-transactional-outbox, tuned"),
+    ),
+    "drain-apply": ("Debezium, tuned", "relay on Spark, each: event"),
+    "live-200": (
+        *("Debezium, defaults", "Debezium, tuned", "pg-transactional-outbox, tuned"),
+        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
+    ),
+    "memory": (
+        *("relay inline, idle", "relay on Spark, start", "relay on Spark, 40,000 events"),
+        "relay as configured by default, one commit of 100,000 events",
+    ),
+}
+"""Rows that quick runs leave out: variants, and what takes long to start."""
+
+LEFT_OUT = {
+    "live-1000": (
+        *("Debezium, defaults", "pg-transactional-outbox, tuned"),
+        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
+    ),
+}
+"""Rows that full runs leave out: variants, and what falls behind by far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is done. Quick runs take less of everything, and expensive contenders once."""
+
+    cluster: Cluster
+    folder: Path
+    quick: bool
+    rounds: int
+    peers: Sequence[str] = ()
+
+    def takes(self, workload: str, row: str) -> bool:
+        """Whether the command line asks for this one; relay always takes part."""
+        left_out = LEFT_OUT_OF_QUICK.get(workload, ()) if self.quick else LEFT_OUT.get(workload, ())
+        if row in left_out:
+            return False
+        asked = tuple(peer.lower() for peer in self.peers)
+        return row.startswith("relay") or not asked or row.lower().startswith(asked)
+
+    def often(self, expensive: bool) -> int:
+        """Rounds of a contender."""
+        return 1 if self.quick and expensive else self.rounds
+
+
+def _drain(
+    plan: Plan,
+    name: str,
+    peers: Sequence[tuple[Peer, bool]],
+    against: Peer,
+    effect: bool,
+) -> Iterator[Workload]:
+    transactions = 8_000 if plan.quick else 40_000
+    outbox = Outbox(plan.cluster, name.replace("-", "_"))
+    backlog = outbox.publish(transactions)
+
+    def contender(peer: Peer, expensive: bool) -> Contender:
+        return Contender(
+            peer.name,
+            lambda: {"events/s": peer.drain(outbox, backlog, plan.folder, effect)},
+            plan.often(expensive),
+            against.name,
+            peer.unavailable(),
+        )
+
+    taken = [contender(peer, expensive) for peer, expensive in peers if plan.takes(name, peer.name)]
+    yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", taken)
+
+
+def drain_noop(plan: Plan) -> Iterator[Workload]:
+    """A backlog to a handler that does nothing."""
+    peers: list[tuple[Peer, bool]] = [
+        (Recvlogical(), False),
+        (Psycopg2Loop(), False),
+        (Debezium(tuned=False), True),
+        (Debezium(tuned=True), True),
+        (PgQueuer("default batch"), True),
+        (PgQueuer(f"batch of {TUNED_BATCH}", TUNED_BATCH), True),
+        (TransactionalOutbox(tuned=False), True),
+        (TransactionalOutbox(tuned=True), True),
+        (Relay("relay inline", NOTHING), False),
+        (Relay("relay on Spark", NOTHING, spark=True), True),
+    ]
+    return _drain(plan, "drain-noop", peers, Recvlogical(), effect=False)
+
+
+def drain_apply(plan: Plan) -> Iterator[Workload]:
+    """A backlog into a table, a row for each event, every commit durable but in one of the subscriptions."""
+    peers: list[tuple[Peer, bool]] = [
+        (Subscription("on"), False),
+        (Subscription("off"), False),
+        (Psycopg2Loop(), True),
+        (Debezium(tuned=True), True),
+        (Relay("relay inline, each: event", EVENT), False),
+        (Relay("relay inline, each: batch", BATCH), False),
+        (Relay("relay on Spark, each: event", EVENT, spark=True), True),
+        (Relay("relay on Spark, each: batch", BATCH, spark=True), True),
+    ]
+    return _drain(plan, "drain-apply", peers, Subscription("on"), effect=True)
+
+
+def live_streams(plan: Plan) -> Iterator[Workload]:
+    """A publisher at its pace: how long from its COMMIT to the handler, and to the commit of the effect."""
+    outbox = Outbox(plan.cluster, "live")
+    plain, durable = "psycopg2 loop", "pgqueuer, durable effect, batch of 100"
+    rows: list[tuple[str, Consumer, str]] = [
+        (plain, Psycopg2Loop(), plain),
+        ("Debezium, defaults", Debezium(tuned=False), plain),
+        ("Debezium, tuned", Debezium(tuned=True), plain),
+        ("pg-transactional-outbox, tuned", TransactionalOutbox(tuned=True), plain),
+        ("pgqueuer, no effect", PgQueuer("", batch_size=100), plain),
+        ("relay, no effect", Relay("", NOTE), plain),
+        ("pgqueuer, durable effect, default batch", PgQueuer("", effect=True), durable),
+        (durable, PgQueuer("", batch_size=100, effect=True), durable),
+        ("relay, durable effect", Relay("", NOTE_AND_INSERT), durable),
+    ]
+    seconds = 8 if plan.quick else 20
+
+    def row(name: str, consumer: Consumer, against: str, rate: int) -> Contender:
+        return Contender(
+            name,
+            lambda: live.measure(consumer, outbox, plan.folder, rate, seconds),
+            plan.often(expensive=True),
+            against,
+            consumer.unavailable(),
+        )
+
+    for rate in (200,) if plan.quick else (200, 1_000):
+        workload = f"live-{rate}"
+        taken = [row(*each, rate) for each in rows if plan.takes(workload, each[0])]
+        size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
+        yield Workload(workload, size, taken)
+
+
+def catch_up(plan: Plan) -> Iterator[Workload]:
+    """Rows that are older than the slot: read by polling, from the first one on."""
+    transactions = 10_000 if plan.quick else 200_000
+    outbox = Outbox(plan.cluster, "catch_up")
+    events = outbox.publish(transactions).events
+    relay = Relay("relay on Spark, each: batch", BATCH, spark=True)
+    statement = "insert … select, one statement"
+
+    def insert_select() -> Measurement:
+        outbox.conn.execute("truncate projection")
+        started = time.monotonic()
+        outbox.conn.execute(INSERT_SELECT)
+        return {"events/s": events / (time.monotonic() - started)}
+
+    def poll() -> Measurement:
+        group = outbox.new_name()
+        return {"events/s": relay.catch_up(outbox, group, events, plan.folder)}
+
+    rows = [
+        Contender(statement, insert_select, plan.rounds, statement),
+        Contender(relay.name, poll, plan.often(expensive=True), statement),
+    ]
+    yield Workload("catch-up", f"{events:,} rows", rows)
+
+
+def memory_and_start(plan: Plan) -> Iterator[Workload]:
+    """Resident memory at work, in one very large transaction and idle; seconds to the first event."""
+    outbox = Outbox(plan.cluster, "memory")
+    backlog = outbox.publish(8_000 if plan.quick else 40_000)
+    large = outbox.publish(100 if plan.quick else 1_000, events=1_000, one_commit=True)
+    one = outbox.publish(1)
+    inline, spark = Relay("", NOTHING), Relay("", NOTHING, spark=True)
+    default = Relay("", NOTHING, batch=DEFAULT_CONFIGURATION)
+    folder, seconds = plan.folder, 5 if plan.quick else 10
+    many, huge = f"{backlog.events:,} events", f"one commit of {large.events:,} events"
+    rows: dict[str, Callable[[], Measurement]] = {
+        f"relay inline, {many}": lambda: memory.draining(inline, outbox, backlog, folder),
+        f"relay on Spark, {many}": lambda: memory.draining(spark, outbox, backlog, folder),
+        f"relay inline, {huge}": lambda: memory.draining(inline, outbox, large, folder),
+        f"relay as configured by default, {huge}": lambda: memory.draining(
+            default, outbox, large, folder
+        ),
+        "relay inline, idle": lambda: memory.idle(inline, outbox, folder, seconds),
+        "relay as configured by default, idle": lambda: memory.idle(
+            default, outbox, folder, seconds
+        ),
+        "relay inline, start": lambda: memory.first_event(Relay("", NOTE), outbox, one, folder),
+        "relay on Spark, start": lambda: memory.first_event(
+            Relay("", NOTE, spark=True), outbox, one, folder
+        ),
+    }
+    # Memory hardly differs from round to round.
+    contenders = [
+        Contender(name, run, rounds=1) for name, run in rows.items() if plan.takes("memory", name)
+    ]
+    yield Workload("memory", "resident set, peaks of samples 0.1 s apart", contenders)
+
+
+def scale(plan: Plan) -> Iterator[Workload]:
+    """The same work on one to eight task slots of Spark: bound by the machine, and bound by waiting."""
+    slots = (1, 4) if plan.quick else (1, 2, 4, 8)
+    outbox = Outbox(plan.cluster, "scale")
+    busy = outbox.publish(8_000 if plan.quick else 40_000)
+    waiting = outbox.publish(800 if plan.quick else 4_000, events=1)
+
+    def row(
+        name: str, handler: dict[str, str], backlog: Backlog, number: int, effect: bool
+    ) -> Contender:
+        relay = Relay(f"{name}, {number}", handler, spark=True, master=f"local[{number}]")
+        return Contender(
+            relay.name,
+            lambda: {"events/s": relay.drain(outbox, backlog, plan.folder, effect)},
+            plan.often(expensive=True),
+            f"{name}, {slots[0]}",
+        )
+
+    apply, wait = "relay on Spark, each: batch, slots", "relay on Spark, 5 ms a transaction, slots"
+    rows = [row(wait, WAIT, waiting, number, effect=False) for number in slots]
+    if not plan.quick:
+        rows = [*(row(apply, BATCH, busy, number, effect=True) for number in slots), *rows]
+    size = f"{busy.events:,} events into a table; {waiting.events:,} transactions of one event, 5 ms each"
+    yield Workload("scale", size, rows)
+
+
+WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
+    "drain-noop": drain_noop,
+    "drain-apply": drain_apply,
+    "live": live_streams,
+    "catch-up": catch_up,
+    "memory": memory_and_start,
+    "scale": scale,
+}
+
+QUICK = ("drain-noop", "drain-apply", "live", "catch-up", "memory")
+"""What a quick run takes where none is named: each row of `scale` starts a Spark session."""
