@@ -17,6 +17,7 @@ _INSERT = """
     insert into projection (id, host_id, user_id, aggregate_id, amount, payload)
     values (%s, %s, %s, %s, (%s::jsonb->>'amount')::numeric, %s::jsonb)
 """
+_PARAMETERS = ("id", "host_id", "user_id", "aggregate_id", "payload", "payload")
 _arrivals: list[Arrivals] = []
 
 
@@ -35,12 +36,11 @@ def note(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def note_and_insert(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Note when each event came, then insert its row."""
-    for event in transaction.events:
-        _file().note([event.text("aggregate_id")])
-        text = event.text
-        values = (text("id"), text("host_id"), text("user_id"), text("aggregate_id"))
-        cursor.execute(_INSERT, (*values, text("payload"), text("payload")))
+    """Note when the events came, then insert a row for each."""
+    note(transaction, cursor)
+    cursor.executemany(
+        _INSERT, [tuple(map(event.text, _PARAMETERS)) for event in transaction.events]
+    )
 
 
 def _file() -> Arrivals:

@@ -105,8 +105,8 @@ class Relay:
 
     @property
     def starts_spark(self) -> bool:
-        """Whether a session is started: where a batch can be larger than what is taken inline."""
-        return self._batch.get("inline_max_events", 0) < INLINE["inline_max_events"]
+        """Whether a session is started with relay: where every batch goes there."""
+        return self._batch.get("inline_max_events") == 0
 
     def catch_up(self, outbox: Outbox, group: str, events: int, folder: Path) -> float:
         """Rows a second by polling from the first row on, counted from the moment the Spark session is ready."""
