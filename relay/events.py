@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, LiteralString, NamedTuple, Protocol
 from uuid import UUID
 
@@ -86,12 +86,18 @@ class Lsn(int):
     __repr__ = __str__
 
 
+POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+
+
 class Commit(NamedTuple):
-    """One database commit of the source: where it stands in the WAL and when it happened."""
+    """One database commit of the source: where it stands in the WAL and when it happened.
+
+    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar.
+    """
 
     lsn: Lsn
     end_lsn: Lsn
-    ts: str
+    ts: int
     xid: int
 
     @property
@@ -99,10 +105,17 @@ class Commit(NamedTuple):
         """The values of `COMMIT_FIELDS`, as text."""
         if not self.lsn:
             return (None, None, None)
-        return (str(self.lsn), self.ts, str(self.xid))
+        return (str(self.lsn), timestamp(self.ts), str(self.xid))
 
 
-POLLED = Commit(Lsn(0), Lsn(0), "", 0)
+def timestamp(microseconds: int) -> str:
+    """A time since POSTGRES_EPOCH as PostgreSQL prints it in UTC. Raises OverflowError outside Python's calendar."""
+    moment = POSTGRES_EPOCH + timedelta(microseconds=microseconds)
+    text = str(moment).removesuffix("+00:00")
+    return f"{text.rstrip('0') if moment.microsecond else text}+00"
+
+
+POLLED = Commit(Lsn(0), Lsn(0), 0, 0)
 """The commit of rows that were read from the table, which does not tell where in the WAL they came from."""
 
 

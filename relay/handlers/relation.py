@@ -6,7 +6,7 @@ Source: PostgreSQL documentation, "COPY", text format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import islice
 from typing import NamedTuple
 
 from psycopg import sql
@@ -18,6 +18,8 @@ CHUNK_EVENTS = 4_000
 CHUNK_BYTES = 4 * 1024 * 1024
 """How much is encoded at once: what bounds memory in a large transaction."""
 
+_TAKEN_AT_ONCE = 1_000
+
 _COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
 _CREATE = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows".encode()
 _COPY = sql.SQL("copy pg_temp.batch ({}) from stdin")
@@ -26,11 +28,11 @@ _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
 
 class Chunk(NamedTuple):
-    """Undecoded events of one layout, each with its commit."""
+    """Undecoded events of one layout, and how many of them came in which commit."""
 
     decoder: Decoder
     rows: Sequence[bytes]
-    commits: Sequence[Commit]
+    commits: Sequence[tuple[Commit, int]]
 
 
 def create(conn: Connection) -> None:
@@ -41,7 +43,7 @@ def create(conn: Connection) -> None:
 def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
     """The events of transactions, in order, as many together as are encoded at once."""
     rows: list[bytes] = []
-    commits: list[Commit] = []
+    commits: list[tuple[Commit, int]] = []
     size = 0
     decoder: Decoder | None = None
     for transaction in transactions:
@@ -50,10 +52,11 @@ def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
             yield Chunk(decoder, rows, commits)
             rows, commits, size = [], [], 0
         decoder = events.decoder
-        for row in events.tuples:
-            rows.append(row)
-            commits.append(transaction.commit)
-            size += len(row)
+        remaining = iter(events.tuples)
+        while some := list(islice(remaining, _TAKEN_AT_ONCE)):
+            rows += some
+            commits.append((transaction.commit, len(some)))
+            size += sum(map(len, some))
             if len(rows) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
                 yield Chunk(decoder, rows, commits)
                 rows, commits, size = [], [], 0
@@ -99,14 +102,19 @@ def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Sequence[bytes | None]
     found: dict[str, Sequence[bytes | None]] = dict(
         zip(stored, chunk.decoder.columns(chunk.rows, stored), strict=True)
     )
-    if len(stored) < len(fields):
-        found.update(zip(COMMIT_FIELDS, _commit_columns(chunk.commits), strict=True))
+    of_commit = [field for field in fields if field in COMMIT_FIELDS]
+    found.update(zip(of_commit, _commit_columns(chunk.commits, of_commit), strict=True))
     return [found[field] for field in fields]
 
 
-def _commit_columns(commits: Sequence[Commit]) -> list[Sequence[bytes | None]]:
-    lines: list[tuple[bytes | None, ...]] = []
-    for commit, events in groupby(commits):
-        fields = tuple(None if text is None else text.encode() for text in commit.fields)
-        lines += [fields] * len(list(events))
-    return list(zip(*lines, strict=True))
+def _commit_columns(
+    commits: Sequence[tuple[Commit, int]], fields: Sequence[str]
+) -> list[list[bytes | None]]:
+    places = [COMMIT_FIELDS.index(field) for field in fields]
+    columns: list[list[bytes | None]] = [[] for _ in fields]
+    for commit, events in commits if fields else ():
+        texts = commit.fields
+        for column, place in zip(columns, places, strict=True):
+            text = texts[place]
+            column += [None if text is None else text.encode()] * events
+    return columns

@@ -55,6 +55,8 @@ class Routing:
 
     def route(self, transactions: Iterable[Undecoded]) -> list[Routed]:
         """Each transaction with its parts. Raises Unrouted where `unrouted` is `fail`."""
+        if not self._router.fields:
+            return [self._whole(transaction) for transaction in transactions]
         found: list[Routed] = []
         for (columns, _), group in groupby(transactions, self._alike):
             decoder = self._decoder(columns)
@@ -71,9 +73,6 @@ class Routing:
 
     def _choices(self, decoder: RowDecoder, alike: Sequence[Undecoded]) -> Iterator[Names]:
         """The handlers of each event of transactions that are alike."""
-        fields = self._router.fields
-        if not fields:
-            return repeat(self._router.choose(()))
         rows = chain.from_iterable(transaction.tuples for transaction in alike)
         return self._chosen(decoder, rows, alike[0].commit)
 
@@ -90,6 +89,16 @@ class Routing:
             }
             columns = (values.get(field) or repeat(of_commit[field]) for field in fields)
             yield from map(self._router.choose, zip(*columns, strict=False))
+
+    def _whole(self, transaction: Undecoded) -> Routed:
+        """Where the routes look at nothing, every event goes the same way."""
+        names = self._router.choose(())
+        decoder = self._decoder(transaction.columns)
+        if not names:
+            return self._routed(transaction, decoder, [names])
+        events = Events(transaction.tuples, decoder, transaction.commit)
+        part = Transaction(transaction.transaction_id, transaction.commit, events)
+        return Routed(transaction, events, dict.fromkeys(names, part))
 
     def _routed(
         self, transaction: Undecoded, decoder: RowDecoder, names: Sequence[Names]

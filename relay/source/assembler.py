@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from struct import Struct
 
-from relay.events import Commit
+from relay.events import POSTGRES_EPOCH, Commit, Lsn
 from relay.source.grouping import Grouping, Layout, Received
 from relay.source.pgoutput import (
     Begin,
@@ -13,14 +15,17 @@ from relay.source.pgoutput import (
     ProtocolError,
     Relation,
     decode,
-    timestamp,
 )
 
-_INSERT = ord("I")
-Buffer = bytes | memoryview
+_INSERT = b"I"
+_PREFIX = Struct(">cIc")
+_TUPLE = _PREFIX.size
+"""An Insert is its kind, the relation's oid and 'N' before the row."""
+_NO_PREFIX = b"\0"
 
-_OID = Struct(">I")
-_TUPLE = 6  # an Insert is its kind, the relation's oid and 'N' before the row
+_MICROSECOND = timedelta(microseconds=1)
+_EARLIEST = (datetime.min.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
+_LATEST = (datetime.max.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
 
 
 class Assembler:
@@ -42,6 +47,8 @@ class Assembler:
         self._grouping = Grouping(mapping, max_bytes, spool_directory)
         self._layouts: dict[bytes, Layout | None] = {}
         self._begin: Begin | None = None
+        # How the outbox's inserts begin: as far as is known, and inside a transaction.
+        self._prefix = self._outbox = _NO_PREFIX
 
     @property
     def open(self) -> bool:
@@ -57,47 +64,72 @@ class Assembler:
         """Forget the open transaction and the relations: a new connection sends both again."""
         self._layouts.clear()
         self._begin = None
+        self._outbox = self._prefix = _NO_PREFIX
         self._grouping.clear()
 
-    def feed(self, message: Buffer) -> CommitMessage | None:
-        """Take one message; returns the CommitMessage of a commit without rows."""
-        if message and message[0] == _INSERT:
+    def feed(self, messages: Sequence[bytes]) -> Lsn | None:
+        """Take messages in the order of the stream; returns the end of the last commit without rows, if any."""
+        passed: Lsn | None = None
+        first = 0
+        for place, message in enumerate(messages):
+            if message.startswith(self._outbox):
+                continue
+            self._take_rows(messages[first:place])
+            first = place + 1
+            passed = self._take(message) or passed
+        self._take_rows(messages[first:])
+        return passed
+
+    def fetch(self) -> list[Received]:
+        """The whole commits with rows since the last time, in order."""
+        return self._grouping.fetch()
+
+    def _take_rows(self, inserts: Sequence[bytes]) -> None:
+        """Inserts into the outbox, one behind the other."""
+        layout = self._layouts.get(self._outbox)
+        if inserts and layout is not None:
+            self._grouping.add(layout, [message[_TUPLE:] for message in inserts])
+
+    def _take(self, message: bytes) -> Lsn | None:
+        if message[:1] == _INSERT:
             self._insert(message)
             return None
-        match decode(bytes(message)):
+        match decode(message):
             case Begin() as begin:
                 self._begin = begin
+                self._outbox = self._prefix
             case CommitMessage() as commit:
                 return self._commit(commit)
             case Relation() as relation:
                 self._relation(relation)
         return None
 
-    def fetch(self) -> list[Received]:
-        """The whole commits with rows since the last time, in order."""
-        return self._grouping.fetch()
-
-    def _insert(self, message: Buffer) -> None:
-        try:
-            layout = self._layouts[bytes(message[1:5])]
-        except KeyError as error:
-            raise ProtocolError("a row of a table that was not described") from error
+    def _insert(self, message: bytes) -> None:
+        """The first row of a table in this transaction: those that follow it are told by how they begin."""
+        prefix = message[:_TUPLE]
+        if prefix not in self._layouts:
+            raise ProtocolError("a row of a table that was not described")
         if self._begin is None:
             raise ProtocolError("a row outside a transaction")
-        if layout is not None:
-            self._grouping.add(layout, bytes(message[_TUPLE:]))
+        if self._layouts[prefix] is not None:
+            self._outbox = self._prefix = prefix
+            self._take_rows([message])
 
     def _relation(self, relation: Relation) -> None:
-        oid = _OID.pack(relation.oid)
+        prefix = _PREFIX.pack(_INSERT, relation.oid, b"N")
         if (relation.namespace, relation.name) == self._table:
             columns = [column.name for column in relation.columns]
-            self._layouts[oid] = Layout.of(columns, self._mapping, ".".join(self._table))
+            self._layouts[prefix] = Layout.of(columns, self._mapping, ".".join(self._table))
         else:
-            self._layouts[oid] = None
+            self._layouts[prefix] = None
+        self._outbox = self._prefix = _NO_PREFIX
 
-    def _commit(self, message: CommitMessage) -> CommitMessage | None:
+    def _commit(self, message: CommitMessage) -> Lsn | None:
         begin, self._begin = self._begin, None
+        self._outbox = _NO_PREFIX
         if begin is None:
-            return message
-        commit = Commit(message.commit_lsn, message.end_lsn, timestamp(message.ts), begin.xid)
-        return None if self._grouping.finish(commit) else message
+            return message.end_lsn
+        if not _EARLIEST <= message.ts <= _LATEST:
+            raise ProtocolError("commit time out of range")
+        commit = Commit(message.commit_lsn, message.end_lsn, message.ts, begin.xid)
+        return None if self._grouping.finish(commit) else message.end_lsn

@@ -237,12 +237,12 @@ class Grouping:
         """How many rows have not been looked at yet."""
         return len(self._rows)
 
-    def add(self, layout: Layout, row: bytes) -> None:
-        """Take one row of the open commit, undecoded. Raises ProtocolError where an earlier one is cut short."""
+    def add(self, layout: Layout, rows: Sequence[bytes]) -> None:
+        """Take rows of the open commit, undecoded. Raises ProtocolError where an earlier one is cut short."""
         if layout is not self._layout:
             self._change(layout)
-        self._rows.append(row)
-        self._unplaced += len(row)
+        self._rows += rows
+        self._unplaced += sum(map(len, rows))
         if self._unplaced > self._limit:
             self._place()
 
@@ -291,36 +291,44 @@ class Grouping:
         last, _ = self._ends[-1]
         rows, self._rows = self._rows[:last], self._rows[last:]
         ends, self._ends = self._ends, []
-        peeked = self._layout.peek(rows)
+        layout = self._layout
+        peeked = layout.peek(rows)
         start = 0
         for end, commit in ends:
-            part = peeked.part(start, end)
-            self._finished.append(self._received(commit, self._layout, rows[start:end], part))
+            self._finished.append(self._received(commit, layout, rows, peeked, start, end))
             start = end
 
     def _received(
-        self, commit: Commit, layout: Layout, rows: list[bytes], peeked: Peeked
+        self,
+        commit: Commit,
+        layout: Layout,
+        rows: Sequence[bytes],
+        peeked: Peeked,
+        start: int,
+        end: int,
     ) -> Received:
-        (host, *_), (transaction_id, *_) = peeked.hosts, peeked.transaction_ids
-        count = len(rows)
+        found = rows[start:end]
+        count = end - start
+        host, transaction_id = peeked.hosts[start], peeked.transaction_ids[start]
         if (
             transaction_id is None
-            or peeked.transaction_ids.count(transaction_id) < count
-            or peeked.hosts.count(host) < count
+            or peeked.transaction_ids[start:end].count(transaction_id) < count
+            or peeked.hosts[start:end].count(host) < count
         ):
             groups = _Groups(self._mapping)
-            groups.place(layout, rows, peeked)
+            groups.place(layout, found, peeked.part(start, end))
             return groups.received(commit)
-        size = sum(map(len, rows))
+        offsets = peeked.offsets[start:end]
+        size = sum(map(len, found))
         transaction = Undecoded(
             commit,
             _text(transaction_id),
             (_text(host or b""),),
             layout.columns,
-            tuple(rows),
+            tuple(found),
             size,
-            max(peeked.offsets),
-            min(filter(None, peeked.offsets), default=0),
+            max(offsets),
+            min(offsets) or min(filter(None, offsets), default=0),
         )
         return Received(commit, (transaction,), count, size, False)
 

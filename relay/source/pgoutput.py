@@ -8,8 +8,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -17,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relay.events import FIELDS, Event, Lsn, Row
-
-POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 _BEGIN = Struct(">QqI")
 _COMMIT = Struct(">BQQq")
@@ -389,24 +385,6 @@ def _cut(data: bytes, start: _Places, stop: _Places, absent: _Places) -> list[by
     for row in absent.tolist():
         found[row] = None
     return found
-
-
-def timestamp(microseconds: int) -> str:
-    """A protocol timestamp (microseconds since 2000-01-01 UTC) as PostgreSQL prints it in UTC.
-
-    Raises ProtocolError for one outside Python's calendar, which no commit has.
-    """
-    seconds, fraction = divmod(microseconds, 1_000_000)
-    text = _second(seconds)
-    return f"{text}.{fraction:06}".rstrip("0") + "+00" if fraction else f"{text}+00"
-
-
-@lru_cache(maxsize=16)
-def _second(seconds: int) -> str:
-    try:
-        return str(POSTGRES_EPOCH + timedelta(seconds=seconds)).removesuffix("+00:00")
-    except OverflowError as error:
-        raise ProtocolError("commit time out of range") from error
 
 
 class RowDecoder:

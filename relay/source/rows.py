@@ -254,7 +254,7 @@ class OutboxRows:
                 if grouping.waiting > _FETCHED_AT_ONCE:
                     yield from grouping.fetch()
             last = (xmin, transaction_id)
-            grouping.add(layout, encode_tuple(cells))
+            grouping.add(layout, [encode_tuple(cells)])
         grouping.finish(POLLED)
         yield from grouping.fetch()
 

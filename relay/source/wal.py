@@ -33,11 +33,11 @@ from tenacity import (
 )
 
 from relay.config import Settings
-from relay.events import Batch, Lsn, Outcome
+from relay.events import POSTGRES_EPOCH, Batch, Lsn, Outcome
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
 from relay.source.assembler import Assembler
 from relay.source.grouping import Received
-from relay.source.pgoutput import POSTGRES_EPOCH, ProtocolError
+from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
@@ -497,7 +497,7 @@ class WalSource:
         size = 0
         asked = False
         position = Lsn(0)
-        feed = self._assembler.feed
+        messages: list[bytes] = []
         while True:
             length, data = pgconn.get_copy_data(1)
             if length <= 0:
@@ -505,14 +505,15 @@ class WalSource:
             size += length
             kind = data[0]
             if kind == _XLOG_DATA:
-                passed = feed(data[_DATA_START:])
-                if passed is not None:
-                    position = passed.end_lsn
+                messages.append(bytes(data[_DATA_START:]))
             elif kind == _KEEPALIVE:
+                position = self._assembler.feed(messages) or position
+                messages.clear()
                 reached, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
                 asked = asked or bool(wanted)
                 if not self._assembler.open:
                     position = Lsn(reached)
+        position = self._assembler.feed(messages) or position
         self._finished(self._assembler.fetch(), position)
         if length < 0:
             raise _end_of_stream(pgconn)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from relay.events import FIELDS, Commit, Event, Lsn
+from relay.events import FIELDS, Commit, Event, Lsn, timestamp
 from relay.source import pgoutput
 from relay.source.pgoutput import (
     UNCHANGED_TOAST,
@@ -31,7 +31,6 @@ from relay.source.pgoutput import (
     decode,
     decode_tuple,
     encode_tuple,
-    timestamp,
     values,
 )
 from tests.unit import wire
@@ -411,7 +410,7 @@ def test_a_cut_row_is_a_protocol_error_and_no_shorter_event(
 
 
 def test_events_carry_their_commit() -> None:
-    commit = Commit(Lsn(0x10), Lsn(0x20), "2000-01-01 00:00:00+00", 7)
+    commit = Commit(Lsn(0x10), Lsn(0x20), 0, 7)
     rows = [wire.tuple_data([b"1"]), wire.tuple_data([b"2"])]
     decoder = RowDecoder(["id"], {})
     found = [decoder.event(row, commit.fields) for row in rows]

@@ -28,7 +28,7 @@ class Hashes:
 
 
 def transaction(number: int, *hosts: str) -> Undecoded:
-    commit = Commit(Lsn(number), Lsn(number), "2000-01-01 00:00:00+00", number)
+    commit = Commit(Lsn(number), Lsn(number), 0, number)
     return Undecoded(commit, str(number), hosts, ("host_id",), tuple([b""] * len(hosts)), 0)
 
 
