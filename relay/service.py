@@ -18,6 +18,7 @@ from relay.catchup import CatchUp
 from relay.config import Settings
 from relay.events import Batch, Lsn, Outcome, TaskOutcome
 from relay.faults import Interrupted
+from relay.garbage import collect_seldom
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.choice import open_source
@@ -52,6 +53,7 @@ class Service:
         """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when relaying cannot go on."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
+        collect_seldom()
         self.run()
 
     def stop(self) -> None:

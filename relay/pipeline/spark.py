@@ -16,6 +16,7 @@ import pyarrow as pa
 from relay.config import Settings
 from relay.events import Work
 from relay.faults import Action, RelayError, TaskFault
+from relay.garbage import collect_seldom
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
@@ -86,6 +87,7 @@ def _applier(configuration: bytes) -> Applier:
     applier = _appliers.get(configuration)
     if applier is None:
         quiet_libraries()
+        collect_seldom()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
         applier = _appliers[configuration] = Applier(settings, connections=1)
     return applier

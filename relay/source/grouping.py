@@ -27,20 +27,23 @@ class Received(NamedTuple):
 
 
 class Peeked(NamedTuple):
-    """The fields that planning needs, row by row. An offset is 0 where there is none."""
+    """The fields that planning needs, row by row. An offset is 0 where there is none.
+
+    Users decide only where there is no transaction_id, so there are none where all rows have one.
+    """
 
     hosts: Sequence[bytes | None]
-    users: Sequence[bytes | None]
     transaction_ids: Sequence[bytes | None]
     offsets: Sequence[int]
+    users: Sequence[bytes | None]
 
     def part(self, start: int, end: int) -> Peeked:
         """Those of the rows from `start` up to `end`."""
         return Peeked(
             self.hosts[start:end],
-            self.users[start:end],
             self.transaction_ids[start:end],
             self.offsets[start:end],
+            self.users[start:end],
         )
 
 
@@ -57,23 +60,21 @@ class Layout:
         """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
         place = {name: position for position, name in enumerate(columns)}
         names = [
-            mapping.get(name, name) for name in ("host_id", "user_id", "transaction_id", "c_offset")
+            mapping.get(name, name) for name in ("host_id", "transaction_id", "c_offset", "user_id")
         ]
         if names[0] not in place:
             raise ConfigurationError(
                 f"source.table: {table} no longer has the column {names[0]!r}: "
                 "restore it, or map host_id in source.columns"
             )
-        return cls(tuple(columns), tuple(map(place.get, names)), names[-1])
+        return cls(tuple(columns), tuple(map(place.get, names)), names[2])
 
     def peek(self, rows: Sequence[bytes]) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
-        found = values(rows, [place for place in self.places if place is not None])
-        nothing: Sequence[bytes | None] = [None] * len(rows)
-        hosts, users, ids, offsets = (
-            nothing if place is None else found[place] for place in self.places
-        )
-        return Peeked(hosts, users, ids, self._numbers(offsets))
+        *places, user = self.places
+        hosts, ids, offsets = _columns(rows, places)
+        (users,) = _columns(rows, [user if None in ids else None])
+        return Peeked(hosts, ids, self._numbers(offsets), users)
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
@@ -82,6 +83,12 @@ class Layout:
                 "which are whole numbers: map a column of type bigint to c_offset"
             )
         return [int(offset or 0) for offset in offsets]
+
+
+def _columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Sequence[bytes | None]]:
+    found = values(rows, [place for place in places if place is not None])
+    nothing: Sequence[bytes | None] = [None] * len(rows)
+    return [nothing if place is None else found[place] for place in places]
 
 
 @dataclass(slots=True)
@@ -120,7 +127,7 @@ class _Groups:
 
     def place(self, layout: Layout, rows: Sequence[bytes], peeked: Peeked) -> None:
         """Take rows, each to those of its business transaction."""
-        for row, host, user, transaction_id, offset in zip(rows, *peeked, strict=True):
+        for row, host, transaction_id, offset, user in zip(rows, *peeked, strict=True):
             key = (transaction_id,) if transaction_id is not None else (host, user)
             group = self._groups.get(key)
             if group is None:

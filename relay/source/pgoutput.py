@@ -374,15 +374,19 @@ def _walk_together(
         if (stop > ends).any():
             raise ProtocolError("column value cut short")
         if place in wanted:
-            found[place] = _cut(data, start, stop, np.flatnonzero(~present))
+            found[place] = _cut(data, start, stop, present)
         at = stop
     return found
 
 
-def _cut(data: bytes, start: _Places, stop: _Places, absent: _Places) -> list[bytes | None]:
+def _cut(
+    data: bytes, start: _Places, stop: _Places, present: NDArray[np.bool_]
+) -> list[bytes | None]:
+    if not present.any():
+        return [None] * len(present)
     spans = zip(start.tolist(), stop.tolist(), strict=True)
     found: list[bytes | None] = [data[first:last] for first, last in spans]
-    for row in absent.tolist():
+    for row in np.flatnonzero(~present).tolist():
         found[row] = None
     return found
 
