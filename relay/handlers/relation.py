@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import psycopg
 from psycopg import sql
 
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES, Commit, Decoder, Transaction
+from relay.faults import ConfigurationError
 from relay.handlers import Connection
 
 CHUNK_EVENTS = 4_000
@@ -73,8 +75,17 @@ def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT
 
 
 def clear(conn: Connection, truncate: bool = False) -> None:
-    """Remove what the relation holds: `truncate` where it is much, since deleted rows are still read past."""
-    conn.execute(b"truncate pg_temp.batch" if truncate else b"delete from pg_temp.batch")
+    """Remove what the relation holds: `truncate` where it is much, since deleted rows are still read past.
+
+    Raises ConfigurationError if it is gone.
+    """
+    try:
+        conn.execute(b"truncate pg_temp.batch" if truncate else b"delete from pg_temp.batch")
+    except psycopg.errors.UndefinedTable:
+        raise ConfigurationError(
+            "target.dsn: what belongs to a session is gone in the next transaction, as behind a pooler of "
+            "transactions: connect to PostgreSQL itself, or let the pooler keep sessions"
+        ) from None
 
 
 def _encoded(chunk: Chunk, fields: Sequence[str]) -> bytes:

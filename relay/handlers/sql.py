@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import chain, islice
 
 import psycopg
@@ -34,7 +35,9 @@ class SqlEvent:
         self._names = tuple(dict.fromkeys(names))
         self._statement = _PLACEHOLDER.sub(_typed, settings.statement).encode()
         self._numbered = _numbered(settings.statement, self._names)
-        self._function = sql.Identifier("pg_temp", f"relay_{name}")
+        # Named by what it does: a handler's name may be longer than PostgreSQL's names.
+        digest = sha256(self._numbered.encode()).hexdigest()
+        self._function = sql.Identifier("pg_temp", f"relay_{digest[:32]}")
 
     def configure(self, conn: Connection) -> None:
         """Create the function, and the relation that it is called over. What is wrong with it shows when it is used."""

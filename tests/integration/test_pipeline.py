@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 
 import pytest
 
 from relay.config import Settings
+from relay.faults import ConfigurationError
+from relay.handlers import relation
 from relay.handlers import sql as handlers_sql
 from relay.pipeline.session import Session
-from tests.outbox import PROJECTION, Outbox, event, host
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
 
@@ -406,4 +409,15 @@ def test_routes_split_transactions_between_handlers(
             "select id from outbox_message_t where event_type similar to %s order by c_offset",
             (wanted,),
         )
+    assert not dead(outbox)
+
+
+def test_a_target_that_forgets_its_session_stops_relay(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind PgBouncer's transaction pooling: no event is to blame."""
+    monkeypatch.setattr(relation, "_CREATE", b"select")
+    outbox.fill(30)
+    with pytest.raises(ConfigurationError, match="pooler"), relaying(outbox.settings()):
+        wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     assert not dead(outbox)
