@@ -20,8 +20,6 @@ CHUNK_EVENTS = 4_000
 CHUNK_BYTES = 4 * 1024 * 1024
 """How much is encoded at once: what bounds memory in a large transaction."""
 
-_TAKEN_AT_ONCE = 1_000
-
 _COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
 _CREATE = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows".encode()
 _COPY = sql.SQL("copy pg_temp.batch ({}) from stdin")
@@ -54,8 +52,10 @@ def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
             yield Chunk(decoder, rows, commits)
             rows, commits, size = [], [], 0
         decoder = events.decoder
+        # Spooled rows come one by one: a few of them may be all that fits into memory.
+        step = CHUNK_EVENTS if isinstance(events.tuples, tuple) else 1
         remaining = iter(events.tuples)
-        while some := list(islice(remaining, _TAKEN_AT_ONCE)):
+        while some := list(islice(remaining, step)):
             rows += some
             commits.append((transaction.commit, len(some)))
             size += sum(map(len, some))

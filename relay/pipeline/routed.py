@@ -14,6 +14,7 @@ from relay.source.pgoutput import RowDecoder
 from relay.source.spool import SpooledTuples
 
 _ROWS_AT_ONCE = 4_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
 
 Names = tuple[str, ...]
 
@@ -82,13 +83,15 @@ class Routing:
         fields = self._router.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
         of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True))
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
+        for some in _portions(rows):
             values: dict[str, Iterable[str | None]] = {
-                field: map(_text, column)
-                for field, column in zip(stored, decoder.columns(some, stored), strict=True)
+                field: repeat(text, len(some)) for field, text in of_commit.items()
             }
-            columns = (values.get(field) or repeat(of_commit[field]) for field in fields)
-            yield from map(self._router.choose, zip(*columns, strict=False))
+            for field, column in zip(stored, decoder.columns(some, stored), strict=True):
+                values[field] = map(_text, column)
+            yield from map(
+                self._router.choose, zip(*(values[field] for field in fields), strict=True)
+            )
 
     def _whole(self, transaction: Undecoded) -> Routed:
         """Where the routes look at nothing, every event goes the same way."""
@@ -140,6 +143,20 @@ class Routing:
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
         return decoder
+
+
+def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """As many rows as are looked at together: those of a spooled transaction must not be in memory at once."""
+    some: list[bytes] = []
+    size = 0
+    for row in rows:
+        some.append(row)
+        size += len(row)
+        if len(some) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def _text(value: bytes | None) -> str | None:

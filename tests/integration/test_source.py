@@ -35,7 +35,8 @@ def test_an_idle_outbox_does_not_hold_the_wal_of_others(outbox: Outbox) -> None:
             (outbox.slot,),
         )
     assert written > 500_000_000
-    assert lag < 1_000_000
+    # The server goes on writing while it is asked: a checkpoint's pages, for one.
+    assert lag < written / 50
     outbox.assert_exact()
 
 
