@@ -12,6 +12,15 @@ from bench.results import JUDGED, cell, headings, number
 
 Result = Mapping[str, Any]
 
+PLOTTED = {
+    "drain-noop": "Drain to a handler that does nothing",
+    "drain-apply": "Drain into a table",
+    "live-200": "Latencies at 200 transactions a second",
+    "live-1000": "Latencies at 1,000 transactions a second",
+    "scale": "Task slots of Spark",
+}
+"""The workloads that have a plot, and what stands in its place for those who do not see it."""
+
 _MARKED = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -27,10 +36,10 @@ def write(document: Path, results: Path) -> list[str]:
         elif name == "behind":
             body = _behind(found)
         elif name in found:
-            body = _table(found[name])
+            body = _table(found[name]) + _plot(name)
         else:
             missing.append(name)
-            return match[0]
+            body = "Not measured yet."
         return f"{head}{body}\n{end}"
 
     document.write_text(_MARKED.sub(fill, document.read_text()))
@@ -51,6 +60,10 @@ def _table(result: Result) -> str:
         lines.append(f"| {row['name']} | {figures} | {len(row['rounds'])} |")
     lines += ["", *_against(result), *_skipped(result)]
     return "\n".join(lines).rstrip()
+
+
+def _plot(name: str) -> str:
+    return f"\n\n![{PLOTTED[name]}](plots/{name}.png)" if name in PLOTTED else ""
 
 
 def _against(result: Result) -> Iterator[str]:
