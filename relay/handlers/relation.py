@@ -1,4 +1,7 @@
-"""The temporary relation `batch`: events on their way into a statement, loaded by COPY.
+"""The temporary relation `batch`: events on their way into a statement, in commit order, loaded by COPY.
+
+A table does not keep the order of its rows: PostgreSQL puts a row where there is room. So the table behind it numbers
+them, and `batch` is a view that sorts.
 
 Source: PostgreSQL documentation, "COPY", text format.
 """
@@ -6,7 +9,7 @@ Source: PostgreSQL documentation, "COPY", text format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 import psycopg
@@ -16,13 +19,24 @@ from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES, Commit, Decoder
 from relay.faults import ConfigurationError
 from relay.handlers import Connection
 
-CHUNK_EVENTS = 4_000
+CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 """How much is encoded at once: what bounds memory in a large transaction."""
 
-_COLUMNS = ", ".join(f"{name} {SQL_TYPES[name]}" for name in EVENT_FIELDS)
-_CREATE = f"create temporary table if not exists batch ({_COLUMNS}) on commit delete rows".encode()
-_COPY = sql.SQL("copy pg_temp.batch ({}) from stdin")
+_CREATE = (
+    sql.SQL(
+        "create temporary table if not exists relay_batch (relay_order bigint, {}) on commit delete rows"
+    ).format(
+        sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(SQL_TYPES[name]))
+            for name in EVENT_FIELDS
+        )
+    ),
+    sql.SQL(
+        "create or replace temporary view batch as select {} from pg_temp.relay_batch order by relay_order"
+    ).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))),
+)
+_COPY = sql.SQL("copy pg_temp.relay_batch (relay_order, {}) from stdin")
 _NULL = rb"\N"
 _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
@@ -37,7 +51,8 @@ class Chunk(NamedTuple):
 
 def create(conn: Connection) -> None:
     """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
-    conn.execute(_CREATE)
+    for statement in _CREATE:
+        conn.execute(statement)
 
 
 def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
@@ -67,11 +82,12 @@ def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
 
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
-    """Append chunks to the relation; fields that are not named stay null."""
+    """Fill the empty relation; fields that are not named stay null."""
     statement = _COPY.format(sql.SQL(", ").join(map(sql.Identifier, fields)))
+    numbers = count()
     with conn.cursor() as cursor, cursor.copy(statement) as copy:
         for chunk in found:
-            copy.write(_encoded(chunk, fields))
+            copy.write(_encoded(chunk, fields, numbers))
 
 
 def clear(conn: Connection, truncate: bool = False) -> None:
@@ -80,7 +96,9 @@ def clear(conn: Connection, truncate: bool = False) -> None:
     Raises ConfigurationError if it is gone.
     """
     try:
-        conn.execute(b"truncate pg_temp.batch" if truncate else b"delete from pg_temp.batch")
+        conn.execute(
+            b"truncate pg_temp.relay_batch" if truncate else b"delete from pg_temp.relay_batch"
+        )
     except psycopg.errors.UndefinedTable:
         raise ConfigurationError(
             "target.dsn: what belongs to a session is gone in the next transaction, as behind a pooler of "
@@ -88,9 +106,10 @@ def clear(conn: Connection, truncate: bool = False) -> None:
         ) from None
 
 
-def _encoded(chunk: Chunk, fields: Sequence[str]) -> bytes:
-    """Lines of COPY's text format."""
-    lines = zip(*map(_escaped, _columns(chunk, fields)), strict=True)
+def _encoded(chunk: Chunk, fields: Sequence[str], numbers: Iterator[int]) -> bytes:
+    """Lines of COPY's text format, numbered."""
+    order = map(b"%d".__mod__, islice(numbers, len(chunk.rows)))
+    lines = zip(order, *map(_escaped, _columns(chunk, fields)), strict=True)
     return b"\n".join((*map(b"\t".join, lines), b""))
 
 

@@ -74,14 +74,13 @@ class SqlEvent:
                 cursor.executemany(self._statement, some)
 
     def _call(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
-        call = sql.SQL(
-            "select {}({}) from (select * from pg_temp.batch order by ctid) as batch"
-        ).format(self._function, sql.SQL(", ").join(map(sql.Identifier, self._names)))
-        relation.clear(conn)
-        for chunk in relation.chunks(transactions):
+        call = sql.SQL("select {}({}) from pg_temp.batch").format(
+            self._function, sql.SQL(", ").join(map(sql.Identifier, self._names))
+        )
+        for number, chunk in enumerate(relation.chunks(transactions)):
+            relation.clear(conn, truncate=number > 0)
             relation.load(conn, [chunk], self._names)
             conn.execute(call)
-            relation.clear(conn, truncate=True)
 
 
 class SqlBatch:

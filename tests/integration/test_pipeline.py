@@ -416,8 +416,38 @@ def test_a_target_that_forgets_its_session_stops_relay(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind PgBouncer's transaction pooling: no event is to blame."""
-    monkeypatch.setattr(relation, "_CREATE", b"select")
+    monkeypatch.setattr(relation, "_CREATE", ())
     outbox.fill(30)
     with pytest.raises(ConfigurationError, match="pooler"), relaying(outbox.settings()):
         wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     assert not dead(outbox)
+
+
+@pytest.mark.parametrize("each", ["event", "batch"])
+def test_order_survives_rows_of_every_size_and_poison(
+    outbox: Outbox, engine: str, session: Session | None, each: str
+) -> None:
+    """PostgreSQL puts a row where there is room: behind a rolled back attempt, and behind rows that were larger."""
+    columns = "id, host_id, c_offset, amount"
+    fields = "%(id)s, %(host_id)s, %(c_offset)s, (%(payload)s->>'amount')::numeric"
+    statement = {
+        "event": f"insert into projection ({columns}) values ({fields})",
+        "batch": f"insert into projection ({columns})"
+        " select id, host_id, c_offset, (payload->>'amount')::numeric from batch",
+    }[each]
+    bad = set()
+    for number in range(300):
+        amount = -1 if number % 97 == 50 else number
+        size = 6_000 if number % 3 == 0 else 10
+        transaction = outbox.publish(
+            host(1), *(event(payload={"amount": amount, "x": "y" * size, "n": n}) for n in range(3))
+        )
+        if amount < 0:
+            bad.add(transaction)
+    handlers = {"projection": {"type": "sql", "each": each, "statement": statement}}
+    outbox.conn.execute("alter table outbox_message_t alter payload set storage plain")
+    outbox.drain(outbox.settings(engine, handlers=handlers), session)
+    assert {letter[0] for letter in dead(outbox)} == bad
+    assert outbox.value("select count(*) from projection") == 3 * (300 - len(bad))
+    found = outbox.column("select c_offset from projection order by seq")
+    assert found == sorted(found)
