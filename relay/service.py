@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Timer
+from threading import Thread, Timer
 from types import FrameType
 
 import psycopg
@@ -107,10 +107,15 @@ class Service:
         self._catch_up.note(batch)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        log.info("stopping after the batch in hand", extra={"signal": signal.Signals(number).name})
         self.stop()
         if not self._last_resort.is_alive():
             self._last_resort.start()
+        # The signal may have come in the midst of writing a log line, and the stream takes no second one meanwhile.
+        Thread(target=_say_why, args=(signal.Signals(number).name,), daemon=True).start()
+
+
+def _say_why(name: str) -> None:
+    log.info("stopping after the batch in hand", extra={"signal": name})
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
