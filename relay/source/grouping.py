@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from relay.events import FIELDS, Commit, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple, values
+from relay.source.pgoutput import ProtocolError, columns, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 
 _PLACED_AT_ONCE = 1 << 18
@@ -72,8 +72,8 @@ class Layout:
     def peek(self, rows: Sequence[bytes]) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
         *places, user = self.places
-        hosts, ids, offsets = _columns(rows, places)
-        (users,) = _columns(rows, [user if None in ids else None])
+        hosts, ids, offsets = columns(rows, places)
+        (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users)
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
@@ -83,12 +83,6 @@ class Layout:
                 "which are whole numbers: map a column of type bigint to c_offset"
             )
         return [int(offset or 0) for offset in offsets]
-
-
-def _columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Sequence[bytes | None]]:
-    found = values(rows, [place for place in places if place is not None])
-    nothing: Sequence[bytes | None] = [None] * len(rows)
-    return [nothing if place is None else found[place] for place in places]
 
 
 @dataclass(slots=True)

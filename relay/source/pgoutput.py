@@ -325,6 +325,13 @@ def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Sequence
     return _walk(rows, wanted) if len(rows) < FEW_ROWS else _walk_together(rows, wanted)
 
 
+def columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Sequence[bytes | None]]:
+    """The columns at some places, in their order; where there is no such place, one without values."""
+    found = values(rows, [place for place in places if place is not None])
+    nothing: Sequence[bytes | None] = [None] * len(rows)
+    return [nothing if place is None else found[place] for place in places]
+
+
 def _walk(rows: Sequence[bytes], wanted: Sequence[int]) -> dict[int, Sequence[bytes | None]]:
     found = [_peek(row, wanted) for row in rows]
     return dict(zip(wanted, zip(*found, strict=True), strict=True))
@@ -402,15 +409,12 @@ class RowDecoder:
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
         place = {name: position for position, name in enumerate(names)}
-        self._places = {name: place.get(mapping.get(name, name), -1) for name in FIELDS}
-        self._order = tuple(self._places.values())
+        self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
+        self._order = tuple(-1 if found is None else found for found in self._places.values())
 
     def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
         """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
-        places = [self._places[field] for field in fields]
-        found = values(rows, [place for place in places if place >= 0])
-        nothing = [None] * len(rows)
-        return [found.get(place, nothing) for place in places]
+        return columns(rows, [self._places[field] for field in fields])
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
