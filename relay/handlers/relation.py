@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import scalar_row
 
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES, Commit, Decoder, Transaction
 from relay.faults import ConfigurationError
@@ -36,7 +37,22 @@ _CREATE = (
         "create or replace temporary view batch as select {} from pg_temp.relay_batch order by relay_order"
     ).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))),
 )
-_COPY = sql.SQL("copy pg_temp.relay_batch (relay_order, {}) from stdin")
+_PROBE = sql.SQL(
+    "create function pg_temp.relay_probe() returns void language sql begin atomic\n{}\n;end"
+)
+_READ = """
+    with probe as (select oid, prosqlbody::text as body from pg_proc where oid = 'pg_temp.relay_probe'::regproc),
+    needed as (select refclassid, refobjid, refobjsubid from pg_depend, probe
+                where classid = 'pg_proc'::regclass and objid = probe.oid)
+    select column_name.attname
+      from pg_attribute as column_name
+     where attrelid = 'pg_temp.batch'::regclass and attnum > 0
+       and ((select body like '%:varattno 0 %' from probe)
+         or exists (select from needed where refclassid = 'pg_proc'::regclass)
+         or exists (select from needed where refobjid = attrelid and refobjsubid = attnum))
+     order by attnum
+"""
+_COPY = sql.SQL("copy pg_temp.relay_batch ({}) from stdin")
 _NULL = rb"\N"
 _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
@@ -53,6 +69,22 @@ def create(conn: Connection) -> None:
     """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
     for statement in _CREATE:
         conn.execute(statement)
+
+
+def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
+    """The columns of `batch` that a statement reads, as the server's own parser understands it.
+
+    All of them where a whole row is read, where a function that does not belong to PostgreSQL might read them, and
+    where the statement cannot be the body of a function.
+
+    Source: PostgreSQL documentation, "CREATE FUNCTION" (sql_body, whose dependencies are tracked) and "pg_depend".
+    """
+    try:
+        with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
+            cursor.execute(_PROBE.format(sql.SQL(statement)))
+            return tuple(cursor.execute(_READ).fetchall())
+    except (psycopg.ProgrammingError, psycopg.NotSupportedError):
+        return EVENT_FIELDS
 
 
 def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
@@ -83,7 +115,8 @@ def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
     """Fill the empty relation; fields that are not named stay null."""
-    statement = _COPY.format(sql.SQL(", ").join(map(sql.Identifier, fields)))
+    columns = ("relay_order", *fields)
+    statement = _COPY.format(sql.SQL(", ").join(map(sql.Identifier, columns)))
     numbers = count()
     with conn.cursor() as cursor, cursor.copy(statement) as copy:
         for chunk in found:

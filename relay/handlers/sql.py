@@ -89,10 +89,12 @@ class SqlBatch:
     def __init__(self, name: str, settings: SqlHandler) -> None:
         self.name = name
         self._statement = settings.statement.encode()
+        self._columns: tuple[str, ...] = EVENT_FIELDS
 
     def configure(self, conn: Connection) -> None:
-        """Create the relation that the statement reads."""
+        """Create the relation that the statement reads, and find out what of it: the rest need not be loaded."""
         relation.create(conn)
+        self._columns = relation.columns_read(conn, self._statement.decode())
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
@@ -102,7 +104,7 @@ class SqlBatch:
     def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
         """Load the events by COPY, then run the statement."""
         relation.clear(conn)
-        relation.load(conn, relation.chunks(transactions))
+        relation.load(conn, relation.chunks(transactions), self._columns)
         conn.execute(self._statement)
 
 

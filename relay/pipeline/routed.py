@@ -10,8 +10,8 @@ from relay.config import Settings
 from relay.events import COMMIT_FIELDS, Commit, Events, Transaction, Tuples, Undecoded
 from relay.faults import NotRouted, Unrouted
 from relay.routing import Router
-from relay.source.pgoutput import RowDecoder
 from relay.source.spool import SpooledTuples
+from relay.source.tuples import RowDecoder
 
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from relay.events import FIELDS, Commit, Undecoded
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import ProtocolError, columns, decode_tuple, encode_tuple
+from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
+from relay.source.tuples import FEW_ROWS, Walked, columns
 
 _PLACED_AT_ONCE = 1 << 18
 """How many bytes of a large commit's rows are placed together."""
+
+
+_NO_OFFSET = np.iinfo(np.int64).max
 
 
 class Received(NamedTuple):
@@ -37,14 +44,15 @@ class Peeked(NamedTuple):
     offsets: Sequence[int]
     users: Sequence[bytes | None]
 
-    def part(self, start: int, end: int) -> Peeked:
-        """Those of the rows from `start` up to `end`."""
-        return Peeked(
-            self.hosts[start:end],
-            self.transaction_ids[start:end],
-            self.offsets[start:end],
-            self.users[start:end],
-        )
+
+class Uniform(NamedTuple):
+    """What planning needs of a commit that is one business transaction of one host. `size` is that of its rows."""
+
+    host: bytes | None
+    transaction_id: bytes
+    first_offset: int
+    last_offset: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,57 @@ class Layout:
         hosts, ids, offsets = columns(rows, places)
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users)
+
+    def survey(self, rows: Sequence[bytes], ends: Sequence[int]) -> Iterator[Uniform | None]:
+        """Look at many rows, of commits that end at some places; None for a commit that is not uniform.
+
+        Raises as `peek` does.
+        """
+        if len(rows) < FEW_ROWS or None in self.places[:3]:
+            return self._survey(rows, ends)
+        return self._survey_together(rows, ends)
+
+    def _survey(self, rows: Sequence[bytes], ends: Sequence[int]) -> Iterator[Uniform | None]:
+        peeked = self.peek(rows)
+        for start, end in pairwise((0, *ends)):
+            host, transaction_id = peeked.hosts[start], peeked.transaction_ids[start]
+            offsets = peeked.offsets[start:end]
+            if (
+                transaction_id is None
+                or peeked.transaction_ids[start:end].count(transaction_id) < end - start
+                or peeked.hosts[start:end].count(host) < end - start
+            ):
+                yield None
+            else:
+                first = min(filter(None, offsets), default=0)
+                size = sum(map(len, rows[start:end]))
+                yield Uniform(host, transaction_id, first, max(offsets), size)
+
+    def _survey_together(
+        self, rows: Sequence[bytes], ends: Sequence[int]
+    ) -> Iterator[Uniform | None]:
+        host, transaction_id, offset = (place or 0 for place in self.places[:3])
+        walked = Walked(rows, (host, transaction_id, offset))
+        starts = np.array((0, *ends[:-1]))
+        alike = np.ones(len(rows), np.bool_)
+        alike[1:] = walked.repeats(host) & walked.repeats(transaction_id)
+        alike[starts] = ~walked.absent(transaction_id)[starts]
+        offsets = walked.numbers(offset)
+        if offsets is None:
+            offsets = np.array(self._numbers(walked.values(offset)))
+        known = np.where(offsets == 0, _NO_OFFSET, offsets)
+        first = np.minimum.reduceat(known, starts)
+        found = zip(
+            np.logical_and.reduceat(alike, starts).tolist(),
+            walked.some(host, starts),
+            walked.some(transaction_id, starts),
+            np.where(first == _NO_OFFSET, 0, first).tolist(),
+            np.maximum.reduceat(offsets, starts).tolist(),
+            np.diff(walked.ends[np.array(ends) - 1], prepend=0).tolist(),
+            strict=True,
+        )
+        for uniform, *facts in found:
+            yield Uniform(*facts) if uniform else None
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
@@ -292,46 +351,30 @@ class Grouping:
         last, _ = self._ends[-1]
         rows, self._rows = self._rows[:last], self._rows[last:]
         ends, self._ends = self._ends, []
-        layout = self._layout
-        peeked = layout.peek(rows)
+        surveyed = self._layout.survey(rows, [end for end, _ in ends])
         start = 0
-        for end, commit in ends:
-            self._finished.append(self._received(commit, layout, rows, peeked, start, end))
+        for (end, commit), uniform in zip(ends, surveyed, strict=True):
+            self._finished.append(self._received(commit, self._layout, rows[start:end], uniform))
             start = end
 
     def _received(
-        self,
-        commit: Commit,
-        layout: Layout,
-        rows: Sequence[bytes],
-        peeked: Peeked,
-        start: int,
-        end: int,
+        self, commit: Commit, layout: Layout, rows: Sequence[bytes], uniform: Uniform | None
     ) -> Received:
-        found = rows[start:end]
-        count = end - start
-        host, transaction_id = peeked.hosts[start], peeked.transaction_ids[start]
-        if (
-            transaction_id is None
-            or peeked.transaction_ids[start:end].count(transaction_id) < count
-            or peeked.hosts[start:end].count(host) < count
-        ):
+        if uniform is None:
             groups = _Groups(self._mapping)
-            groups.place(layout, found, peeked.part(start, end))
+            groups.place(layout, rows, layout.peek(rows))
             return groups.received(commit)
-        offsets = peeked.offsets[start:end]
-        size = sum(map(len, found))
         transaction = Undecoded(
             commit,
-            _text(transaction_id),
-            (_text(host or b""),),
+            _text(uniform.transaction_id),
+            (_text(uniform.host or b""),),
             layout.columns,
-            tuple(found),
-            size,
-            max(offsets),
-            min(offsets) or min(filter(None, offsets), default=0),
+            tuple(rows),
+            uniform.size,
+            uniform.last_offset,
+            uniform.first_offset,
         )
-        return Received(commit, (transaction,), count, size, False)
+        return Received(commit, (transaction,), len(rows), uniform.size, False)
 
 
 def _text(value: bytes) -> str:

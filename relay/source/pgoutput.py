@@ -6,15 +6,12 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from relay.events import FIELDS, Event, Lsn, Row
+from relay.events import Lsn
 
 _BEGIN = Struct(">QqI")
 _COMMIT = Struct(">BQQq")
@@ -28,11 +25,6 @@ NULL = ord("n")
 UNCHANGED = ord("u")
 TEXT = ord("t")
 BINARY = ord("b")
-
-FEW_ROWS = 40
-"""Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
-_PADDING = bytes(4)
-_Places = NDArray[np.int64]
 
 
 class ProtocolError(Exception):
@@ -315,127 +307,3 @@ def encode_tuple(values: Sequence[bytes | None]) -> bytes:
     for value in values:
         parts.append(b"n" if value is None else b"t" + _I32.pack(len(value)) + value)
     return b"".join(parts)
-
-
-def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Sequence[bytes | None]]:
-    """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
-    wanted = sorted(set(places))
-    if not rows or not wanted:
-        return {place: [] for place in wanted}
-    return _walk(rows, wanted) if len(rows) < FEW_ROWS else _walk_together(rows, wanted)
-
-
-def columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Sequence[bytes | None]]:
-    """The columns at some places, in their order; where there is no such place, one without values."""
-    found = values(rows, [place for place in places if place is not None])
-    nothing: Sequence[bytes | None] = [None] * len(rows)
-    return [nothing if place is None else found[place] for place in places]
-
-
-def _walk(rows: Sequence[bytes], wanted: Sequence[int]) -> dict[int, Sequence[bytes | None]]:
-    found = [_peek(row, wanted) for row in rows]
-    return dict(zip(wanted, zip(*found, strict=True), strict=True))
-
-
-def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
-    """The values at ascending places of one row, walking no further than the last of them."""
-    found: list[bytes | None] = []
-    at = 2
-    column = 0
-    unpack = _U32.unpack_from
-    try:
-        for place in wanted:
-            while column < place:
-                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
-                column += 1
-            if data[at] == TEXT:
-                start = at + 5
-                end = start + unpack(data, at + 1)[0]
-                found.append(data[start:end])
-                if end > len(data):
-                    raise ProtocolError("column value cut short")
-            else:
-                found.append(None)
-    except (IndexError, struct.error) as error:
-        raise ProtocolError("malformed TupleData") from error
-    return found
-
-
-def _walk_together(
-    rows: Sequence[bytes], wanted: Sequence[int]
-) -> dict[int, Sequence[bytes | None]]:
-    """The same for many rows at once: each column's places in the joined rows are an array."""
-    data = b"".join((*rows, _PADDING))
-    ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
-    at = np.concatenate((np.zeros(1, np.int64), ends[:-1])) + 2
-    octets = np.frombuffer(data, np.uint8)
-    # The length behind a kind stands anywhere: a view of every four bytes in a row as a number.
-    lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
-    found: dict[int, Sequence[bytes | None]] = {}
-    for place in range(wanted[-1] + 1):
-        if (at >= ends).any():
-            raise ProtocolError("malformed TupleData")
-        present = octets[at] == TEXT
-        start = at + np.where(present, 5, 1)
-        stop = start + np.where(present, lengths[at + 1], 0)
-        if (stop > ends).any():
-            raise ProtocolError("column value cut short")
-        if place in wanted:
-            found[place] = _cut(data, start, stop, present)
-        at = stop
-    return found
-
-
-def _cut(
-    data: bytes, start: _Places, stop: _Places, present: NDArray[np.bool_]
-) -> list[bytes | None]:
-    if not present.any():
-        return [None] * len(present)
-    spans = zip(start.tolist(), stop.tolist(), strict=True)
-    found: list[bytes | None] = [data[first:last] for first, last in spans]
-    for row in np.flatnonzero(~present).tolist():
-        found[row] = None
-    return found
-
-
-class RowDecoder:
-    """Reads TupleData, finding each field by column name.
-
-    `names` are the table's columns in order, `mapping` the column name of each field. A field whose column the table
-    does not have is None.
-    """
-
-    __slots__ = ("_order", "_places")
-
-    def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
-        place = {name: position for position, name in enumerate(names)}
-        self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
-        self._order = tuple(-1 if found is None else found for found in self._places.values())
-
-    def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
-        """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
-        return columns(rows, [self._places[field] for field in fields])
-
-    def event(self, data: bytes, commit_fields: Row) -> Event:
-        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
-
-        Raises ProtocolError for a row that is cut short.
-        """
-        texts: list[str | None] = []
-        at = 2
-        unpack = _U32.unpack_from
-        try:
-            for _ in range(_U16.unpack_from(data)[0]):
-                if data[at] == TEXT:
-                    start = at + 5
-                    at = start + unpack(data, at + 1)[0]
-                    texts.append(str(data[start:at], "utf-8", "surrogateescape"))
-                else:
-                    texts.append(None)
-                    at += 1
-        except (IndexError, struct.error) as error:
-            raise ProtocolError("malformed TupleData") from error
-        if at != len(data):
-            raise ProtocolError("column value cut short")
-        texts.append(None)  # what position -1 finds
-        return Event((*(texts[position] for position in self._order), *commit_fields))

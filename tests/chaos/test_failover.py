@@ -78,9 +78,7 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
                         promoted.fill(200)
                         wait_until(lambda: outbox.handled() == before + 1_000)
                         # Polling may have got them all before the WAL of the new primary could be had.
-                        wait_until(
-                            lambda: outbox.value("select timeline from relay.groups") == 2
-                        )
+                        wait_until(lambda: outbox.value("select timeline from relay.groups") == 2)
                         promoted.fill(1)
                         wait_until(lambda: outbox.handled() == before + 1_005)
                         everything = promoted.column(

@@ -21,8 +21,8 @@ from relay.events import FIELDS, Event, Lsn, Undecoded
 from relay.install import initialise
 from relay.source.assembler import Assembler
 from relay.source.grouping import Received
-from relay.source.pgoutput import RowDecoder
 from relay.source.slot import ensure_publication, ensure_slot
+from relay.source.tuples import RowDecoder
 from relay.source.wal import SESSION_OPTIONS, WalSource
 from tests.postgres import Server
 

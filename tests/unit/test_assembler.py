@@ -15,7 +15,8 @@ from relay.events import FIELDS, Commit, Event, Lsn, Undecoded
 from relay.faults import ConfigurationError
 from relay.source.assembler import Assembler
 from relay.source.grouping import Received
-from relay.source.pgoutput import ProtocolError, RowDecoder
+from relay.source.pgoutput import ProtocolError
+from relay.source.tuples import RowDecoder
 from tests.unit import wire
 
 TABLE = ("public", "outbox_message_t")

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from relay.events import FIELDS, Commit, Event, Lsn, timestamp
-from relay.source import pgoutput
+from relay.events import Lsn, timestamp
 from relay.source.pgoutput import (
     UNCHANGED_TOAST,
     Begin,
@@ -23,7 +22,6 @@ from relay.source.pgoutput import (
     Origin,
     ProtocolError,
     Relation,
-    RowDecoder,
     Truncate,
     Type,
     Update,
@@ -31,7 +29,6 @@ from relay.source.pgoutput import (
     decode,
     decode_tuple,
     encode_tuple,
-    values,
 )
 from tests.unit import wire
 
@@ -39,7 +36,6 @@ Sent = tuple[bytes, Message]
 """A message as bytes, and as it must come out."""
 
 KINDS = b"BCORYIUDTM"
-COMMIT_FIELDS = ("0/10", "2000-01-01 00:00:00+00", "7")
 
 
 def as_values(cells: Sequence[wire.Cell]) -> tuple[Value, ...]:
@@ -144,10 +140,6 @@ def decode_fully(data: bytes) -> None:
     message = decode(data)
     if isinstance(message, Insert):
         decode_tuple(message.tuple)
-
-
-def one_event(row: Sequence[wire.Cell], columns: Sequence[str], mapping: dict[str, str]) -> Event:
-    return RowDecoder(columns, mapping).event(wire.tuple_data(row), COMMIT_FIELDS)
 
 
 # Messages.
@@ -295,129 +287,6 @@ def test_an_impossible_length_is_a_protocol_error(length: int) -> None:
 def test_an_unknown_kind_of_value_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         decode_tuple(wire.int16(1) + b"x")
-
-
-@pytest.fixture(params=[0, 1_000], ids=["together", "one by one"])
-def _way_of_walking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgoutput, "FEW_ROWS", request.param)
-
-
-@pytest.mark.usefixtures("_way_of_walking")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.integers(1, 5).flatmap(
-        lambda width: st.lists(
-            st.lists(
-                st.none() | st.just(wire.Toast.UNCHANGED) | st.binary(max_size=300),
-                min_size=width,
-                max_size=width,
-            ),
-            min_size=1,
-        )
-    ),
-    st.data(),
-)
-def test_the_values_of_many_rows_are_what_decoding_finds(
-    rows: list[list[wire.Cell]], data: st.DataObject
-) -> None:
-    places = data.draw(st.lists(st.integers(0, len(rows[0]) - 1)))
-    expected = [[cell if isinstance(cell, bytes) else None for cell in row] for row in rows]
-    found = values([wire.tuple_data(row) for row in rows], places)
-    assert {place: list(column) for place, column in found.items()} == {
-        place: [row[place] for row in expected] for place in places
-    }
-
-
-@pytest.mark.usefixtures("_way_of_walking")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(wire.ROWS.filter(bool), wire.ROWS.filter(bool), st.data())
-def test_a_cut_row_never_yields_another_value(
-    row: list[wire.Cell], behind: list[wire.Cell], data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, min(len(row), len(behind)) - 1))
-    sent = wire.tuple_data(row)
-    cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
-    try:
-        found = values([cut, wire.tuple_data(behind)], [place])
-    except ProtocolError:
-        return
-    assert found[place][0] == row[place]
-
-
-# Events.
-
-
-@given(st.data())
-def test_fields_are_found_by_name_in_any_order_of_columns(data: st.DataObject) -> None:
-    present = data.draw(st.sets(st.sampled_from(FIELDS)))
-    extra = data.draw(st.sets(wire.NAMES.filter(lambda name: name not in FIELDS), max_size=3))
-    columns = data.draw(st.permutations(sorted(present | extra)))
-    row = data.draw(st.lists(st.none() | wire.NAMES, min_size=len(columns), max_size=len(columns)))
-    event = one_event([None if text is None else text.encode() for text in row], columns, {})
-    sent = dict(zip(columns, row, strict=True))
-    assert {name: event.text(name) for name in FIELDS} == {name: sent.get(name) for name in FIELDS}
-
-
-def test_fields_are_found_under_the_names_that_the_mapping_gives() -> None:
-    mapping = {name: name for name in FIELDS} | {"id": "event_id", "payload": "body"}
-    event = one_event(
-        [b"{}", b"not the id", b"7", b"not the payload"],
-        ["body", "id", "event_id", "payload"],
-        mapping,
-    )
-    assert event.text("id") == "7"
-    assert event.text("payload") == "{}"
-
-
-def test_two_fields_may_share_a_column() -> None:
-    event = one_event([b"7"], ["key"], {"id": "key", "aggregate_id": "key"})
-    assert (event.text("id"), event.text("aggregate_id")) == ("7", "7")
-
-
-def test_null_and_the_empty_text_are_different() -> None:
-    event = one_event([None, b""], ["aggregate_id", "aggregate_type"], {})
-    assert event.text("aggregate_id") is None
-    assert event.text("aggregate_type") == ""
-
-
-def test_a_value_that_is_not_in_the_stream_is_none() -> None:
-    assert one_event([wire.Toast.UNCHANGED], ["payload"], {}).text("payload") is None
-
-
-@given(st.binary(max_size=40))
-@example("Zoë, \N{GRINNING FACE} \\ \t\n\x01".encode())
-@example(b"caf\xe9")
-def test_any_bytes_survive_as_text(value: bytes) -> None:
-    text = one_event([value], ["aggregate_id"], {}).text("aggregate_id")
-    assert text is not None
-    assert text.encode("utf-8", "surrogateescape") == value
-
-
-@given(wire.NAMES)
-def test_utf8_is_read_as_what_it_says(value: str) -> None:
-    assert one_event([value.encode()], ["aggregate_id"], {}).text("aggregate_id") == value
-
-
-@given(wire.ROWS.filter(bool), st.data())
-def test_a_cut_row_is_a_protocol_error_and_no_shorter_event(
-    row: list[wire.Cell], data: st.DataObject
-) -> None:
-    sent = wire.tuple_data(row)
-    cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
-    decoder = RowDecoder([f"c{place}" for place in range(len(row))], {"payload": "c0"})
-    with pytest.raises(ProtocolError):
-        decoder.event(cut, COMMIT_FIELDS)
-
-
-def test_events_carry_their_commit() -> None:
-    commit = Commit(Lsn(0x10), Lsn(0x20), 0, 7)
-    rows = [wire.tuple_data([b"1"]), wire.tuple_data([b"2"])]
-    decoder = RowDecoder(["id"], {})
-    found = [decoder.event(row, commit.fields) for row in rows]
-    assert [event.text("id") for event in found] == ["1", "2"]
-    assert {
-        (event.text("commit_lsn"), event.text("commit_ts"), event.text("xid")) for event in found
-    } == {COMMIT_FIELDS}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,204 @@
+"""Undecoded rows, many at a time: the values of some of their columns, and whole rows as events. No I/O.
+
+Source: PostgreSQL documentation, "Logical Replication Message Formats", TupleData.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from operator import eq
+from struct import Struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.events import FIELDS, Event, Row
+from relay.source.pgoutput import TEXT, ProtocolError
+
+FEW_ROWS = 40
+"""Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
+_U16 = Struct(">H")
+_U32 = Struct(">I")
+_WORD = 8
+_DIGITS = 18
+"""As many decimal digits always fit into 64 bits."""
+_PADDING = bytes(_DIGITS)
+"""Room behind the last row for what looks at a few octets from where a value begins."""
+_ZERO = ord("0")
+
+Array = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Values = Sequence[bytes | None]
+
+
+def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Values]:
+    """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
+    wanted = sorted(set(places))
+    if not rows or not wanted:
+        return {place: [] for place in wanted}
+    if len(rows) < FEW_ROWS:
+        return _walk(rows, wanted)
+    walked = Walked(rows, wanted)
+    return {place: walked.values(place) for place in wanted}
+
+
+def columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Values]:
+    """The columns at some places, in their order; where there is no such place, one without values."""
+    found = values(rows, [place for place in places if place is not None])
+    nothing: Values = [None] * len(rows)
+    return [nothing if place is None else found[place] for place in places]
+
+
+def _walk(rows: Sequence[bytes], wanted: Sequence[int]) -> dict[int, Values]:
+    found = [_peek(row, wanted) for row in rows]
+    return dict(zip(wanted, zip(*found, strict=True), strict=True))
+
+
+def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
+    """The values at ascending places of one row, walking no further than the last of them."""
+    found: list[bytes | None] = []
+    at = 2
+    column = 0
+    unpack = _U32.unpack_from
+    try:
+        for place in wanted:
+            while column < place:
+                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
+                column += 1
+            if data[at] == TEXT:
+                start = at + 5
+                end = start + unpack(data, at + 1)[0]
+                found.append(data[start:end])
+                if end > len(data):
+                    raise ProtocolError("column value cut short")
+            else:
+                found.append(None)
+    except (IndexError, struct.error) as error:
+        raise ProtocolError("malformed TupleData") from error
+    return found
+
+
+class Walked:
+    """Rows walked together: where the values at some places lie in the joined rows, as arrays.
+
+    Raises ProtocolError where a row is cut short.
+    """
+
+    def __init__(self, rows: Sequence[bytes], wanted: Collection[int]) -> None:
+        self._data = data = b"".join((*rows, _PADDING))
+        self._octets = np.frombuffer(data, np.uint8)
+        self.ends: Array = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
+        self._spans: dict[int, tuple[Array, Array, Mask]] = {}
+        # The length behind a kind stands anywhere: a view of every four bytes in a row as a number.
+        lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
+        at = np.concatenate((np.zeros(1, np.int64), self.ends[:-1])) + 2
+        for place in range(max(wanted, default=-1) + 1):
+            if (at >= self.ends).any():
+                raise ProtocolError("malformed TupleData")
+            present = self._octets[at] == TEXT
+            start = at + np.where(present, 5, 1)
+            stop = start + np.where(present, lengths[at + 1], 0)
+            if (stop > self.ends).any():
+                raise ProtocolError("column value cut short")
+            if place in wanted:
+                self._spans[place] = (start, stop, present)
+            at = stop
+
+    def values(self, place: int) -> list[bytes | None]:
+        """The column's values."""
+        start, stop, present = self._spans[place]
+        if not present.any():
+            return [None] * len(present)
+        data = self._data
+        spans = zip(start.tolist(), stop.tolist(), strict=True)
+        found: list[bytes | None] = [data[first:last] for first, last in spans]
+        for row in np.flatnonzero(~present).tolist():
+            found[row] = None
+        return found
+
+    def some(self, place: int, rows: Array) -> list[bytes | None]:
+        """The column's values in some of the rows."""
+        data = self._data
+        picked = zip(*(each[rows].tolist() for each in self._spans[place]), strict=True)
+        return [data[start:stop] if present else None for start, stop, present in picked]
+
+    def absent(self, place: int) -> Mask:
+        """Where the column has no value."""
+        return ~self._spans[place][2]
+
+    def repeats(self, place: int) -> Mask:
+        """Where the column has the value of the row before, or, as there, none."""
+        start, stop, present = self._spans[place]
+        length = stop - start
+        size = int(length[0])
+        if size < _WORD or not present.all() or (length != size).any():
+            values = self.values(place)
+            return np.fromiter(map(eq, values[1:], values), np.bool_)
+        words: NDArray[np.uint64] = np.ndarray(
+            len(self._data) - _WORD + 1, "<u8", self._data, strides=(1,)
+        )
+        same: Mask = np.ones(len(start) - 1, np.bool_)
+        for offset in (*range(0, size - _WORD, _WORD), size - _WORD):
+            found = words[start + offset]
+            same &= found[1:] == found[:-1]
+        return same
+
+    def numbers(self, place: int) -> Array | None:
+        """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""
+        start, stop, present = self._spans[place]
+        length = stop - start
+        longest = int(length.max())
+        if longest > _DIGITS or not length[present].all():
+            return None
+        numbers = np.zeros(len(start), np.int64)
+        for position in range(longest if present.any() else 0):
+            within = present & (length > position)
+            digits = self._octets[start + position].astype(np.int64) - _ZERO
+            if ((digits < 0) | (digits > 9))[within].any():
+                return None
+            numbers = np.where(within, numbers * 10 + digits, numbers)
+        return numbers
+
+
+class RowDecoder:
+    """Reads TupleData, finding each field by column name.
+
+    `names` are the table's columns in order, `mapping` the column name of each field. A field whose column the table
+    does not have is None.
+    """
+
+    __slots__ = ("_order", "_places")
+
+    def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
+        place = {name: position for position, name in enumerate(names)}
+        self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
+        self._order = tuple(-1 if found is None else found for found in self._places.values())
+
+    def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+        """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
+        return columns(rows, [self._places[field] for field in fields])
+
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
+
+        Raises ProtocolError for a row that is cut short.
+        """
+        texts: list[str | None] = []
+        at = 2
+        unpack = _U32.unpack_from
+        try:
+            for _ in range(_U16.unpack_from(data)[0]):
+                if data[at] == TEXT:
+                    start = at + 5
+                    at = start + unpack(data, at + 1)[0]
+                    texts.append(str(data[start:at], "utf-8", "surrogateescape"))
+                else:
+                    texts.append(None)
+                    at += 1
+        except (IndexError, struct.error) as error:
+            raise ProtocolError("malformed TupleData") from error
+        if at != len(data):
+            raise ProtocolError("column value cut short")
+        texts.append(None)  # what position -1 finds
+        return Event((*(texts[position] for position in self._order), *commit_fields))
