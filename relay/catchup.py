@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from relay.events import Batch
+from relay.batch import Batch
 
 log = logging.getLogger(__name__)
 

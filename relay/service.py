@@ -14,9 +14,10 @@ from types import FrameType
 
 import psycopg
 
+from relay.batch import Batch, Outcome, TaskOutcome
 from relay.catchup import CatchUp
 from relay.config import Settings
-from relay.events import Batch, Lsn, Outcome, TaskOutcome
+from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.garbage import collect_seldom
 from relay.pipeline.runner import Pipeline

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import psycopg
 
 from relay.config import PythonHandler, SqlHandler
-from relay.events import Transaction
+from relay.transactions import Routed
 
 Connection = psycopg.Connection[Any]
 
@@ -24,7 +24,7 @@ class Handler(Protocol):
     def check(self, conn: Connection) -> None:
         """Raise ConfigurationError if the handler cannot work on this database at all."""
 
-    def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def apply(self, conn: Connection, routed: Routed) -> None:
         """Apply transactions, in order. What it raises is judged by `relay.faults`."""
 
 

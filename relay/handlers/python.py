@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from relay.config import PythonHandler
 from relay.events import Transaction
 from relay.faults import ConfigurationError
 from relay.handlers import Connection
+from relay.transactions import Routed
 
 Function = Callable[[Transaction, psycopg.Cursor[Any]], object]
 
@@ -32,10 +33,10 @@ class Python:
     def check(self, conn: Connection) -> None:
         """The callable was imported when the handler was built."""
 
-    def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def apply(self, conn: Connection, routed: Routed) -> None:
         """Call the function for each transaction, in order."""
         with conn.cursor() as cursor:
-            for transaction in transactions:
+            for transaction in routed:
                 self._function(transaction, cursor)
 
 

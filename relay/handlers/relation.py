@@ -9,16 +9,18 @@ Source: PostgreSQL documentation, "COPY", text format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import NamedTuple
 
+import numpy as np
 import psycopg
 from psycopg import sql
 from psycopg.rows import scalar_row
 
-from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES, Commit, Decoder, Transaction
+from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handlers import Connection
+from relay.transactions import Places, Routed, Rows
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -58,11 +60,11 @@ _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
 
 class Chunk(NamedTuple):
-    """Undecoded events of one layout, and how many of them came in which commit."""
+    """Undecoded events, and the place of the transaction that each belongs to."""
 
-    decoder: Decoder
-    rows: Sequence[bytes]
-    commits: Sequence[tuple[Commit, int]]
+    routed: Routed
+    rows: Rows
+    owners: Places
 
 
 def create(conn: Connection) -> None:
@@ -87,30 +89,37 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
         return EVENT_FIELDS
 
 
-def chunks(transactions: Sequence[Transaction]) -> Iterator[Chunk]:
+def chunks(routed: Routed) -> Iterator[Chunk]:
     """The events of transactions, in order, as many together as are encoded at once."""
-    rows: list[bytes] = []
-    commits: list[tuple[Commit, int]] = []
+    transactions = routed.transactions
+    owners = np.repeat(np.arange(len(transactions)), transactions.facts["events"])
+    for rows in _in_file(routed) if transactions.spooled is not None else _in_memory(routed):
+        yield Chunk(routed, rows, owners[: len(rows)])
+        owners = owners[len(rows) :]
+
+
+def _in_memory(routed: Routed) -> Iterator[Rows]:
+    rows = routed.transactions.rows
+    behind = np.cumsum(rows.sizes)
+    first = 0
+    while first < len(rows):
+        limit = int(behind[first]) + CHUNK_BYTES
+        last = min(first + CHUNK_EVENTS, int(np.searchsorted(behind, limit)) + 1)
+        yield rows.part(first, last)
+        first = last
+
+
+def _in_file(routed: Routed) -> Iterator[Rows]:
+    some: list[bytes] = []
     size = 0
-    decoder: Decoder | None = None
-    for transaction in transactions:
-        events = transaction.events
-        if decoder is not None and decoder is not events.decoder and rows:
-            yield Chunk(decoder, rows, commits)
-            rows, commits, size = [], [], 0
-        decoder = events.decoder
-        # Spooled rows come one by one: a few of them may be all that fits into memory.
-        step = CHUNK_EVENTS if isinstance(events.tuples, tuple) else 1
-        remaining = iter(events.tuples)
-        while some := list(islice(remaining, step)):
-            rows += some
-            commits.append((transaction.commit, len(some)))
-            size += sum(map(len, some))
-            if len(rows) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
-                yield Chunk(decoder, rows, commits)
-                rows, commits, size = [], [], 0
-    if decoder is not None and rows:
-        yield Chunk(decoder, rows, commits)
+    for row in chain.from_iterable(each.tuples for each in routed.transactions):
+        some.append(row)
+        size += len(row)
+        if len(some) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
+            yield Rows.of(some)
+            some, size = [], 0
+    if some:
+        yield Rows.of(some)
 
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
@@ -162,22 +171,23 @@ def _escape(value: bytes) -> bytes:
 
 def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
     stored = [field for field in fields if field not in COMMIT_FIELDS]
-    found: dict[str, Sequence[bytes | None]] = dict(
-        zip(stored, chunk.decoder.columns(chunk.rows, stored), strict=True)
-    )
+    columns = chunk.routed.decoder.columns(chunk.rows, stored)
+    found: dict[str, Sequence[bytes | None]] = dict(zip(stored, columns, strict=True))
     of_commit = [field for field in fields if field in COMMIT_FIELDS]
-    found.update(zip(of_commit, _commit_columns(chunk.commits, of_commit), strict=True))
+    found.update(zip(of_commit, _commit_columns(chunk, of_commit), strict=True))
     return [found[field] for field in fields]
 
 
-def _commit_columns(
-    commits: Sequence[tuple[Commit, int]], fields: Sequence[str]
-) -> list[list[bytes | None]]:
-    places = [COMMIT_FIELDS.index(field) for field in fields]
-    columns: list[list[bytes | None]] = [[] for _ in fields]
-    for commit, events in commits if fields else ():
-        texts = commit.fields
-        for column, place in zip(columns, places, strict=True):
-            text = texts[place]
-            column += [None if text is None else text.encode()] * events
+def _commit_columns(chunk: Chunk, fields: Sequence[str]) -> list[list[bytes | None]]:
+    if not fields:
+        return []
+    transactions = chunk.routed.transactions
+    first = int(chunk.owners[0])
+    texts = [each.commit.fields for each in transactions.part(first, int(chunk.owners[-1]) + 1)]
+    owners = (chunk.owners - first).tolist()
+    columns = []
+    for field in fields:
+        place = COMMIT_FIELDS.index(field)
+        column = [None if (text := row[place]) is None else text.encode() for row in texts]
+        columns.append([column[owner] for owner in owners])
     return columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain, islice
 
@@ -11,9 +10,10 @@ import psycopg
 from psycopg import sql
 
 from relay.config import SqlHandler
-from relay.events import EVENT_FIELDS, SQL_TYPES, Transaction
+from relay.events import EVENT_FIELDS, SQL_TYPES
 from relay.faults import Action, ConfigurationError, action_for
 from relay.handlers import Connection, relation
+from relay.transactions import Routed
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
 FEW_EVENTS = 50
@@ -57,27 +57,27 @@ class SqlEvent:
         _parse(conn, self.name, self._numbered)
         _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
 
-    def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def apply(self, conn: Connection, routed: Routed) -> None:
         """Run the statement for every event, in order."""
-        few = sum(map(len, transactions)) <= FEW_EVENTS
+        few = routed.events <= FEW_EVENTS
         if few or not self._names:
-            self._send(conn, transactions)
+            self._send(conn, routed)
         else:
-            self._call(conn, transactions)
+            self._call(conn, routed)
 
-    def _send(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def _send(self, conn: Connection, routed: Routed) -> None:
         names = self._names
-        events = chain.from_iterable(transaction.events for transaction in transactions)
+        events = chain.from_iterable(transaction.events for transaction in routed)
         parameters = ({name: event.text(name) for name in names} for event in events)
         with conn.cursor() as cursor:
             while some := list(islice(parameters, _IN_FLIGHT)):
                 cursor.executemany(self._statement, some)
 
-    def _call(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def _call(self, conn: Connection, routed: Routed) -> None:
         call = sql.SQL("select {}({}) from pg_temp.batch").format(
             self._function, sql.SQL(", ").join(map(sql.Identifier, self._names))
         )
-        for number, chunk in enumerate(relation.chunks(transactions)):
+        for number, chunk in enumerate(relation.chunks(routed)):
             relation.clear(conn, truncate=number > 0)
             relation.load(conn, [chunk], self._names)
             conn.execute(call)
@@ -101,10 +101,10 @@ class SqlBatch:
         _parse(conn, self.name, self._statement.decode())
         _explain(conn, self.name, self._statement, None)
 
-    def apply(self, conn: Connection, transactions: Sequence[Transaction]) -> None:
+    def apply(self, conn: Connection, routed: Routed) -> None:
         """Load the events by COPY, then run the statement."""
         relation.clear(conn)
-        relation.load(conn, relation.chunks(transactions), self._columns)
+        relation.load(conn, relation.chunks(routed), self._columns)
         conn.execute(self._statement)
 
 

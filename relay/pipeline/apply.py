@@ -9,26 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
 from relay import handlers
+from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
 from relay.config import Settings
-from relay.events import (
-    DeadTransaction,
-    Lsn,
-    Range,
-    Task,
-    TaskOutcome,
-    Undecoded,
-    Work,
-)
+from relay.events import Lsn
 from relay.faults import Action, ProcessDied, action_for, describe
-from relay.pipeline.routed import Routed, Routing
-from relay.source.grouping import Received
+from relay.pipeline.routed import Routing
 from relay.source.rows import OutboxRows, prefer_index
 from relay.store import dead_letters, offsets, suspects
 from relay.store.connections import open_pool
+from relay.transactions import Mask, Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
 
@@ -41,8 +35,8 @@ class _HandlerFailed(Exception):
         self.handler = handler
 
 
-Apply = Callable[[Connection, list[Routed]], list[DeadTransaction]]
-"""Runs the handlers of transactions; returns those that were dead-lettered."""
+Apply = Callable[[Connection, Transactions], list[DeadTransaction]]
+"""Runs the handlers of transactions that can be routed; returns those that were dead-lettered."""
 
 
 class Applier:
@@ -111,11 +105,11 @@ class Applier:
                 return self._apply_range(conn, task, apply)
             cursors = offsets.lock(conn, self._group, task.partitions)
             fresh = _fresh(task, cursors)
-            if not fresh:
+            if not len(fresh):
                 return TaskOutcome(task.partitions, skipped=task.events)
-            dead = self._deliver(conn, [transaction for transaction, _ in fresh], apply)
-            offsets.advance(conn, self._group, _advances(fresh))
-        events = sum(len(transaction.tuples) for transaction, _ in fresh)
+            dead = self._deliver(conn, fresh, apply)
+            offsets.advance(conn, self._group, _advances(fresh, task.touched))
+        events = fresh.events
         return _outcome(task, events, task.events - events, dead)
 
     def _apply_range(self, conn: Connection, task: Range, apply: Apply) -> TaskOutcome:
@@ -134,79 +128,91 @@ class Applier:
         dead: list[DeadTransaction] = []
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
-                events += sum(len(transaction.tuples) for transaction in transactions)
+                events += transactions.events
                 dead += self._deliver(conn, transactions, apply)
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
         return _outcome(task, events, 0, dead)
 
-    def _portions(self, commits: Iterable[Received]) -> Iterator[list[Undecoded]]:
-        """Commits, as many together as fit into memory: a range is one target transaction however large it is."""
+    def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
+        """As many together as fit into memory: a range is one target transaction however large it is."""
         limits = self._settings.batch
-        portion: list[Undecoded] = []
+        portion: list[Transactions] = []
         events = size = 0
-        for received in commits:
-            portion += received.transactions
-            events += received.events
-            size += received.size
-            if events >= limits.max_events or size >= limits.max_bytes or received.spooled:
-                yield portion
+        for transactions in found:
+            if portion and not portion[0].joins(transactions):
+                yield Transactions.joined(portion)
+                portion, events, size = [], 0, 0
+            portion.append(transactions)
+            events += transactions.events
+            size += transactions.held
+            if events >= limits.max_events or size >= limits.max_bytes:
+                yield Transactions.joined(portion)
                 portion, events, size = [], 0, 0
         if portion:
-            yield portion
+            yield Transactions.joined(portion)
 
     def _deliver(
-        self, conn: Connection, transactions: Sequence[Undecoded], apply: Apply
+        self, conn: Connection, transactions: Transactions, apply: Apply
     ) -> list[DeadTransaction]:
-        """Route transactions and run their handlers; returns what was dead-lettered."""
-        routed = self._routing.route(transactions)
-        dead = [self._bury(conn, item, None, item.refusal) for item in routed if item.refusal]
-        deliverable = [item for item in routed if not item.refusal]
-        return dead + apply(conn, deliverable)
+        """Run the handlers of transactions; returns what was dead-lettered."""
+        _, refused = self._routing.route(transactions)
+        if not refused:
+            return apply(conn, transactions)
+        dead = [
+            self._bury(conn, transactions[place], None, refusal)
+            for place, refusal in refused.items()
+        ]
+        left = [place for place in range(len(transactions)) if place not in refused]
+        return dead + apply(conn, transactions.take(np.array(left, np.int64)))
 
-    def _apply_together(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
+    def _apply_together(
+        self, conn: Connection, transactions: Transactions
+    ) -> list[DeadTransaction]:
         """Apply all of them at once; nothing is dead-lettered."""
-        self._run_handlers(conn, routed)
+        self._run_handlers(conn, transactions)
         return []
 
-    def _apply_guarded(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
+    def _apply_guarded(self, conn: Connection, transactions: Transactions) -> list[DeadTransaction]:
         """Apply them one by one, each under a note that a crash would leave behind."""
         dead: list[DeadTransaction] = []
-        for item in routed:
-            name = suspects.name_of(item.undecoded)
+        for place, transaction in enumerate(transactions):
+            name = suspects.name_of(transaction)
             deaths = self._suspects.deaths(name)
             if deaths >= self._settings.crash_limit:
                 reason = ProcessDied(f"{deaths} processes died while they handled it")
-                dead.append(self._bury(conn, item, None, reason))
+                dead.append(self._bury(conn, transaction, None, reason))
             else:
                 self._suspects.note(name)
-                dead += self._apply_carefully(conn, [item])
+                dead += self._apply_carefully(conn, transactions.part(place, place + 1))
             self._suspects.clear(name)
         return dead
 
-    def _apply_carefully(self, conn: Connection, routed: list[Routed]) -> list[DeadTransaction]:
+    def _apply_carefully(
+        self, conn: Connection, transactions: Transactions
+    ) -> list[DeadTransaction]:
         """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
-        if not routed:
+        if not len(transactions):
             return []
         try:
             with conn.transaction():
-                self._run_handlers(conn, routed, settle=True)
+                self._run_handlers(conn, transactions, settle=True)
             return []
         except _HandlerFailed as failure:
             reason = _reason(failure)
             if action_for(reason) is not Action.DEAD_LETTER:
                 raise
-            if len(routed) == 1:
+            if len(transactions) == 1:
                 if isinstance(reason, psycopg.ProgrammingError):
                     # The statement itself may have broken since the start; then no event is to blame.
                     failure.handler.check(conn)
-                return [self._bury(conn, routed[0], failure.handler.name, reason)]
-        middle = len(routed) // 2
-        return self._apply_carefully(conn, routed[:middle]) + self._apply_carefully(
-            conn, routed[middle:]
+                return [self._bury(conn, transactions[0], failure.handler.name, reason)]
+        middle = len(transactions) // 2
+        return self._apply_carefully(conn, transactions.part(0, middle)) + self._apply_carefully(
+            conn, transactions.part(middle, len(transactions))
         )
 
     def _run_handlers(
-        self, conn: Connection, routed: Sequence[Routed], settle: bool = False
+        self, conn: Connection, transactions: Transactions, settle: bool = False
     ) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
@@ -214,12 +220,12 @@ class Applier:
         """
         if settle:
             conn.execute("set constraints all deferred")
+        parts, _ = self._routing.route(transactions)
         for name, handler in self._handlers.items():
-            work = [item.parts[name] for item in routed if name in item.parts]
-            if not work:
+            if name not in parts:
                 continue
             try:
-                handler.apply(conn, work)
+                handler.apply(conn, parts[name])
                 if settle:
                     conn.execute("set constraints all immediate")
                     conn.execute("set constraints all deferred")
@@ -227,13 +233,14 @@ class Applier:
                 raise _HandlerFailed(handler) from error
 
     def _bury(
-        self, conn: Connection, item: Routed, handler: str | None, error: BaseException
+        self, conn: Connection, transaction: Undecoded, handler: str | None, error: BaseException
     ) -> DeadTransaction:
-        dead_letters.bury(conn, self._group, item.events, handler, error)
+        events = self._routing.events(transaction)
+        dead_letters.bury(conn, self._group, events, handler, error)
         return DeadTransaction(
-            item.undecoded.transaction_id,
-            item.undecoded.commit.end_lsn,
-            len(item.events),
+            transaction.transaction_id,
+            transaction.commit.end_lsn,
+            len(events),
             handler,
             describe(error),
         )
@@ -248,44 +255,42 @@ def _reason(error: BaseException) -> BaseException:
     return error.__cause__ or error if isinstance(error, _HandlerFailed) else error
 
 
-def _fresh(
-    task: Task, cursors: Mapping[int, offsets.Cursor]
-) -> Sequence[tuple[Undecoded, tuple[int, ...]]]:
-    """The transactions that are not in the target yet, with the partitions that they touch."""
-    planned = list(zip(task.transactions, task.touched, strict=True))
-    applied = max(cursor.applied_lsn for cursor in cursors.values())
-    handover = max(cursor.handover_offset for cursor in cursors.values())
-    oldest = min((t.last_offset for t in task.transactions if t.last_offset), default=handover)
-    if task.transactions[0].commit.end_lsn > applied and oldest >= handover:
-        return planned
-    return [item for item in planned if not _applied(*item, cursors)]
-
-
-def _applied(
-    transaction: Undecoded, touched: Sequence[int], cursors: Mapping[int, offsets.Cursor]
-) -> bool:
-    """Whether a redelivered transaction is in the target already.
+def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
+    """The transactions that are not in the target yet.
 
     The commit's position says so, or its offset where another way than this WAL was taken before. Partitions that a
     transaction touches moved together when it was applied, so they agree.
     """
-    end = transaction.commit.end_lsn
-    last = transaction.last_offset
-    return all(
-        end <= cursors[partition].applied_lsn or 0 < last < cursors[partition].handover_offset
-        for partition in touched
-    )
+    end, last = task.transactions.facts["end_lsn"], task.transactions.facts["last_offset"]
+    fresh = np.zeros(len(end), np.bool_)
+    for partitions, here in _by_partitions(task.transactions, task.touched):
+        for cursor in map(cursors.__getitem__, partitions):
+            by_offset = (last > 0) & (last < cursor.handover_offset)
+            fresh |= here & (end > cursor.applied_lsn) & ~by_offset
+    return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
 
 
-def _advances(fresh: Sequence[tuple[Undecoded, tuple[int, ...]]]) -> list[offsets.Advance]:
+def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
     reached: dict[int, tuple[int, Lsn]] = {}
-    for transaction, touched in fresh:
-        for partition in touched:
+    for partitions, here in _by_partitions(fresh, touched):
+        following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
+        end = Lsn(fresh.facts["end_lsn"][here].max())
+        for partition in partitions:
             next_offset, lsn = reached.get(partition, (1, Lsn(0)))
-            reached[partition] = (
-                max(next_offset, transaction.last_offset + 1),
-                max(lsn, transaction.commit.end_lsn),
-            )
+            reached[partition] = (max(next_offset, following), max(lsn, end))
     return [
         offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
     ]
+
+
+def _by_partitions(
+    transactions: Transactions, touched: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], Mask]]:
+    """Which transactions touch the same partitions."""
+    kinds: dict[tuple[int, ...], int] = {}
+    of_hosts = np.array([kinds.setdefault(each, len(kinds)) for each in touched])
+    kind = of_hosts[transactions.facts["hosts"]]
+    for partitions, number in kinds.items():
+        here = kind == number
+        if here.any():
+            yield partitions, here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from relay.events import TaskOutcome, Work
+from relay.batch import TaskOutcome, Work
 from relay.faults import TaskFault
 from relay.pipeline.apply import Applier
 

@@ -6,7 +6,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from relay.events import Batch, Range, Task, Undecoded, Window, Work
+import numpy as np
+
+from relay.batch import Batch, Range, Task, Window, Work
+from relay.transactions import Places, Transactions
 
 Hash = Callable[[Sequence[str]], Sequence[int]]
 """PostgreSQL's `hashtext` of each text."""
@@ -52,23 +55,22 @@ class Planner:
         random.shuffle(found)
         return found
 
-    def plan(self, transactions: Sequence[Undecoded], lanes: int | None = None) -> list[Task]:
+    def plan(self, transactions: Transactions, lanes: int | None = None) -> list[Task]:
         """Tasks that share no partition, at most `lanes` and about equally large; within each, commit order.
 
         A transaction whose hosts lie in several partitions joins these into one task, so that both
         its atomicity and the order per host hold.
         """
-        self._learn(host for transaction in transactions for host in transaction.hosts)
-        touched = [self._touched(transaction.hosts) for transaction in transactions]
+        self._learn(host for hosts in transactions.hosts for host in hosts)
+        touched = [self._touched(hosts) for hosts in transactions.hosts]
         if lanes == 1:
-            return [_task(transactions, touched, range(len(transactions)))]
+            return [_task(transactions, touched)]
         root = _joined(touched)
-        members: dict[int, list[int]] = {}
-        for position, partitions in enumerate(touched):
-            members.setdefault(root(partitions[0]), []).append(position)
+        roots = np.array([root(partitions[0]) for partitions in touched], np.int64)
+        members = roots[transactions.facts["hosts"]]
         return [
-            _task(transactions, touched, sorted(positions))
-            for positions in _spread(members.values(), lanes or self._partitions)
+            _task(transactions.take(np.flatnonzero(np.isin(members, lane))), touched)
+            for lane in _spread(members, lanes or self._partitions)
         ]
 
     def _touched(self, hosts: tuple[str, ...]) -> tuple[int, ...]:
@@ -93,26 +95,21 @@ class Planner:
             self._known.popitem(last=False)
 
 
-def _task(
-    transactions: Sequence[Undecoded],
-    touched: Sequence[tuple[int, ...]],
-    positions: Sequence[int],
-) -> Task:
-    chosen = [touched[position] for position in positions]
-    return Task(
-        partitions=tuple(sorted(set().union(*chosen))),
-        transactions=[transactions[position] for position in positions],
-        touched=chosen,
-    )
+def _task(transactions: Transactions, touched: Sequence[tuple[int, ...]]) -> Task:
+    there = np.unique(transactions.facts["hosts"])
+    partitions = set().union(*(touched[hosts] for hosts in there))
+    return Task(tuple(sorted(partitions)), transactions, touched)
 
 
-def _spread(groups: Collection[list[int]], lanes: int) -> Iterable[list[int]]:
-    """Join groups until no more than `lanes` are left, the largest first, each to what is the least then."""
-    if len(groups) <= lanes:
-        return groups
-    joined: list[list[int]] = [[] for _ in range(lanes)]
-    for group in sorted(groups, key=len, reverse=True):
-        min(joined, key=len).extend(group)
+def _spread(members: Places, lanes: int) -> list[list[int]]:
+    """The roots that each lane takes, the one with most transactions first, each to what has the fewest then."""
+    roots, counts = np.unique(members, return_counts=True)
+    joined: list[list[int]] = [[] for _ in range(min(lanes, len(roots)))]
+    loads = [0] * len(joined)
+    for place in np.argsort(-counts, kind="stable"):
+        least = loads.index(min(loads))
+        joined[least].append(int(roots[place]))
+        loads[least] += int(counts[place])
     return joined
 
 

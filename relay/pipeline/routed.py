@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby, islice, repeat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice, repeat
+
+import numpy as np
 
 from relay.config import Settings
-from relay.events import COMMIT_FIELDS, Commit, Events, Transaction, Tuples, Undecoded
+from relay.events import COMMIT_FIELDS, Commit, Events, Tuples
 from relay.faults import NotRouted, Unrouted
 from relay.routing import Router
-from relay.source.spool import SpooledTuples
 from relay.source.tuples import RowDecoder
+from relay.transactions import Routed, Rows, Transactions, Undecoded
 
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 Names = tuple[str, ...]
-
-
-@dataclass(slots=True)
-class Routed:
-    """A business transaction with its events by handler, or the reason why it cannot be routed."""
-
-    undecoded: Undecoded
-    events: Events
-    parts: Mapping[str, Transaction]
-    refusal: NotRouted | None = None
 
 
 class _Chosen:
@@ -54,89 +46,79 @@ class Routing:
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
 
-    def route(self, transactions: Iterable[Undecoded]) -> list[Routed]:
-        """Each transaction with its parts. Raises Unrouted where `unrouted` is `fail`."""
+    def route(self, transactions: Transactions) -> tuple[dict[str, Routed], dict[int, NotRouted]]:
+        """What goes to each handler, and which transactions cannot be routed, and why.
+
+        Raises Unrouted where `unrouted` is `fail`.
+        """
+        if not len(transactions):
+            return {}, {}
+        decoder = self._decoder(transactions.columns)
+        if not self._router.fields and (names := self._router.choose(())):
+            return dict.fromkeys(names, Routed(transactions, decoder)), {}
+        chosen = list(self._choices(transactions, decoder))
+        distinct = set(chosen)
+        if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
+            left = np.array([place not in refused for place in range(len(transactions))])
+            parts, _ = self.route(transactions.take(np.flatnonzero(left)))
+            return parts, refused
+        return {
+            name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
+            for name in dict.fromkeys(chain.from_iterable(distinct))
+        }, {}
+
+    def events(self, transaction: Undecoded) -> Events:
+        """All events of a transaction."""
+        decoder = self._decoder(transaction.columns)
+        return Events(transaction.tuples, decoder, transaction.commit)
+
+    def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
+        """The handlers of each event."""
         if not self._router.fields:
-            return [self._whole(transaction) for transaction in transactions]
-        found: list[Routed] = []
-        for (columns, _), group in groupby(transactions, self._alike):
-            decoder = self._decoder(columns)
-            alike = list(group)
-            choices = self._choices(decoder, alike)
-            for transaction in alike:
-                names = list(islice(choices, len(transaction.tuples)))
-                found.append(self._routed(transaction, decoder, names))
-        return found
-
-    def _alike(self, transaction: Undecoded) -> tuple[tuple[str, ...], Commit | None]:
-        """What transactions have in common whose rows are looked at together."""
-        return transaction.columns, transaction.commit if self._by_commit else None
-
-    def _choices(self, decoder: RowDecoder, alike: Sequence[Undecoded]) -> Iterator[Names]:
-        """The handlers of each event of transactions that are alike."""
-        rows = chain.from_iterable(transaction.tuples for transaction in alike)
-        return self._chosen(decoder, rows, alike[0].commit)
+            return repeat((), transactions.events)
+        if transactions.spooled is None and not self._by_commit:
+            return self._chosen(decoder, _parts(transactions.rows), None)
+        return chain.from_iterable(
+            self._chosen(decoder, _portions(each.tuples), each.commit) for each in transactions
+        )
 
     def _chosen(
-        self, decoder: RowDecoder, rows: Iterator[bytes], commit: Commit
+        self, decoder: RowDecoder, portions: Iterable[Rows], commit: Commit | None
     ) -> Iterator[Names]:
         fields = self._router.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
-        of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True))
-        for some in _portions(rows):
+        of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
+        for rows in portions:
             values: dict[str, Iterable[str | None]] = {
-                field: repeat(text, len(some)) for field, text in of_commit.items()
+                field: repeat(text, len(rows)) for field, text in of_commit.items()
             }
-            for field, column in zip(stored, decoder.columns(some, stored), strict=True):
+            for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
                 values[field] = map(_text, column)
             yield from map(
                 self._router.choose, zip(*(values[field] for field in fields), strict=True)
             )
 
-    def _whole(self, transaction: Undecoded) -> Routed:
-        """Where the routes look at nothing, every event goes the same way."""
-        names = self._router.choose(())
-        decoder = self._decoder(transaction.columns)
-        if not names:
-            return self._routed(transaction, decoder, [names])
-        events = Events(transaction.tuples, decoder, transaction.commit)
-        part = Transaction(transaction.transaction_id, transaction.commit, events)
-        return Routed(transaction, events, dict.fromkeys(names, part))
-
-    def _routed(
-        self, transaction: Undecoded, decoder: RowDecoder, names: Sequence[Names]
-    ) -> Routed:
-        events = Events(transaction.tuples, decoder, transaction.commit)
-        distinct = set(names)
-        refusal = self._refuse(events, names.index(())) if () in distinct else None
-        parts = {
-            handler: Transaction(
-                transaction.transaction_id,
-                transaction.commit,
-                events
-                if len(distinct) == 1
-                else self._part(events, [handler in each for each in names]),
-            )
-            for handler in dict.fromkeys(chain.from_iterable(distinct))
-        }
-        return Routed(transaction, events, parts, refusal)
-
-    def _part(self, events: Events, chosen: Sequence[bool]) -> Events:
-        if all(chosen):
-            return events
-        rows: Tuples = _Chosen(events.tuples, chosen)
-        if not isinstance(events.tuples, SpooledTuples):
-            rows = tuple(rows)
-        return Events(rows, events.decoder, events.commit)
-
-    def _refuse(self, events: Events, place: int) -> NotRouted | None:
+    def _refused(
+        self, transactions: Transactions, decoder: RowDecoder, chosen: Sequence[Names]
+    ) -> dict[int, NotRouted]:
+        """The transactions with an event that goes nowhere, by the first such event."""
         if self._unrouted == "ignore":
-            return None
-        (event,) = islice(events, place, place + 1)
-        what = f"no route matches the event_type {event.event_type!r}"
-        if self._unrouted == "fail":
-            raise Unrouted(f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted")
-        return NotRouted(what)
+            return {}
+        ends = np.cumsum(transactions.facts["events"])
+        lost = np.flatnonzero([not names for names in chosen])
+        places, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
+        refused: dict[int, NotRouted] = {}
+        for place, row in zip(places.tolist(), lost[first].tolist(), strict=True):
+            undecoded = transactions[place]
+            within = row - int(ends[place]) + len(undecoded.tuples)
+            (event,) = islice(self.events(undecoded), within, within + 1)
+            what = f"no route matches the event_type {event.event_type!r}"
+            if self._unrouted == "fail":
+                raise Unrouted(
+                    f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted"
+                )
+            refused[place] = NotRouted(what)
+        return refused
 
     def _decoder(self, columns: tuple[str, ...]) -> RowDecoder:
         decoder = self._decoders.get(columns)
@@ -145,7 +127,26 @@ class Routing:
         return decoder
 
 
-def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
+def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
+    """The transactions with the events that are chosen."""
+    if all(chosen):
+        return transactions
+    if transactions.spooled is None:
+        return transactions.where(np.array(chosen))
+    counts = iter(chosen)
+    spooled = [_Chosen(rows, list(islice(counts, len(rows)))) for rows in transactions.spooled]
+    left = np.flatnonzero([len(rows) for rows in spooled])
+    facts = transactions.facts.copy()
+    facts["events"] = [len(rows) for rows in spooled]
+    return replace(transactions, facts=facts, spooled=spooled).take(left)
+
+
+def _parts(rows: Rows) -> Iterator[Rows]:
+    """As many rows as are looked at together."""
+    return (rows.part(first, first + _ROWS_AT_ONCE) for first in range(0, len(rows), _ROWS_AT_ONCE))
+
+
+def _portions(rows: Iterable[bytes]) -> Iterator[Rows]:
     """As many rows as are looked at together: those of a spooled transaction must not be in memory at once."""
     some: list[bytes] = []
     size = 0
@@ -153,10 +154,10 @@ def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
         some.append(row)
         size += len(row)
         if len(some) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
-            yield some
+            yield Rows.of(some)
             some, size = [], 0
     if some:
-        yield some
+        yield Rows.of(some)
 
 
 def _text(value: bytes | None) -> str | None:

@@ -19,8 +19,8 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from relay.batch import Batch, Outcome, TaskOutcome, Work
 from relay.config import Settings
-from relay.events import Batch, Outcome, TaskOutcome, Work
 from relay.faults import (
     Action,
     ConfigurationError,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from relay.batch import Work
 from relay.config import Settings
-from relay.events import Work
 from relay.faults import Action, RelayError, TaskFault
 from relay.garbage import collect_seldom
 from relay.logs import quiet_libraries

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from struct import Struct
 
-from relay.events import POSTGRES_EPOCH, Commit, Lsn
-from relay.source.grouping import Grouping, Layout, Received
+from relay.events import POSTGRES_EPOCH, Lsn
+from relay.source.grouping import Grouping, Layout
 from relay.source.pgoutput import (
     Begin,
     CommitMessage,
@@ -16,6 +16,7 @@ from relay.source.pgoutput import (
     Relation,
     decode,
 )
+from relay.transactions import Transactions
 
 _INSERT = b"I"
 _PREFIX = Struct(">cIc")
@@ -44,16 +45,16 @@ class Assembler:
     ) -> None:
         self._table = table
         self._mapping = mapping
-        self._grouping = Grouping(mapping, max_bytes, spool_directory)
+        self._grouping = Grouping(mapping, max_bytes, spool_directory, _TUPLE)
         self._layouts: dict[bytes, Layout | None] = {}
-        self._begin: Begin | None = None
+        self._xid: int | None = None
         # How the outbox's inserts begin: as far as is known, and inside a transaction.
         self._prefix = self._outbox = _NO_PREFIX
 
     @property
     def open(self) -> bool:
         """Whether a transaction has begun and not yet committed."""
-        return self._begin is not None
+        return self._xid is not None
 
     @property
     def size(self) -> int:
@@ -63,7 +64,7 @@ class Assembler:
     def reset(self) -> None:
         """Forget the open transaction and the relations: a new connection sends both again."""
         self._layouts.clear()
-        self._begin = None
+        self._xid = None
         self._outbox = self._prefix = _NO_PREFIX
         self._grouping.clear()
 
@@ -80,7 +81,7 @@ class Assembler:
         self._take_rows(messages[first:])
         return passed
 
-    def fetch(self) -> list[Received]:
+    def fetch(self) -> list[Transactions]:
         """The whole commits with rows since the last time, in order."""
         return self._grouping.fetch()
 
@@ -88,7 +89,7 @@ class Assembler:
         """Inserts into the outbox, one behind the other."""
         layout = self._layouts.get(self._outbox)
         if inserts and layout is not None:
-            self._grouping.add(layout, [message[_TUPLE:] for message in inserts])
+            self._grouping.add(layout, inserts)
 
     def _take(self, message: bytes) -> Lsn | None:
         if message[:1] == _INSERT:
@@ -96,7 +97,7 @@ class Assembler:
             return None
         match decode(message):
             case Begin() as begin:
-                self._begin = begin
+                self._xid = begin.xid
                 self._outbox = self._prefix
             case CommitMessage() as commit:
                 return self._commit(commit)
@@ -109,7 +110,7 @@ class Assembler:
         prefix = message[:_TUPLE]
         if prefix not in self._layouts:
             raise ProtocolError("a row of a table that was not described")
-        if self._begin is None:
+        if self._xid is None:
             raise ProtocolError("a row outside a transaction")
         if self._layouts[prefix] is not None:
             self._outbox = self._prefix = prefix
@@ -125,11 +126,11 @@ class Assembler:
         self._outbox = self._prefix = _NO_PREFIX
 
     def _commit(self, message: CommitMessage) -> Lsn | None:
-        begin, self._begin = self._begin, None
+        xid, self._xid = self._xid, None
         self._outbox = _NO_PREFIX
-        if begin is None:
+        if xid is None:
             return message.end_lsn
         if not _EARLIEST <= message.ts <= _LATEST:
             raise ProtocolError("commit time out of range")
-        commit = Commit(message.commit_lsn, message.end_lsn, message.ts, begin.xid)
-        return None if self._grouping.finish(commit) else message.end_lsn
+        finished = self._grouping.finish(message.commit_lsn, message.end_lsn, message.ts, xid)
+        return None if finished else message.end_lsn

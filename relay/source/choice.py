@@ -9,15 +9,18 @@ from functools import partial
 from threading import Event
 from typing import Protocol
 
+import numpy as np
 import psycopg
 
+from relay.batch import Batch, Outcome
 from relay.config import Settings
-from relay.events import Batch, Lsn, Outcome
+from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.source.listener import Listener
 from relay.source.poll import BUSY_SECONDS, FIRST_IDLE_SECONDS, Poller, PollSource, note_mode
 from relay.source.recovery import Recovery, recognise
 from relay.source.wal import WalSource
+from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,9 @@ GRACE_SECONDS = 3.0
 """How long the replication connection may fail before polling steps in."""
 AUDIT_SECONDS = 10.0
 """How often an idle stream is compared with the outbox."""
+
+
+_NEVER = np.iinfo(np.int64).min
 
 
 class Source(Protocol):
@@ -139,11 +145,8 @@ class StreamSource:
 
     def _missing_before(self, batch: Batch) -> Iterator[Batch]:
         """What the outbox has below a commit of the batch that does not follow on the one before."""
-        gap = 0
-        for first, last in _spans(batch):
-            if self._expected is None or first > self._expected:
-                gap = first
-            self._expected = max(self._expected or 0, last + 1)
+        floor = _NEVER if self._expected is None else self._expected
+        gap, self._expected = _gap(batch.transactions, floor)
         if gap:
             yield from self._missing(gap)
 
@@ -213,19 +216,17 @@ class StreamSource:
         note_mode(self._settings, mode, reason)
 
 
-def _spans(batch: Batch) -> Iterator[tuple[int, int]]:
-    """The least and the greatest c_offset of each commit that has any."""
-    span: tuple[Lsn, int, int] | None = None
-    for transaction in batch.transactions:
-        if not transaction.last_offset:
-            continue
-        commit = transaction.commit.lsn
-        first, last = transaction.first_offset, transaction.last_offset
-        if span is not None and span[0] == commit:
-            span = (commit, min(span[1], first), max(span[2], last))
-            continue
-        if span is not None:
-            yield span[1:]
-        span = (commit, first, last)
-    if span is not None:
-        yield span[1:]
+def _gap(transactions: Transactions, expected: int) -> tuple[int, int | None]:
+    """The first c_offset of the last commit that does not follow on those before, or 0, and what is expected next.
+
+    A transaction without offsets says nothing. Those of one commit may come in any order.
+    """
+    facts = transactions.facts[transactions.facts["last_offset"] != 0]
+    if not len(facts):
+        return 0, None if expected == _NEVER else expected
+    commits = np.flatnonzero(np.diff(facts["end_lsn"], prepend=0))
+    first = np.minimum.reduceat(facts["first_offset"], commits)
+    last = np.maximum.reduceat(facts["last_offset"], commits)
+    reached = np.maximum.accumulate(np.concatenate(([expected], last + 1)))
+    gaps = first[first > reached[:-1]]
+    return int(gaps[-1]) if len(gaps) else 0, int(reached[-1])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from relay.events import FIELDS, Commit, Undecoded
+from relay.events import FIELDS
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 from relay.source.tuples import FEW_ROWS, Walked, columns
+from relay.transactions import FACTS, Places, Rows, Transactions
 
 _PLACED_AT_ONCE = 1 << 18
 """How many bytes of a large commit's rows are placed together."""
@@ -23,14 +24,14 @@ _PLACED_AT_ONCE = 1 << 18
 _NO_OFFSET = np.iinfo(np.int64).max
 
 
-class Received(NamedTuple):
-    """One whole commit: its business transactions in order of first appearance. `size` in bytes held in memory."""
+class End(NamedTuple):
+    """Where a commit ends: how many rows there are up to it, and its facts (see `Commit`)."""
 
-    commit: Commit
-    transactions: Sequence[Undecoded]
-    events: int
-    size: int
-    spooled: bool
+    rows: int
+    lsn: int
+    end_lsn: int
+    ts: int
+    xid: int
 
 
 class Peeked(NamedTuple):
@@ -45,14 +46,14 @@ class Peeked(NamedTuple):
     users: Sequence[bytes | None]
 
 
-class Uniform(NamedTuple):
-    """What planning needs of a commit that is one business transaction of one host. `size` is that of its rows."""
+class Survey(NamedTuple):
+    """What planning needs of commits, where each is one business transaction of one host (`uniform`)."""
 
-    host: bytes | None
-    transaction_id: bytes
-    first_offset: int
-    last_offset: int
-    size: int
+    uniform: Sequence[bool]
+    hosts: Sequence[bytes | None]
+    ids: Sequence[bytes | None]
+    first_offsets: Sequence[int] | Places
+    last_offsets: Sequence[int] | Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,44 +78,38 @@ class Layout:
             )
         return cls(tuple(columns), tuple(map(place.get, names)), names[2])
 
-    def peek(self, rows: Sequence[bytes]) -> Peeked:
+    def peek(self, rows: Rows) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
         *places, user = self.places
         hosts, ids, offsets = columns(rows, places)
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users)
 
-    def survey(self, rows: Sequence[bytes], ends: Sequence[int]) -> Iterator[Uniform | None]:
-        """Look at many rows, of commits that end at some places; None for a commit that is not uniform.
-
-        Raises as `peek` does.
-        """
+    def survey(self, rows: Rows, ends: Sequence[int]) -> Survey:
+        """Look at the rows of commits that end at some places. Raises as `peek` does."""
         if len(rows) < FEW_ROWS or None in self.places[:3]:
             return self._survey(rows, ends)
-        return self._survey_together(rows, ends)
+        return self._survey_together(rows, np.array(ends))
 
-    def _survey(self, rows: Sequence[bytes], ends: Sequence[int]) -> Iterator[Uniform | None]:
+    def _survey(self, rows: Rows, ends: Sequence[int]) -> Survey:
         peeked = self.peek(rows)
+        found = []
         for start, end in pairwise((0, *ends)):
             host, transaction_id = peeked.hosts[start], peeked.transaction_ids[start]
             offsets = peeked.offsets[start:end]
-            if (
-                transaction_id is None
-                or peeked.transaction_ids[start:end].count(transaction_id) < end - start
-                or peeked.hosts[start:end].count(host) < end - start
-            ):
-                yield None
-            else:
-                first = min(filter(None, offsets), default=0)
-                size = sum(map(len, rows[start:end]))
-                yield Uniform(host, transaction_id, first, max(offsets), size)
+            uniform = (
+                transaction_id is not None
+                and peeked.transaction_ids[start:end].count(transaction_id) == end - start
+                and peeked.hosts[start:end].count(host) == end - start
+            )
+            first = min(filter(None, offsets), default=0)
+            found.append((uniform, host, transaction_id, first, max(offsets)))
+        return Survey(*zip(*found, strict=True))
 
-    def _survey_together(
-        self, rows: Sequence[bytes], ends: Sequence[int]
-    ) -> Iterator[Uniform | None]:
+    def _survey_together(self, rows: Rows, ends: Places) -> Survey:
         host, transaction_id, offset = (place or 0 for place in self.places[:3])
         walked = Walked(rows, (host, transaction_id, offset))
-        starts = np.array((0, *ends[:-1]))
+        starts = np.concatenate(([0], ends[:-1]))
         alike = np.ones(len(rows), np.bool_)
         alike[1:] = walked.repeats(host) & walked.repeats(transaction_id)
         alike[starts] = ~walked.absent(transaction_id)[starts]
@@ -123,17 +118,13 @@ class Layout:
             offsets = np.array(self._numbers(walked.values(offset)))
         known = np.where(offsets == 0, _NO_OFFSET, offsets)
         first = np.minimum.reduceat(known, starts)
-        found = zip(
+        return Survey(
             np.logical_and.reduceat(alike, starts).tolist(),
             walked.some(host, starts),
             walked.some(transaction_id, starts),
-            np.where(first == _NO_OFFSET, 0, first).tolist(),
-            np.maximum.reduceat(offsets, starts).tolist(),
-            np.diff(walked.ends[np.array(ends) - 1], prepend=0).tolist(),
-            strict=True,
+            np.where(first == _NO_OFFSET, 0, first),
+            np.maximum.reduceat(offsets, starts),
         )
-        for uniform, *facts in found:
-            yield Uniform(*facts) if uniform else None
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
@@ -148,11 +139,11 @@ class Layout:
 class _Group:
     """The rows of one business transaction of a commit."""
 
-    layout: Layout
     transaction_id: bytes | None
     hosts: dict[bytes, None] = field(default_factory=dict)
     rows: list[bytes] = field(default_factory=list)
     spooled: SpooledTuples | None = None
+    events: int = 0
     size: int = 0
     last_offset: int = 0
     first_offset: int = 0
@@ -161,11 +152,11 @@ class _Group:
 class _Groups:
     """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway."""
 
-    def __init__(self, mapping: dict[str, str]) -> None:
+    def __init__(self, mapping: dict[str, str], layout: Layout) -> None:
         self._mapping = mapping
+        self._columns = layout.columns
         self._groups: dict[tuple[bytes | None, ...], _Group] = {}
         self._spool: Spool | None = None
-        self._events = 0
         self._size = 0
 
     @property
@@ -173,21 +164,20 @@ class _Groups:
         """Bytes of rows held in memory."""
         return 0 if self._spool else self._size
 
-    @property
-    def spooled(self) -> bool:
-        """Whether the rows are in a file."""
-        return self._spool is not None
-
-    def place(self, layout: Layout, rows: Sequence[bytes], peeked: Peeked) -> None:
+    def place(self, layout: Layout, rows: Rows) -> None:
         """Take rows, each to those of its business transaction."""
-        for row, host, transaction_id, offset, user in zip(rows, *peeked, strict=True):
+        reshape = layout.columns != self._columns
+        if reshape:
+            self._widen(layout)
+        for row, host, transaction_id, offset, user in zip(rows, *layout.peek(rows), strict=True):
             key = (transaction_id,) if transaction_id is not None else (host, user)
             group = self._groups.get(key)
             if group is None:
-                group = self._new_group(key, layout, transaction_id)
-            elif group.layout is not layout and group.layout != layout:
-                row = self._in_one_shape(group, layout, row)
+                group = self._new_group(key, transaction_id)
+            if reshape:
+                row = _reshaped(row, layout.columns, self._columns)
             group.hosts[host or b""] = None
+            group.events += 1
             group.size += len(row)
             if offset:
                 group.first_offset = min(group.first_offset or offset, offset)
@@ -197,7 +187,6 @@ class _Groups:
                 self._spool.append(row, group.spooled)
             else:
                 group.rows.append(row)
-        self._events += len(rows)
 
     def spill(self, directory: Path | None) -> None:
         """Move the rows to a file, where those that follow go too."""
@@ -209,72 +198,65 @@ class _Groups:
             group.rows.clear()
         self._spool = spool
 
-    def received(self, commit: Commit) -> Received:
+    def received(self, end: End) -> Transactions:
         """The rows as a whole commit."""
         if self._spool is not None:
             self._spool.seal()
-        transactions = tuple(
-            Undecoded(
-                commit=commit,
-                transaction_id=None
-                if group.transaction_id is None
-                else _text(group.transaction_id),
-                hosts=tuple(map(_text, group.hosts)),
-                columns=group.layout.columns,
-                tuples=tuple(group.rows) if group.spooled is None else group.spooled,
-                size=group.size,
-                last_offset=group.last_offset,
-                first_offset=group.first_offset,
-            )
-            for group in self._groups.values()
+        groups = self._groups.values()
+        facts = [
+            (*end[1:], group.first_offset, group.last_offset, group.events, group.size, place)
+            for place, group in enumerate(groups)
+        ]
+        spooled = tuple(group.spooled for group in groups if group.spooled is not None)
+        return Transactions(
+            self._columns,
+            np.array(facts, FACTS),
+            [group.transaction_id for group in groups],
+            [tuple(map(_text, group.hosts)) for group in groups],
+            Rows.of([row for group in groups for row in group.rows]),
+            spooled or None,
         )
-        return Received(commit, transactions, self._events, self.size, self.spooled)
 
-    def _new_group(
-        self, key: tuple[bytes | None, ...], layout: Layout, transaction_id: bytes | None
-    ) -> _Group:
-        group = self._groups[key] = _Group(layout, transaction_id)
+    def _new_group(self, key: tuple[bytes | None, ...], transaction_id: bytes | None) -> _Group:
+        group = self._groups[key] = _Group(transaction_id)
         if self._spool is not None:
             group.spooled = SpooledTuples(self._spool)
         return group
 
-    def _in_one_shape(self, group: _Group, layout: Layout, row: bytes) -> bytes:
-        """The row in the shape of its group: the table was altered in the midst of the business transaction.
-
-        Where the table has gained a field's column, the rows before get it too, as null.
-        """
+    def _widen(self, layout: Layout) -> None:
+        """The table was altered in the midst of the commit: where it gained a field's column, rows before get null."""
         fields = {self._mapping.get(name, name) for name in FIELDS}
-        gained = [
-            name for name in layout.columns if name in fields and name not in group.layout.columns
-        ]
-        if gained:
-            self._widen(group, (*group.layout.columns, *gained))
-        return _reshaped(row, layout.columns, group.layout.columns)
-
-    def _widen(self, group: _Group, columns: tuple[str, ...]) -> None:
-        before = group.layout.columns
-        group.layout = Layout.of(columns, self._mapping, "the outbox")
-        group.rows = [_reshaped(row, before, columns) for row in group.rows]
-        if self._spool is None or group.spooled is None:
+        gained = [name for name in layout.columns if name in fields and name not in self._columns]
+        if not gained:
             return
-        self._spool.seal()
-        narrow, group.spooled = group.spooled, SpooledTuples(self._spool)
-        for row in narrow:
-            self._spool.append(_reshaped(row, before, columns), group.spooled)
+        before, self._columns = self._columns, (*self._columns, *gained)
+        for group in self._groups.values():
+            group.rows = [_reshaped(row, before, self._columns) for row in group.rows]
+            if self._spool is None or group.spooled is None:
+                continue
+            self._spool.seal()
+            narrow, group.spooled = group.spooled, SpooledTuples(self._spool)
+            for row in narrow:
+                self._spool.append(_reshaped(row, before, self._columns), group.spooled)
 
 
 class Grouping:
     """Takes the rows of one commit after the other, and looks at those of many commits together.
 
-    A commit above `max_bytes` goes to a spool file.
+    Each row comes behind a header of so many bytes. A commit above `max_bytes` goes to a spool file.
     """
 
     def __init__(
-        self, mapping: dict[str, str], max_bytes: int, spool_directory: Path | None = None
+        self,
+        mapping: dict[str, str],
+        max_bytes: int,
+        spool_directory: Path | None = None,
+        header: int = 0,
     ) -> None:
         self._mapping = mapping
         self._max_bytes = max_bytes
         self._spool_directory = spool_directory
+        self._header = header
         self.clear()
 
     def clear(self) -> None:
@@ -284,8 +266,8 @@ class Grouping:
         self._unplaced = 0
         self._limit = self._max_bytes
         self._open: _Groups | None = None
-        self._ends: list[tuple[int, Commit]] = []
-        self._finished: list[Received] = []
+        self._ends: list[End] = []
+        self._finished: list[Transactions] = []
 
     @property
     def size(self) -> int:
@@ -302,24 +284,25 @@ class Grouping:
         if layout is not self._layout:
             self._change(layout)
         self._rows += rows
-        self._unplaced += sum(map(len, rows))
+        self._unplaced += sum(map(len, rows)) - self._header * len(rows)
         if self._unplaced > self._limit:
-            self._place()
+            self._place(layout)
 
-    def finish(self, commit: Commit) -> bool:
+    def finish(self, lsn: int, end_lsn: int, ts: int, xid: int) -> bool:
         """The open commit is whole; returns whether it has rows."""
+        if self._open is None and not self._unplaced:
+            return False
         if self._open is not None:
-            self._place()
-            self._finished.append(self._open.received(commit))
+            if self._layout is not None and self._rows:
+                self._place(self._layout)
+            self._finished.append(self._open.received(End(0, lsn, end_lsn, ts, xid)))
             self._open, self._limit = None, self._max_bytes
             return True
-        if not self._unplaced:
-            return False
-        self._ends.append((len(self._rows), commit))
+        self._ends.append(End(len(self._rows), lsn, end_lsn, ts, xid))
         self._unplaced = 0
         return True
 
-    def fetch(self) -> list[Received]:
+    def fetch(self) -> list[Transactions]:
         """The commits that were finished since the last time. Raises ProtocolError where a row is cut short."""
         self._look()
         finished, self._finished = self._finished, []
@@ -328,17 +311,16 @@ class Grouping:
     def _change(self, layout: Layout) -> None:
         """The rows that follow are of another shape."""
         self._look()
-        if self._rows:
-            self._place()
+        if self._layout is not None and self._rows:
+            self._place(self._layout)
         self._layout = layout
 
-    def _place(self) -> None:
+    def _place(self, layout: Layout) -> None:
         """Place the rows of the open commit one by one."""
         self._look()
         if self._open is None:
-            self._open = _Groups(self._mapping)
-        if self._layout is not None and self._rows:
-            self._open.place(self._layout, self._rows, self._layout.peek(self._rows))
+            self._open = _Groups(self._mapping, layout)
+        self._open.place(layout, Rows.of(self._rows, self._header))
         self._rows, self._unplaced = [], 0
         if self._open.size > self._max_bytes:
             self._open.spill(self._spool_directory)
@@ -348,33 +330,38 @@ class Grouping:
         """Group the rows of the commits that are finished; those of the open one stay."""
         if self._layout is None or not self._ends:
             return
-        last, _ = self._ends[-1]
-        rows, self._rows = self._rows[:last], self._rows[last:]
         ends, self._ends = self._ends, []
-        surveyed = self._layout.survey(rows, [end for end, _ in ends])
-        start = 0
-        for (end, commit), uniform in zip(ends, surveyed, strict=True):
-            self._finished.append(self._received(commit, self._layout, rows[start:end], uniform))
-            start = end
+        last = ends[-1].rows
+        rows = Rows.of(self._rows[:last], self._header)
+        self._rows = self._rows[last:]
+        survey = self._layout.survey(rows, [end.rows for end in ends])
+        commits = _as_transactions(self._layout, rows, ends, survey)
+        place = 0
+        for uniform, run in groupby(survey.uniform):
+            first, place = place, place + len(list(run))
+            if uniform:
+                self._finished.append(commits.part(first, place))
+                continue
+            for odd in range(first, place):
+                groups = _Groups(self._mapping, self._layout)
+                groups.place(self._layout, commits.part(odd, odd + 1).rows)
+                self._finished.append(groups.received(ends[odd]))
 
-    def _received(
-        self, commit: Commit, layout: Layout, rows: Sequence[bytes], uniform: Uniform | None
-    ) -> Received:
-        if uniform is None:
-            groups = _Groups(self._mapping)
-            groups.place(layout, rows, layout.peek(rows))
-            return groups.received(commit)
-        transaction = Undecoded(
-            commit,
-            _text(uniform.transaction_id),
-            (_text(uniform.host or b""),),
-            layout.columns,
-            tuple(rows),
-            uniform.size,
-            uniform.last_offset,
-            uniform.first_offset,
-        )
-        return Received(commit, (transaction,), len(rows), uniform.size, False)
+
+def _as_transactions(
+    layout: Layout, rows: Rows, ends: Sequence[End], survey: Survey
+) -> Transactions:
+    """Commits as if each were a business transaction of its own."""
+    known: dict[bytes, int] = {}
+    facts = np.empty(len(ends), FACTS)
+    counts, facts["lsn"], facts["end_lsn"], facts["ts"], facts["xid"] = zip(*ends, strict=True)
+    facts["first_offset"] = survey.first_offsets
+    facts["last_offset"] = survey.last_offsets
+    facts["events"] = np.diff(counts, prepend=0)
+    facts["size"] = np.add.reduceat(rows.sizes, np.array((0, *counts[:-1])))
+    facts["hosts"] = [known.setdefault(host or b"", len(known)) for host in survey.hosts]
+    hosts = [(_text(host),) for host in known]
+    return Transactions(layout.columns, facts, survey.ids, hosts, rows)
 
 
 def _text(value: bytes) -> str:

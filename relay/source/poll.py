@@ -22,13 +22,15 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from relay.batch import Batch, Outcome, Window
 from relay.config import Settings
-from relay.events import Batch, Lsn, Outcome, Window
+from relay.events import Lsn
 from relay.faults import Action, RelayError, action_for, describe
 from relay.source.listener import Listener
 from relay.source.rows import OutboxRows, prefer_index
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
+from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class Poller:
         self._looks += 1
         return Batch(
             number=self._looks,
-            transactions=(),
+            transactions=Transactions.none(),
             end=Lsn(0),
             events=sum(events for _, events in window.spread),
             size=0,

@@ -18,8 +18,9 @@ from psycopg.adapt import Loader
 from relay.config import Settings
 from relay.events import POLLED, Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for
-from relay.source.grouping import Grouping, Layout, Received
+from relay.source.grouping import Grouping, Layout
 from relay.source.pgoutput import encode_tuple
+from relay.transactions import Transactions
 
 Connection = psycopg.Connection[Any]
 _FETCHED_AT_ONCE = 1_000
@@ -231,7 +232,7 @@ class OutboxRows:
                 return end
             end = reached
 
-    def commits(self, conn: Connection, floors: Floors, upto: int) -> Iterator[Received]:
+    def commits(self, conn: Connection, floors: Floors, upto: int) -> Iterator[Transactions]:
         """The rows of partitions from their floors up to `upto`, grouped as the WAL's commits are.
 
         A new commit begins where neither the inserting transaction nor the transaction_id goes on. Rows are streamed;
@@ -250,12 +251,12 @@ class OutboxRows:
                 xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
             )
             if not follows:
-                grouping.finish(POLLED)
+                grouping.finish(*POLLED)
                 if grouping.waiting > _FETCHED_AT_ONCE:
                     yield from grouping.fetch()
             last = (xmin, transaction_id)
             grouping.add(layout, [encode_tuple(cells)])
-        grouping.finish(POLLED)
+        grouping.finish(*POLLED)
         yield from grouping.fetch()
 
     def _read(

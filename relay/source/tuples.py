@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from relay.events import FIELDS, Event, Row
 from relay.source.pgoutput import TEXT, ProtocolError
+from relay.transactions import Mask, Places, Rows
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
@@ -22,20 +23,16 @@ _U16 = Struct(">H")
 _U32 = Struct(">I")
 _WORD = 8
 _DIGITS = 18
-"""As many decimal digits always fit into 64 bits."""
-_PADDING = bytes(_DIGITS)
-"""Room behind the last row for what looks at a few octets from where a value begins."""
+"""As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
 _ZERO = ord("0")
 
-Array = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 Values = Sequence[bytes | None]
 
 
-def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Values]:
+def values(rows: Rows, places: Collection[int]) -> dict[int, Values]:
     """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
     wanted = sorted(set(places))
-    if not rows or not wanted:
+    if not len(rows) or not wanted:
         return {place: [] for place in wanted}
     if len(rows) < FEW_ROWS:
         return _walk(rows, wanted)
@@ -43,14 +40,14 @@ def values(rows: Sequence[bytes], places: Collection[int]) -> dict[int, Values]:
     return {place: walked.values(place) for place in wanted}
 
 
-def columns(rows: Sequence[bytes], places: Sequence[int | None]) -> list[Values]:
+def columns(rows: Rows, places: Sequence[int | None]) -> list[Values]:
     """The columns at some places, in their order; where there is no such place, one without values."""
     found = values(rows, [place for place in places if place is not None])
     nothing: Values = [None] * len(rows)
     return [nothing if place is None else found[place] for place in places]
 
 
-def _walk(rows: Sequence[bytes], wanted: Sequence[int]) -> dict[int, Values]:
+def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
     found = [_peek(row, wanted) for row in rows]
     return dict(zip(wanted, zip(*found, strict=True), strict=True))
 
@@ -85,21 +82,20 @@ class Walked:
     Raises ProtocolError where a row is cut short.
     """
 
-    def __init__(self, rows: Sequence[bytes], wanted: Collection[int]) -> None:
-        self._data = data = b"".join((*rows, _PADDING))
+    def __init__(self, rows: Rows, wanted: Collection[int]) -> None:
+        self._data = data = rows.data
         self._octets = np.frombuffer(data, np.uint8)
-        self.ends: Array = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
-        self._spans: dict[int, tuple[Array, Array, Mask]] = {}
+        self._spans: dict[int, tuple[Places, Places, Mask]] = {}
         # The length behind a kind stands anywhere: a view of every four bytes in a row as a number.
         lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
-        at = np.concatenate((np.zeros(1, np.int64), self.ends[:-1])) + 2
+        at = rows.starts + 2
         for place in range(max(wanted, default=-1) + 1):
-            if (at >= self.ends).any():
+            if (at >= rows.ends).any():
                 raise ProtocolError("malformed TupleData")
             present = self._octets[at] == TEXT
             start = at + np.where(present, 5, 1)
             stop = start + np.where(present, lengths[at + 1], 0)
-            if (stop > self.ends).any():
+            if (stop > rows.ends).any():
                 raise ProtocolError("column value cut short")
             if place in wanted:
                 self._spans[place] = (start, stop, present)
@@ -117,7 +113,7 @@ class Walked:
             found[row] = None
         return found
 
-    def some(self, place: int, rows: Array) -> list[bytes | None]:
+    def some(self, place: int, rows: Places) -> list[bytes | None]:
         """The column's values in some of the rows."""
         data = self._data
         picked = zip(*(each[rows].tolist() for each in self._spans[place]), strict=True)
@@ -144,7 +140,7 @@ class Walked:
             same &= found[1:] == found[:-1]
         return same
 
-    def numbers(self, place: int) -> Array | None:
+    def numbers(self, place: int) -> Places | None:
         """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""
         start, stop, present = self._spans[place]
         length = stop - start
@@ -175,7 +171,7 @@ class RowDecoder:
         self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
         self._order = tuple(-1 if found is None else found for found in self._places.values())
 
-    def columns(self, rows: Sequence[bytes], fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
         """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
         return columns(rows, [self._places[field] for field in fields])
 

@@ -32,15 +32,16 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from relay.batch import Batch, Outcome
 from relay.config import Settings
-from relay.events import POSTGRES_EPOCH, Batch, Lsn, Outcome
+from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
 from relay.source.assembler import Assembler
-from relay.source.grouping import Received
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
+from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class WalSource:
             settings.batch.max_bytes,
             settings.batch.spool_directory,
         )
-        self._queue: deque[Received] = deque()
+        self._queue: deque[Transactions] = deque()
         self._changed = Condition()
         self._buffered = 0
         self._error: BaseException | None = None
@@ -191,16 +192,16 @@ class WalSource:
         None after `timeout` seconds, or `stop()`. Raises RelayError.
         """
         taken = self._take(timeout)
-        if not taken:
+        if taken is None:
             return None
         self._batches += 1
         return Batch(
             number=self._batches,
-            transactions=[t for received in taken for t in received.transactions],
-            end=taken[-1].commit.end_lsn,
-            events=sum(received.events for received in taken),
-            size=sum(received.size for received in taken),
-            spooled=taken[0].spooled,
+            transactions=taken,
+            end=taken.end,
+            events=taken.events,
+            size=taken.held,
+            spooled=taken.spooled is not None,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
@@ -210,29 +211,42 @@ class WalSource:
             self._buffered -= batch.size
         self._ring()
 
-    def _take(self, timeout: float) -> list[Received]:
+    def _take(self, timeout: float) -> Transactions | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._queue or self._error or self._stopping.is_set(), timeout
             )
             if self._stopping.is_set() or not (self._queue or self._error):
-                return []
+                return None
             if self._error is not None and not self._queue:
                 raise self._error
-            taken = [self._queue.popleft()]
-            events, size = taken[0].events, taken[0].size
-            while self._queue and not taken[0].spooled:
-                following = self._queue[0]
-                events += following.events
-                size += following.size
-                if (
-                    following.spooled
-                    or events > self._limits.max_events
-                    or size > self._limits.max_bytes
-                ):
+            taken = [self._first_commits()]
+            events, size = taken[0].events, taken[0].held
+            while self._queue and taken[0].joins(self._queue[0]):
+                fitting = self._cut(self._limits.max_events - events, self._limits.max_bytes - size)
+                if fitting is None:
                     break
-                taken.append(self._queue.popleft())
-            return taken
+                taken.append(fitting)
+                events += fitting.events
+                size += fitting.held
+            return Transactions.joined(taken)
+
+    def _first_commits(self) -> Transactions:
+        """The next commits within the limits of a batch; one that is larger comes alone."""
+        first = self._cut(self._limits.max_events, self._limits.max_bytes)
+        return first or self._cut_at(self._queue[0].first_commit())
+
+    def _cut(self, events: int, size: int) -> Transactions | None:
+        """As many whole commits off the head of the queue as are within the limits."""
+        fitting = self._queue[0].fitting(events, size)
+        return self._cut_at(fitting) if fitting else None
+
+    def _cut_at(self, place: int) -> Transactions:
+        head = self._queue.popleft()
+        if place == len(head):
+            return head
+        self._queue.appendleft(head.part(place, len(head)))
+        return head.part(0, place)
 
     def _ring(self) -> None:
         try:
@@ -519,13 +533,13 @@ class WalSource:
             raise _end_of_stream(pgconn)
         return size, asked
 
-    def _finished(self, commits: list[Received], position: Lsn) -> None:
+    def _finished(self, commits: list[Transactions], position: Lsn) -> None:
         """Commits came whole, and up to a position there is nothing else."""
         if commits:
-            self._progress.commit(commits[-1].commit.end_lsn)
+            self._progress.commit(commits[-1].end)
             with self._changed:
                 self._queue.extend(commits)
-                self._buffered += sum(received.size for received in commits)
+                self._buffered += sum(received.held for received in commits)
                 self._changed.notify_all()
         if position:
             self._progress.nothing_until(position)

@@ -12,8 +12,8 @@ from psycopg.rows import scalar_row
 from psycopg_pool import ConnectionPool
 
 from relay.config import Settings
-from relay.events import Undecoded
 from relay.store.connections import open_pool
+from relay.transactions import Undecoded
 
 
 def name_of(transaction: Undecoded) -> str:

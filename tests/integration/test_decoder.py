@@ -17,13 +17,13 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from relay.config import Settings
-from relay.events import FIELDS, Event, Lsn, Undecoded
+from relay.events import FIELDS, Event, Lsn
 from relay.install import initialise
 from relay.source.assembler import Assembler
-from relay.source.grouping import Received
 from relay.source.slot import ensure_publication, ensure_slot
 from relay.source.tuples import RowDecoder
 from relay.source.wal import SESSION_OPTIONS, WalSource
+from relay.transactions import Transactions, Undecoded
 from tests.postgres import Server
 
 UNLIMITED = 1 << 40
@@ -84,7 +84,7 @@ class Decoded:
             (self.name, self.name),
         ).fetchall()
 
-    def commits(self) -> list[Received]:
+    def commits(self) -> list[Transactions]:
         """The commits with events since the last reading; each reading describes the table anew."""
         self.assembler.reset()
         self.assembler.feed([data for _, _, data in self.messages()])
@@ -96,7 +96,7 @@ class Decoded:
         return [
             event
             for received in self.commits()
-            for transaction in received.transactions
+            for transaction in received
             for event in self.decode(transaction)
         ]
 
@@ -368,14 +368,14 @@ def test_events_carry_the_commit_as_postgresql_tells_it(outbox: Decoded) -> None
     messages = outbox.messages()
     outbox.assembler.feed([data for _, _, data in messages])
     (commit,) = outbox.assembler.fetch()
-    (event,) = outbox.decode(commit.transactions[0])
+    (event,) = outbox.decode(commit[0])
     assert event.text("xid") == row[0]
     assert event.commit_ts is not None
     assert 0 <= (row[1] - event.commit_ts).total_seconds() < 60
     # For a commit the slot's own function tells where its record ends.
-    assert str(commit.commit.end_lsn) == messages[-1][0]
+    assert str(commit[0].commit.end_lsn) == messages[-1][0]
     assert event.commit_lsn is not None
-    assert Lsn(0) < event.commit_lsn < commit.commit.end_lsn
+    assert Lsn(0) < event.commit_lsn < commit[0].commit.end_lsn
 
 
 def test_the_time_of_a_commit_is_printed_as_any_other(outbox: Decoded) -> None:

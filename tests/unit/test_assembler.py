@@ -6,24 +6,27 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.events import FIELDS, Commit, Event, Lsn, Undecoded
+from relay.events import FIELDS, Commit, Event, Lsn
 from relay.faults import ConfigurationError
+from relay.source import grouping, tuples
 from relay.source.assembler import Assembler
-from relay.source.grouping import Received
 from relay.source.pgoutput import ProtocolError
 from relay.source.tuples import RowDecoder
+from relay.transactions import Transactions, Undecoded
 from tests.unit import wire
 
 TABLE = ("public", "outbox_message_t")
 OUTBOX, OTHER = 16_384, 16_999
 UNLIMITED = 1 << 40
 MAPPING = {name: name for name in FIELDS}
-COLUMNS = ("id", "host_id", "user_id", "payload", "transaction_id")
+COLUMNS = ("id", "host_id", "user_id", "payload", "transaction_id", "c_offset")
 
 Cells = Mapping[str, bytes | None]
 
@@ -52,8 +55,8 @@ def committed(*messages: bytes, number: int = 1) -> list[bytes]:
     return [wire.begin(end - 8, number, 700 + number), *messages, wire.commit(end - 8, end, number)]
 
 
-def feed(assembler: Assembler, messages: Iterable[bytes]) -> list[Received | Lsn]:
-    came: list[Received | Lsn] = []
+def feed(assembler: Assembler, messages: Iterable[bytes]) -> list[Transactions | Lsn]:
+    came: list[Transactions | Lsn] = []
     for message in messages:
         passed = assembler.feed([message])
         came += assembler.fetch()
@@ -62,10 +65,10 @@ def feed(assembler: Assembler, messages: Iterable[bytes]) -> list[Received | Lsn
     return came
 
 
-def receive(assembler: Assembler, messages: Iterable[bytes]) -> Received:
+def receive(assembler: Assembler, messages: Iterable[bytes]) -> Transactions:
     """Feed one commit with rows."""
     (received,) = feed(assembler, messages)
-    assert isinstance(received, Received)
+    assert isinstance(received, Transactions)
     return received
 
 
@@ -74,9 +77,9 @@ def events(transaction: Undecoded, mapping: dict[str, str] = MAPPING) -> list[Ev
     return [decoder.event(row, transaction.commit.fields) for row in transaction.tuples]
 
 
-def ids(received: Received) -> list[list[str | None]]:
+def ids(received: Transactions) -> list[list[str | None]]:
     """The ids of the events by business transaction."""
-    return [[event.text("id") for event in events(each)] for each in received.transactions]
+    return [[event.text("id") for event in events(each)] for each in received]
 
 
 # What belongs together.
@@ -94,16 +97,16 @@ def test_a_commit_holds_its_events_in_order() -> None:
             ),
         ],
     )
-    (transaction,) = received.transactions
+    (transaction,) = received
     assert (transaction.transaction_id, transaction.hosts) == ("t", ("h",))
     assert [(e.text("id"), e.text("payload")) for e in events(transaction)] == [
         ("1", "{}"),
         ("2", "[]"),
     ]
     assert received.events == 2
-    assert (received.commit.lsn, received.commit.end_lsn) == (Lsn(2992), Lsn(3000))
-    assert received.commit.xid == 703
-    assert transaction.commit == received.commit
+    assert (received[0].commit.lsn, received[0].commit.end_lsn) == (Lsn(2992), Lsn(3000))
+    assert received[0].commit.xid == 703
+    assert transaction.commit == received[0].commit
 
 
 def test_interleaved_business_transactions_of_one_commit_come_apart() -> None:
@@ -121,9 +124,9 @@ def test_interleaved_business_transactions_of_one_commit_come_apart() -> None:
             ),
         ],
     )
-    assert [each.transaction_id for each in received.transactions] == ["a", "b", "c"]
+    assert [each.transaction_id for each in received] == ["a", "b", "c"]
     assert ids(received) == [["1", "3", "6"], ["2", "5"], ["4"]]
-    assert [each.hosts for each in received.transactions] == [("h", "i"), ("h",), ("h",)]
+    assert [each.hosts for each in received] == [("h", "i"), ("h",), ("h",)]
 
 
 def test_without_transaction_id_host_and_user_make_the_transaction() -> None:
@@ -143,7 +146,7 @@ def test_without_transaction_id_host_and_user_make_the_transaction() -> None:
         ],
     )
     assert ids(received) == [["1", "6"], ["2"], ["3", "7"], ["4"], ["5"]]
-    assert [each.transaction_id for each in received.transactions] == [None, None, None, None, "t"]
+    assert [each.transaction_id for each in received] == [None, None, None, None, "t"]
 
 
 def test_an_empty_transaction_id_is_not_null() -> None:
@@ -159,19 +162,19 @@ def test_an_empty_transaction_id_is_not_null() -> None:
         ],
     )
     assert ids(received) == [["1", "2"], ["3"]]
-    assert [each.transaction_id for each in received.transactions] == ["", None]
+    assert [each.transaction_id for each in received] == ["", None]
 
 
 @pytest.mark.parametrize("max_bytes", [UNLIMITED, 0], ids=["in memory", "spooled"])
 def test_each_business_transaction_knows_its_last_offset(max_bytes: int) -> None:
-    columns = (*COLUMNS, "c_offset")
+    columns = COLUMNS
     offsets = [(b"a", b"7"), (b"b", b"10"), (b"a", b"9"), (b"a", None), (b"b", b"8"), (b"c", None)]
     rows = [
         inserted(columns, id=b"1", host_id=b"h", transaction_id=transaction_id, c_offset=offset)
         for transaction_id, offset in offsets
     ]
     received = receive(new_assembler(max_bytes), [described(columns), *committed(*rows)])
-    assert [(each.transaction_id, each.last_offset) for each in received.transactions] == [
+    assert [(each.transaction_id, each.last_offset) for each in received] == [
         ("a", 9),
         ("b", 10),
         ("c", 0),
@@ -183,8 +186,8 @@ def test_one_transaction_id_in_two_commits_makes_two_transactions() -> None:
     found = feed(
         new_assembler(), [described(), *committed(row, number=1), *committed(row, number=2)]
     )
-    assert [came.commit.end_lsn for came in found if isinstance(came, Received)] == [1000, 2000]
-    assert [ids(came) for came in found if isinstance(came, Received)] == [[["1"]], [["1"]]]
+    assert [came.end for came in found if isinstance(came, Transactions)] == [1000, 2000]
+    assert [ids(came) for came in found if isinstance(came, Transactions)] == [[["1"]], [["1"]]]
 
 
 def test_rows_of_other_tables_are_passed_over() -> None:
@@ -260,15 +263,15 @@ def test_columns_are_found_under_their_mapped_names() -> None:
             ),
         ],
     )
-    assert [each.transaction_id for each in received.transactions] == ["t", None, None]
-    assert {each.hosts for each in received.transactions} == {("h",)}
+    assert [each.transaction_id for each in received] == ["t", None, None]
+    assert {each.hosts for each in received} == {("h",)}
 
 
 def test_ids_that_are_not_utf8_survive() -> None:
     """A database in SQL_ASCII hands out whatever bytes its columns hold."""
     row = inserted(id=b"1", host_id=b"h\xff", transaction_id=b"t\xfe")
     received = receive(new_assembler(), [described(), *committed(row)])
-    (transaction,) = received.transactions
+    (transaction,) = received
     assert transaction.hosts == ("h\udcff",)
     assert transaction.transaction_id == "t\udcfe"
 
@@ -290,7 +293,7 @@ def test_the_table_is_altered_between_commits() -> None:
     for number, columns in enumerate(shapes, start=1):
         row = inserted_row(cells | {"transaction_id": b"t%d" % number}, columns)
         received = receive(assembler, [described(columns), *committed(row, number=number)])
-        (transaction,) = received.transactions
+        (transaction,) = received
         (event,) = events(transaction)
         found.append(
             (
@@ -352,7 +355,7 @@ def test_the_table_is_altered_in_the_midst_of_a_business_transaction(
             ),
         ],
     )
-    (transaction,) = received.transactions
+    (transaction,) = received
     found = [{name: event.text(name) for name in FIELDS} for event in events(transaction)]
     expected = [
         dict.fromkeys(FIELDS)
@@ -461,14 +464,14 @@ def as_expected(commits: Sequence[Sequence[Cells | tuple[str, ...]]]) -> list[li
     return expected
 
 
-def as_found(received: Received) -> list[Expected]:
+def as_found(received: Iterable[Undecoded]) -> list[Expected]:
     return [
         Expected(
             each.transaction_id,
             each.hosts,
             [{name: event.text(name) for name in COLUMNS} for event in events(each)],
         )
-        for each in received.transactions
+        for each in received
     ]
 
 
@@ -480,20 +483,26 @@ def test_a_spooled_commit_is_the_same_as_one_in_memory(
     for limit in (UNLIMITED, max_bytes):
         came = feed(new_assembler(limit), as_messages(commits))
         assert len(came) == len(commits)
-        received = [each for each in came if isinstance(each, Received)]
+        received = [each for each in came if isinstance(each, Transactions)]
         assert [as_found(each) for each in received] == expected
         assert [each.events for each in received] == [
             sum(len(group.events) for group in groups) for groups in expected
         ]
 
 
+@pytest.mark.parametrize("few", [0, 1_000], ids=["together", "one by one"])
 @given(COMMITS, st.integers(0, 400))
 def test_commits_that_are_fetched_together_are_the_same(
-    commits: list[list[Cells | tuple[str, ...]]], max_bytes: int
+    few: int, commits: list[list[Cells | tuple[str, ...]]], max_bytes: int
 ) -> None:
     assembler = new_assembler(max_bytes)
-    assembler.feed(list(as_messages(commits)))
-    assert [as_found(each) for each in assembler.fetch()] == as_expected(commits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouping, "FEW_ROWS", few)
+        patch.setattr(tuples, "FEW_ROWS", few)
+        assembler.feed(list(as_messages(commits)))
+        fetched = chain.from_iterable(assembler.fetch())
+        found = [as_found(list(each)) for _, each in groupby(fetched, attrgetter("commit"))]
+    assert found == as_expected(commits)
 
 
 @given(COMMITS, st.integers(0, 400))
@@ -505,10 +514,10 @@ def test_memory_holds_no_more_than_the_limit_and_what_is_held_is_told(
         assembler.feed([message])
         assert assembler.size <= max_bytes
         for came in assembler.fetch():
-            held = sum(len(row) for each in came.transactions for row in each.tuples)
-            assert came.spooled == (held > max_bytes)
-            assert came.size == (0 if came.spooled else held)
-            assert sum(each.size for each in came.transactions) == held
+            held = sum(len(row) for each in came for row in each.tuples)
+            assert (came.spooled is not None) == (held > max_bytes)
+            assert came.held == (0 if (came.spooled is not None) else held)
+            assert sum(each.size for each in came) == held
 
 
 def test_what_is_spooled_is_held_in_memory_no_more() -> None:
@@ -533,7 +542,7 @@ def test_after_a_spooled_commit_the_next_is_in_memory_again() -> None:
     small = inserted(id=b"2", host_id=b"h")
     first = receive(assembler, [described(), *committed(large)])
     second = receive(assembler, committed(small, number=2))
-    assert (first.spooled, second.spooled) == (True, False)
+    assert [each.spooled is not None for each in (first, second)] == [True, False]
     assert (ids(first), ids(second)) == ([["1"]], [["2"]])
 
 
@@ -592,11 +601,11 @@ def test_however_often_the_table_is_altered_each_event_has_what_its_row_had(
             there = {name: value.decode() for name, value in cells.items() if value is not None}
             expected.setdefault(key, []).append({name: there.get(name) for name in FIELDS})
     came = feed(new_assembler(max_bytes), committed(*inside))
-    received = [each for each in came if isinstance(each, Received)]
+    received = [each for each in came if isinstance(each, Transactions)]
     found = [
         [{name: event.text(name) for name in FIELDS} for event in events(transaction)]
         for each in received
-        for transaction in each.transactions
+        for transaction in each
     ]
     assert found == list(expected.values())
 
@@ -627,7 +636,7 @@ def test_a_garbled_stream_is_a_protocol_error_and_nothing_else(data: st.DataObje
     # Another name in place of the host's column is as good as its loss.
     with suppress(ProtocolError, ConfigurationError):
         for came in feed(new_assembler(), stream):
-            if isinstance(came, Received):
+            if isinstance(came, Transactions):
                 ids(came)
 
 
@@ -647,7 +656,7 @@ def test_rows_of_a_table_that_was_never_described_are_not_taken_for_another_s() 
 @pytest.mark.parametrize("offset", [b"", b"x", b"7.0", b"1e3", b"NaN", b"\xff"])
 def test_an_offset_that_is_no_whole_number_is_told_and_does_not_crash(offset: bytes) -> None:
     """The column may be mapped, and have any type."""
-    columns = (*COLUMNS, "c_offset")
+    columns = COLUMNS
     row = inserted(columns, id=b"1", host_id=b"h", c_offset=offset)
     with pytest.raises((ProtocolError, ConfigurationError)):
         feed(new_assembler(), [described(columns), *committed(row)])
@@ -680,8 +689,8 @@ def test_a_commit_is_told_as_its_events_carry_it() -> None:
             wire.commit(0x16_B374D848, 0x16_B374D880, 820_454_400_123_450),
         ],
     )
-    (event,) = events(received.transactions[0])
-    assert received.commit == Commit(
+    (event,) = events(received[0])
+    assert received[0].commit == Commit(
         Lsn.parse("16/B374D848"),
         Lsn.parse("16/B374D880"),
         820_454_400_123_450,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.events import Commit, Lsn, Task, Undecoded
+from relay.batch import Task
 from relay.pipeline import plan
 from relay.pipeline.plan import Planner, partition_of
+from relay.transactions import FACTS, Rows, Transactions
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -27,9 +29,19 @@ class Hashes:
         return [self.known[host] for host in hosts]
 
 
-def transaction(number: int, *hosts: str) -> Undecoded:
-    commit = Commit(Lsn(number), Lsn(number), 0, number)
-    return Undecoded(commit, str(number), hosts, ("host_id",), tuple([b""] * len(hosts)), 0)
+def transaction(number: int, *hosts: str) -> Transactions:
+    """One transaction with an event for each host."""
+    facts = np.array([(number, number, 0, number, 0, 0, len(hosts), 0, 0)], FACTS)
+    return Transactions(("host_id",), facts, [b"t"], [hosts], Rows.of([b""] * len(hosts)))
+
+
+def together(*found: Transactions) -> Transactions:
+    return Transactions.joined(found) if found else Transactions.none()
+
+
+def touches(task: Task) -> list[tuple[int, ...]]:
+    """The partitions of each transaction."""
+    return [task.touched[hosts] for hosts in task.transactions.facts["hosts"]]
 
 
 def numbers(task: Task) -> list[int]:
@@ -42,7 +54,7 @@ BATCHES = st.lists(st.lists(st.sampled_from(list(HOSTS)), min_size=1, max_size=4
 
 @given(BATCHES, st.integers(1, 12))
 def test_the_plan_keeps_order_and_atomicity(batch: list[list[str]], partitions: int) -> None:
-    transactions = [transaction(number, *hosts) for number, hosts in enumerate(batch)]
+    transactions = together(*(transaction(n, *hosts) for n, hosts in enumerate(batch)))
     tasks = Planner(partitions, Hashes(HOSTS)).plan(transactions)
 
     # Every transaction is in exactly one task, in commit order.
@@ -56,7 +68,7 @@ def test_the_plan_keeps_order_and_atomicity(batch: list[list[str]], partitions: 
     # A task owns what its transactions touch, in the order in which rows are locked, and no more.
     for task in tasks:
         touched = [sorted({HOSTS[host] % partitions for host in batch[n]}) for n in numbers(task)]
-        assert [list(each) for each in task.touched] == touched
+        assert [list(each) for each in touches(task)] == touched
         assert list(task.partitions) == sorted({p for each in touched for p in each})
         assert task.events == sum(len(batch[n]) for n in numbers(task))
 
@@ -69,7 +81,7 @@ def test_only_what_must_be_joined_is_joined(batch: list[list[str]], partitions: 
         touched = {HOSTS[host] % partitions for host in hosts}
         apart = [each for each in components if not each & touched]
         components = [*apart, touched.union(*(each for each in components if each & touched))]
-    transactions = [transaction(number, *hosts) for number, hosts in enumerate(batch)]
+    transactions = together(*(transaction(n, *hosts) for n, hosts in enumerate(batch)))
     tasks = Planner(partitions, Hashes(HOSTS)).plan(transactions)
     assert sorted(map(sorted, components)) == sorted(list(task.partitions) for task in tasks)
 
@@ -77,18 +89,20 @@ def test_only_what_must_be_joined_is_joined(batch: list[list[str]], partitions: 
 def test_a_transaction_of_several_hosts_joins_their_partitions() -> None:
     hashes = Hashes({"a": 0, "b": 1, "c": 2})
     tasks = Planner(8, hashes).plan(
-        [transaction(1, "a"), transaction(2, "b"), transaction(3, "c"), transaction(4, "b", "a")]
+        together(
+            transaction(1, "a"), transaction(2, "b"), transaction(3, "c"), transaction(4, "b", "a")
+        )
     )
     assert [(task.partitions, numbers(task)) for task in tasks] == [
         ((0, 1), [1, 2, 4]),
         ((2,), [3]),
     ]
-    assert tasks[0].touched == [(0,), (1,), (0, 1)]
+    assert touches(tasks[0]) == [(0,), (1,), (0, 1)]
 
 
 def test_nothing_to_plan_asks_nothing() -> None:
     hashes = Hashes({})
-    assert Planner(8, hashes).plan([]) == []
+    assert Planner(8, hashes).plan(Transactions.none()) == []
     assert hashes.asked == []
 
 
@@ -108,16 +122,16 @@ def test_nothing_to_plan_asks_nothing() -> None:
 )
 def test_the_partition_is_postgresql_s(value: int, partitions: int, partition: int) -> None:
     assert partition_of(value, partitions) == partition
-    (task,) = Planner(partitions, Hashes({"h": value})).plan([transaction(1, "h")])
+    (task,) = Planner(partitions, Hashes({"h": value})).plan(together(transaction(1, "h")))
     assert task.partitions == (partition,)
 
 
 def test_the_hash_of_a_host_is_asked_once() -> None:
     hashes = Hashes(HOSTS)
     planner = Planner(8, hashes)
-    planner.plan([transaction(1, "h1"), transaction(2, "h2"), transaction(3, "h1", "h2")])
-    planner.plan([transaction(4, "h2"), transaction(5, "h3")])
-    planner.plan([transaction(6, "h1", "h2", "h3")])
+    planner.plan(together(transaction(1, "h1"), transaction(2, "h2"), transaction(3, "h1", "h2")))
+    planner.plan(together(transaction(4, "h2"), transaction(5, "h3")))
+    planner.plan(together(transaction(6, "h1", "h2", "h3")))
     assert hashes.asked == [["h1", "h2"], ["h3"]]
 
 
@@ -133,7 +147,7 @@ def test_the_host_that_was_not_seen_for_longest_is_forgotten() -> None:
     hashes = Hashes(HOSTS)
     planner = Planner(8, hashes)
     for hosts in (["h1"], ["h2"], ["h3"], ["h1"], ["h4"], ["h1", "h3", "h4"], ["h2"]):
-        planner.plan([transaction(1, *hosts)])
+        planner.plan(together(transaction(1, *hosts)))
     assert hashes.asked == [["h1"], ["h2"], ["h3"], ["h4"], ["h2"]]
 
 
@@ -146,7 +160,7 @@ def test_a_batch_of_more_hosts_than_are_remembered_is_planned_all_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "CACHED_HOSTS", 3)
         for batch in batches:
-            transactions = [transaction(number, *hosts) for number, hosts in enumerate(batch)]
+            transactions = together(*(transaction(n, *hosts) for n, hosts in enumerate(batch)))
             tasks = planner.plan(transactions)
             assert sum(len(task.transactions) for task in tasks) == len(batch)
 
@@ -159,10 +173,10 @@ def test_what_is_remembered_is_bounded(batches: list[list[str]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "CACHED_HOSTS", 3)
         for hosts in batches:
-            planner.plan([transaction(1, *hosts)])
+            planner.plan(together(transaction(1, *hosts)))
         hashes.asked.clear()
         for host in HOSTS:
             # Each of these may push out only what was seen longer ago.
-            planner.plan([transaction(1, host)])
+            planner.plan(together(transaction(1, host)))
     asked = {host for hosts in hashes.asked for host in hosts}
     assert len(asked) >= len(HOSTS) - 3

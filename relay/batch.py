@@ -1,0 +1,120 @@
+"""What is applied at once: batches, the tasks that they are split into, and what became of them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relay.events import Lsn
+from relay.transactions import Transactions
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Committed rows up to a c_offset, inclusive, that are still to be applied; it ends no transaction in its midst.
+
+    `spread` counts its events by the partitions that their business transactions touch; `rows` is how many c_offsets it
+    spans, and `left` how many there were behind it.
+    """
+
+    upto: int
+    spread: Sequence[tuple[tuple[int, ...], int]]
+    rows: int = 0
+    left: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
+
+    A polled batch has a `window` instead of transactions: its tasks read their rows themselves.
+    """
+
+    number: int
+    transactions: Transactions
+    end: Lsn
+    events: int
+    size: int
+    spooled: bool = False
+    window: Window | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """The transactions of a batch that one target transaction applies, and the partitions that they touch.
+
+    `touched[i]` are the partitions of `transactions.hosts[i]`.
+    """
+
+    partitions: tuple[int, ...]
+    transactions: Transactions
+    touched: Sequence[tuple[int, ...]]
+
+    @property
+    def events(self) -> int:
+        """How many events the task holds."""
+        return self.transactions.events
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Rows of some partitions that a task reads by itself: each partition's from its cursor up to `upto`, inclusive.
+
+    `events` is how many there were when it was planned.
+    """
+
+    partitions: tuple[int, ...]
+    upto: int
+    events: int
+
+
+Work = Task | Range
+"""What one target transaction applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadTransaction:
+    """A business transaction that went to the dead letters; `fault` is safe in a log."""
+
+    transaction_id: str | None
+    end_lsn: Lsn
+    events: int
+    handler: str | None
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """What became of one task's events: `applied` counts those of transactions that went through.
+
+    `busy` says that another instance holds the partitions of a range, and nothing was done.
+    """
+
+    partitions: tuple[int, ...]
+    applied: int = 0
+    skipped: int = 0
+    dead: tuple[DeadTransaction, ...] = ()
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a batch, task by task, and which engine ran it."""
+
+    engine: str
+    tasks: Sequence[TaskOutcome]
+
+    @property
+    def applied(self) -> int:
+        """Events of transactions that went through."""
+        return sum(task.applied for task in self.tasks)
+
+    @property
+    def skipped(self) -> int:
+        """Events that were in the target already."""
+        return sum(task.skipped for task in self.tasks)
+
+    @property
+    def dead(self) -> list[DeadTransaction]:
+        """The transactions that were dead-lettered."""
+        return [dead for task in self.tasks for dead in task.dead]

@@ -1,0 +1,299 @@
+"""Business transactions as they came, undecoded and side by side: what concerns each of many is an array. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
+
+Places = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+FACTS = np.dtype(
+    [
+        ("lsn", np.uint64),
+        ("end_lsn", np.uint64),
+        ("ts", np.int64),
+        ("xid", np.int64),
+        ("first_offset", np.int64),
+        ("last_offset", np.int64),
+        ("events", np.int64),
+        ("size", np.int64),
+        ("hosts", np.int64),
+    ]
+)
+"""What is known of a transaction: its commit, the least and the greatest c_offset (both 0 where there is none), how
+many events and bytes it has, and the place of its hosts among the distinct ones."""
+
+
+SPARE = bytes(18)
+"""Behind the last row there is room for what looks at a few octets at once."""
+
+
+class Rows:
+    """Rows of TupleData inside one buffer, each from its start up to its end."""
+
+    __slots__ = ("data", "ends", "starts")
+
+    def __init__(self, data: bytes, starts: Places, ends: Places) -> None:
+        self.data = data
+        self.starts = starts
+        self.ends = ends
+
+    @classmethod
+    def of(cls, rows: Sequence[bytes], header: int = 0) -> Self:
+        """Put rows into one buffer; each comes behind a header that does not belong to it."""
+        ends: Places = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
+        starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))[: len(rows)] + header
+        return cls(b"".join((*rows, SPARE)), starts, ends)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        base = np.cumsum([0, *(len(part.data) for part in parts[:-1])])
+        return cls(
+            b"".join(part.data for part in parts),
+            np.concatenate([part.starts + at for part, at in zip(parts, base, strict=True)]),
+            np.concatenate([part.ends + at for part, at in zip(parts, base, strict=True)]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self.data
+        spans = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return (data[start:end] for start, end in spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What travels is what belongs to these rows, not the whole buffer.
+        return _rows_of_sizes, (b"".join((*self, SPARE)), self.sizes)
+
+    @property
+    def sizes(self) -> Places:
+        """The length of each row in bytes."""
+        sizes: Places = self.ends - self.starts
+        return sizes
+
+    def part(self, first: int, last: int) -> Rows:
+        """Those from the place `first` up to `last`."""
+        return Rows(self.data, self.starts[first:last], self.ends[first:last])
+
+    def where(self, chosen: Mask) -> Rows:
+        """Those that are chosen."""
+        return Rows(self.data, self.starts[chosen], self.ends[chosen])
+
+    def take(self, places: Places) -> Rows:
+        """Those at the places, in their order."""
+        return Rows(self.data, self.starts[places], self.ends[places])
+
+
+def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
+    ends = np.cumsum(sizes)
+    return Rows(data, ends - sizes, ends)
+
+
+class Undecoded(NamedTuple):
+    """A business transaction inside one commit, as it came: the unit of planning.
+
+    `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
+    `hosts` are the distinct host_ids as text; `first_offset` and `last_offset` are the least and the greatest c_offset,
+    both 0 where there is none.
+    """
+
+    commit: Commit
+    transaction_id: str | None
+    hosts: tuple[str, ...]
+    columns: tuple[str, ...]
+    tuples: Tuples
+    size: int
+    last_offset: int = 0
+    first_offset: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Transactions:
+    """Business transactions in commit order, one behind the other, of one table layout.
+
+    `facts` has an element of FACTS for each, `ids` their transaction_ids as they came, `hosts` the distinct host_ids of
+    a transaction, as text. The rows are in memory (`rows`), or in a file (`spooled`, for each transaction).
+    """
+
+    columns: tuple[str, ...]
+    facts: NDArray[np.void]
+    ids: Sequence[bytes | None]
+    hosts: Sequence[tuple[str, ...]]
+    rows: Rows
+    spooled: Sequence[Tuples] | None = None
+
+    @classmethod
+    def none(cls) -> Self:
+        """No transactions at all."""
+        return cls((), np.zeros(0, FACTS), (), (), Rows.of([]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Transactions]) -> Transactions:
+        """All parts, one behind the other; they are of one layout and in memory."""
+        if len(parts) == 1:
+            return parts[0]
+        known: dict[tuple[str, ...], int] = {}
+        facts = np.concatenate([part.facts for part in parts])
+        facts["hosts"] = np.concatenate(
+            [
+                np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])[
+                    part.facts["hosts"]
+                ]
+                for part in parts
+            ]
+        )
+        return cls(
+            parts[0].columns,
+            facts,
+            [transaction_id for part in parts for transaction_id in part.ids],
+            tuple(known),
+            Rows.joined([part.rows for part in parts]),
+        )
+
+    def joins(self, other: Transactions) -> bool:
+        """Whether the other ones may follow in the same batch."""
+        return self.spooled is other.spooled is None and self.columns == other.columns
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    def __getitem__(self, place: int) -> Undecoded:
+        facts = self.facts[place].item()
+        first = int(self.facts["events"][:place].sum())
+        return self._one(place, facts, first)
+
+    def __iter__(self) -> Iterator[Undecoded]:
+        events = self.facts["events"]
+        firsts = (np.cumsum(events) - events).tolist()
+        return map(self._one, range(len(self)), self.facts.tolist(), firsts)
+
+    def _one(self, place: int, facts: tuple[int, ...], start: int) -> Undecoded:
+        lsn, end, ts, xid, first, last, events, size, hosts = facts
+        transaction_id = self.ids[place]
+        return Undecoded(
+            Commit(Lsn(lsn), Lsn(end), ts, xid),
+            None if transaction_id is None else transaction_id.decode("utf-8", "surrogateescape"),
+            self.hosts[hosts],
+            self.columns,
+            self.rows.part(start, start + events) if self.spooled is None else self.spooled[place],
+            size,
+            last,
+            first,
+        )
+
+    @property
+    def events(self) -> int:
+        """How many events they have."""
+        return int(self.facts["events"].sum())
+
+    @property
+    def held(self) -> int:
+        """How many bytes of rows they hold in memory."""
+        return 0 if self.spooled is not None else int(self.facts["size"].sum())
+
+    @property
+    def end(self) -> Lsn:
+        """Where the last commit ends."""
+        return Lsn(self.facts["end_lsn"][-1])
+
+    def part(self, first: int, last: int) -> Transactions:
+        """Those from the place `first` up to `last`."""
+        events = self.facts["events"]
+        start = int(events[:first].sum())
+        return Transactions(
+            self.columns,
+            self.facts[first:last],
+            self.ids[first:last],
+            self.hosts,
+            self.rows.part(start, start + int(events[first:last].sum())),
+            self.spooled and self.spooled[first:last],
+        )
+
+    def take(self, places: Places) -> Transactions:
+        """Those at the places, in their order."""
+        events = self.facts["events"]
+        wanted = events[places]
+        # Within each transaction the rows go on from its first one.
+        shift = (np.cumsum(events) - events)[places] - (np.cumsum(wanted) - wanted)
+        return Transactions(
+            self.columns,
+            self.facts[places],
+            [self.ids[place] for place in places.tolist()],
+            self.hosts,
+            self.rows.take(np.repeat(shift, wanted) + np.arange(wanted.sum()))
+            if self.spooled is None
+            else self.rows,
+            self.spooled and [self.spooled[place] for place in places.tolist()],
+        )
+
+    def where(self, chosen: Mask) -> Transactions:
+        """The rows that are chosen, which are in memory; transactions without any are left out."""
+        events = self.facts["events"]
+        starts = np.cumsum(events) - events
+        facts = self.facts.copy()
+        facts["events"] = np.add.reduceat(chosen, starts, dtype=np.int64)
+        facts["size"] = np.add.reduceat(np.where(chosen, self.rows.sizes, 0), starts)
+        left = np.flatnonzero(facts["events"])
+        return Transactions(
+            self.columns,
+            facts[left],
+            [self.ids[place] for place in left.tolist()],
+            self.hosts,
+            self.rows.where(chosen),
+        )
+
+    def fitting(self, events: int, size: int) -> int:
+        """How many of the first ones are whole commits within both limits."""
+        facts = self.facts
+        fits = (np.cumsum(facts["events"]) <= events) & (np.cumsum(facts["size"]) <= size)
+        if fits.all():
+            return len(facts)
+        beyond = int(np.argmin(fits))
+        return int(np.flatnonzero(facts["end_lsn"] == facts["end_lsn"][beyond])[0])
+
+    def first_commit(self) -> int:
+        """How many transactions the first commit has."""
+        ends = self.facts["end_lsn"]
+        return int((ends == ends[0]).sum())
+
+
+class ColumnDecoder(Decoder, Protocol):
+    """Reads undecoded rows one by one, and some columns of many."""
+
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+        """The values of some of FIELDS in many rows, field by field."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """Transactions with the events that go to one handler, as the handler sees them, in order."""
+
+    transactions: Transactions
+    decoder: ColumnDecoder
+
+    def __len__(self) -> int:
+        return len(self.transactions)
+
+    def __iter__(self) -> Iterator[Transaction]:
+        for each in self.transactions:
+            yield Transaction(
+                each.transaction_id,
+                each.commit,
+                Events(each.tuples, self.decoder, each.commit),
+            )
+
+    @property
+    def events(self) -> int:
+        """How many events there are."""
+        return self.transactions.events
