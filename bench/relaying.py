@@ -28,7 +28,7 @@ NOTE_AND_INSERT = {"type": "python", "callable": "bench.handlers:note_and_insert
 # As many events as a batch may hold: every batch is inline, and no Spark session is started.
 INLINE = {"inline_max_events": 10_000}
 # What a job costs however small it is spreads over more events.
-SPARK = {"inline_max_events": 0, "max_events": 30_000, "max_bytes": 33_554_432}
+SPARK = {"inline_max_events": 0, "max_events": 50_000, "max_bytes": 33_554_432}
 SESSION_READY = "the Spark session is ready"
 
 

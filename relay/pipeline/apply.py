@@ -54,6 +54,11 @@ class Applier:
         self._settings = settings
         self._rows = OutboxRows(settings)
 
+    def connect(self) -> None:
+        """Open a connection now instead of with the first task. Raises psycopg.Error."""
+        with self._pool.connection():
+            pass
+
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()

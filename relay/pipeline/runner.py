@@ -70,7 +70,7 @@ class Pipeline:
         workers = settings.batch.inline_workers
         self._inline = InlineEngine(Applier(settings, workers), workers)
         self._own_session = session is None
-        self._session = session or Session(settings.spark)
+        self._session = session or Session(settings.spark, settings)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
         self._settings = settings

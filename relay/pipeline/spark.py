@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,11 +64,17 @@ class SparkEngine:
             return [fault] * len(tasks)
 
     def _run_job(self, session: SparkSession, tasks: Sequence[Work], guarded: bool) -> list[Result]:
-        table = pa.table(
-            {
-                "task": pa.array(range(len(tasks)), pa.int32()),
-                "work": pa.array([pickle.dumps(task) for task in tasks], pa.binary()),
-            }
+        # As Arrow batches of their own the tasks become partitions of their own.
+        table = pa.Table.from_batches(
+            [
+                pa.record_batch(
+                    {
+                        "task": pa.array([number], pa.int32()),
+                        "work": pa.array([pickle.dumps(task)], pa.binary()),
+                    }
+                )
+                for number, task in enumerate(tasks)
+            ]
         )
         frame = session.createDataFrame(table)
         rows = frame.mapInArrow(
@@ -91,6 +98,12 @@ def _applier(configuration: bytes) -> Applier:
         settings: Settings = pickle.loads(configuration)  # noqa: S301
         applier = _appliers[configuration] = Applier(settings, connections=1)
     return applier
+
+
+def prepare(configuration: bytes) -> None:
+    """Build this worker's applier and connect; what is wrong shows with the first task."""
+    with suppress(Exception):
+        _applier(configuration).connect()
 
 
 def apply_rows(
