@@ -144,15 +144,14 @@ class Transactions:
         if len(parts) == 1:
             return parts[0]
         known: dict[tuple[str, ...], int] = {}
-        facts = np.concatenate([part.facts for part in parts])
-        facts["hosts"] = np.concatenate(
-            [
-                np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])[
-                    part.facts["hosts"]
-                ]
-                for part in parts
-            ]
-        )
+        facts = np.empty(sum(map(len, parts)), FACTS)
+        first = 0
+        for part in parts:
+            some = facts[first : first + len(part)]
+            first += len(part)
+            some[:] = part.facts
+            places = np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])
+            some["hosts"] = places[part.facts["hosts"]]
         return cls(
             parts[0].columns,
             facts,
