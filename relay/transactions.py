@@ -54,14 +54,21 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, one behind the other."""
+        """The rows of all parts, one behind the other; within a part they lie in their order."""
         if len(parts) == 1:
             return parts[0]
-        base = np.cumsum([0, *(len(part.data) for part in parts[:-1])])
+        data: list[bytes] = []
+        moved: list[Rows] = []
+        length = 0
+        for part in filter(len, parts):
+            first, last = int(part.starts[0]), int(part.ends[-1])
+            data.append(part.data[first:last])
+            moved.append(Rows(b"", part.starts + (length - first), part.ends + (length - first)))
+            length += last - first
         return cls(
-            b"".join(part.data for part in parts),
-            np.concatenate([part.starts + at for part, at in zip(parts, base, strict=True)]),
-            np.concatenate([part.ends + at for part, at in zip(parts, base, strict=True)]),
+            b"".join((*data, SPARE)),
+            np.concatenate([part.starts for part in moved] or [np.zeros(0, np.int64)]),
+            np.concatenate([part.ends for part in moved] or [np.zeros(0, np.int64)]),
         )
 
     def __len__(self) -> int:
