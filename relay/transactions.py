@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,6 +29,11 @@ FACTS = np.dtype(
 )
 """What is known of a transaction: its commit, the least and the greatest c_offset (both 0 where there is none), how
 many events and bytes it has, and the place of its hosts among the distinct ones."""
+
+
+def text(value: bytes) -> str:
+    """A value as it came, as text; bytes that are not UTF-8 survive as surrogates."""
+    return value.decode("utf-8", "surrogateescape")
 
 
 SPARE = bytes(18)
@@ -105,6 +110,20 @@ class Rows:
 def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
     ends = np.cumsum(sizes)
     return Rows(data, ends - sizes, ends)
+
+
+def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
+    """Rows that must not all be in memory, as many together as reach a count or a size in bytes."""
+    some: list[bytes] = []
+    held = 0
+    for row in rows:
+        some.append(row)
+        held += len(row)
+        if len(some) >= count or held >= size:
+            yield Rows.of(some)
+            some, held = [], 0
+    if some:
+        yield Rows.of(some)
 
 
 class Undecoded(NamedTuple):
@@ -189,7 +208,7 @@ class Transactions:
         transaction_id = self.ids[place]
         return Undecoded(
             Commit(Lsn(lsn), Lsn(end), ts, xid),
-            None if transaction_id is None else transaction_id.decode("utf-8", "surrogateescape"),
+            None if transaction_id is None else text(transaction_id),
             self.hosts[hosts],
             self.columns,
             self.rows.part(start, start + events) if self.spooled is None else self.spooled[place],

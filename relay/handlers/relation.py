@@ -20,7 +20,7 @@ from psycopg.rows import scalar_row
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handlers import Connection
-from relay.transactions import Places, Routed, Rows
+from relay.transactions import Places, Routed, Rows, portions
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -93,13 +93,17 @@ def chunks(routed: Routed) -> Iterator[Chunk]:
     """The events of transactions, in order, as many together as are encoded at once."""
     transactions = routed.transactions
     owners = np.repeat(np.arange(len(transactions)), transactions.facts["events"])
-    for rows in _in_file(routed) if transactions.spooled is not None else _in_memory(routed):
+    for rows in _in_memory(transactions.rows) if transactions.spooled is None else _in_file(routed):
         yield Chunk(routed, rows, owners[: len(rows)])
         owners = owners[len(rows) :]
 
 
-def _in_memory(routed: Routed) -> Iterator[Rows]:
-    rows = routed.transactions.rows
+def _in_file(routed: Routed) -> Iterator[Rows]:
+    rows = chain.from_iterable(each.tuples for each in routed.transactions)
+    return portions(rows, CHUNK_EVENTS, CHUNK_BYTES)
+
+
+def _in_memory(rows: Rows) -> Iterator[Rows]:
     behind = np.cumsum(rows.sizes)
     first = 0
     while first < len(rows):
@@ -107,19 +111,6 @@ def _in_memory(routed: Routed) -> Iterator[Rows]:
         last = min(first + CHUNK_EVENTS, int(np.searchsorted(behind, limit)) + 1)
         yield rows.part(first, last)
         first = last
-
-
-def _in_file(routed: Routed) -> Iterator[Rows]:
-    some: list[bytes] = []
-    size = 0
-    for row in chain.from_iterable(each.tuples for each in routed.transactions):
-        some.append(row)
-        size += len(row)
-        if len(some) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
-            yield Rows.of(some)
-            some, size = [], 0
-    if some:
-        yield Rows.of(some)
 
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:

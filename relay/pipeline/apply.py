@@ -18,7 +18,7 @@ from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import Action, ProcessDied, action_for, describe
-from relay.pipeline.routed import Routing
+from relay.pipeline.routed import Parts, Routing
 from relay.source.rows import OutboxRows, prefer_index
 from relay.store import dead_letters, offsets, suspects
 from relay.store.connections import open_pool
@@ -35,8 +35,8 @@ class _HandlerFailed(Exception):
         self.handler = handler
 
 
-Apply = Callable[[Connection, Transactions], list[DeadTransaction]]
-"""Runs the handlers of transactions that can be routed; returns those that were dead-lettered."""
+Apply = Callable[[Connection, Transactions, Parts], list[DeadTransaction]]
+"""Runs the handlers of transactions that were routed; returns those that were dead-lettered."""
 
 
 class Applier:
@@ -160,24 +160,26 @@ class Applier:
         self, conn: Connection, transactions: Transactions, apply: Apply
     ) -> list[DeadTransaction]:
         """Run the handlers of transactions; returns what was dead-lettered."""
-        _, refused = self._routing.route(transactions)
+        parts, refused = self._routing.route(transactions)
         if not refused:
-            return apply(conn, transactions)
+            return apply(conn, transactions, parts)
         dead = [
             self._bury(conn, transactions[place], None, refusal)
             for place, refusal in refused.items()
         ]
         left = [place for place in range(len(transactions)) if place not in refused]
-        return dead + apply(conn, transactions.take(np.array(left, np.int64)))
+        return dead + apply(conn, transactions.take(np.array(left, np.int64)), parts)
 
     def _apply_together(
-        self, conn: Connection, transactions: Transactions
+        self, conn: Connection, _: Transactions, parts: Parts
     ) -> list[DeadTransaction]:
         """Apply all of them at once; nothing is dead-lettered."""
-        self._run_handlers(conn, transactions)
+        self._run_handlers(conn, parts)
         return []
 
-    def _apply_guarded(self, conn: Connection, transactions: Transactions) -> list[DeadTransaction]:
+    def _apply_guarded(
+        self, conn: Connection, transactions: Transactions, _: Parts
+    ) -> list[DeadTransaction]:
         """Apply them one by one, each under a note that a crash would leave behind."""
         dead: list[DeadTransaction] = []
         for place, transaction in enumerate(transactions):
@@ -188,19 +190,19 @@ class Applier:
                 dead.append(self._bury(conn, transaction, None, reason))
             else:
                 self._suspects.note(name)
-                dead += self._apply_carefully(conn, transactions.part(place, place + 1))
+                dead += self._route_and_apply_carefully(conn, transactions.part(place, place + 1))
             self._suspects.clear(name)
         return dead
 
     def _apply_carefully(
-        self, conn: Connection, transactions: Transactions
+        self, conn: Connection, transactions: Transactions, parts: Parts
     ) -> list[DeadTransaction]:
         """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
         if not len(transactions):
             return []
         try:
             with conn.transaction():
-                self._run_handlers(conn, transactions, settle=True)
+                self._run_handlers(conn, parts, settle=True)
             return []
         except _HandlerFailed as failure:
             reason = _reason(failure)
@@ -212,20 +214,22 @@ class Applier:
                     failure.handler.check(conn)
                 return [self._bury(conn, transactions[0], failure.handler.name, reason)]
         middle = len(transactions) // 2
-        return self._apply_carefully(conn, transactions.part(0, middle)) + self._apply_carefully(
-            conn, transactions.part(middle, len(transactions))
-        )
+        halves = transactions.part(0, middle), transactions.part(middle, len(transactions))
+        return [dead for half in halves for dead in self._route_and_apply_carefully(conn, half)]
 
-    def _run_handlers(
-        self, conn: Connection, transactions: Transactions, settle: bool = False
-    ) -> None:
+    def _route_and_apply_carefully(
+        self, conn: Connection, transactions: Transactions
+    ) -> list[DeadTransaction]:
+        parts, _ = self._routing.route(transactions)
+        return self._apply_carefully(conn, transactions, parts)
+
+    def _run_handlers(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
         To settle is to check deferred constraints now, while it is known whose doing it is.
         """
         if settle:
             conn.execute("set constraints all deferred")
-        parts, _ = self._routing.route(transactions)
         for name, handler in self._handlers.items():
             if name not in parts:
                 continue

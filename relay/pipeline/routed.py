@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 
@@ -13,12 +13,14 @@ from relay.events import COMMIT_FIELDS, Commit, Events, Tuples
 from relay.faults import NotRouted, Unrouted
 from relay.routing import Router
 from relay.source.tuples import RowDecoder
-from relay.transactions import Routed, Rows, Transactions, Undecoded
+from relay.transactions import Routed, Rows, Transactions, Undecoded, portions, text
 
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 Names = tuple[str, ...]
+Parts = Mapping[str, Routed]
+"""What goes to each handler."""
 
 
 class _Chosen:
@@ -46,7 +48,7 @@ class Routing:
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
 
-    def route(self, transactions: Transactions) -> tuple[dict[str, Routed], dict[int, NotRouted]]:
+    def route(self, transactions: Transactions) -> tuple[Parts, dict[int, NotRouted]]:
         """What goes to each handler, and which transactions cannot be routed, and why.
 
         Raises Unrouted where `unrouted` is `fail`.
@@ -79,7 +81,8 @@ class Routing:
         if transactions.spooled is None and not self._by_commit:
             return self._chosen(decoder, _parts(transactions.rows), None)
         return chain.from_iterable(
-            self._chosen(decoder, _portions(each.tuples), each.commit) for each in transactions
+            self._chosen(decoder, portions(each.tuples, _ROWS_AT_ONCE, _BYTES_AT_ONCE), each.commit)
+            for each in transactions
         )
 
     def _chosen(
@@ -90,10 +93,10 @@ class Routing:
         of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
         for rows in portions:
             values: dict[str, Iterable[str | None]] = {
-                field: repeat(text, len(rows)) for field, text in of_commit.items()
+                field: repeat(value, len(rows)) for field, value in of_commit.items()
             }
             for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
-                values[field] = map(_text, column)
+                values[field] = (None if value is None else text(value) for value in column)
             yield from map(
                 self._router.choose, zip(*(values[field] for field in fields), strict=True)
             )
@@ -141,24 +144,11 @@ def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
     return replace(transactions, facts=facts, spooled=spooled).take(left)
 
 
+def _portions(rows: Iterable[bytes]) -> Iterator[Rows]:
+    """As many rows as are looked at together: those of a spooled transaction must not be in memory at once."""
+    return portions(rows, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
+
+
 def _parts(rows: Rows) -> Iterator[Rows]:
     """As many rows as are looked at together."""
     return (rows.part(first, first + _ROWS_AT_ONCE) for first in range(0, len(rows), _ROWS_AT_ONCE))
-
-
-def _portions(rows: Iterable[bytes]) -> Iterator[Rows]:
-    """As many rows as are looked at together: those of a spooled transaction must not be in memory at once."""
-    some: list[bytes] = []
-    size = 0
-    for row in rows:
-        some.append(row)
-        size += len(row)
-        if len(some) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
-            yield Rows.of(some)
-            some, size = [], 0
-    if some:
-        yield Rows.of(some)
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "surrogateescape")

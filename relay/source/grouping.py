@@ -15,7 +15,7 @@ from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 from relay.source.tuples import FEW_ROWS, Walked, columns
-from relay.transactions import FACTS, Places, Rows, Transactions
+from relay.transactions import FACTS, Places, Rows, Transactions, text
 
 _PLACED_AT_ONCE = 1 << 18
 """How many bytes of a large commit's rows are placed together."""
@@ -212,7 +212,7 @@ class _Groups:
             self._columns,
             np.array(facts, FACTS),
             [group.transaction_id for group in groups],
-            [tuple(map(_text, group.hosts)) for group in groups],
+            [tuple(map(text, group.hosts)) for group in groups],
             Rows.of([row for group in groups for row in group.rows]),
             spooled or None,
         )
@@ -360,12 +360,8 @@ def _as_transactions(
     facts["events"] = np.diff(counts, prepend=0)
     facts["size"] = np.add.reduceat(rows.sizes, np.array((0, *counts[:-1])))
     facts["hosts"] = [known.setdefault(host or b"", len(known)) for host in survey.hosts]
-    hosts = [(_text(host),) for host in known]
+    hosts = [(text(host),) for host in known]
     return Transactions(layout.columns, facts, survey.ids, hosts, rows)
-
-
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
 
 
 def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import selectors
-import socket
 from typing import Any
 
 import psycopg
 
 from relay.faults import describe
+from relay.source.bell import Bell
 from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
@@ -26,38 +26,30 @@ class Listener:
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self._conn: psycopg.Connection[Any] | None = None
-        self._bell, self._hear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._hear.setblocking(False)
+        self._bell = Bell()
 
     def ring(self) -> None:
         """End the wait that is under way, or else the next one. Safe in any thread."""
-        try:
-            self._bell.send(b"!")
-        except BlockingIOError:
-            pass  # it is ringing already
-        except OSError:
-            log.debug("nobody waits any more")
+        self._bell.ring()
 
     def wait(self, timeout: float) -> None:
         """Wait at most `timeout` seconds. Returns at once after connecting: what came before was not heard."""
         if self._conn is None and self._connected():
             return
         with selectors.DefaultSelector() as selector:
-            selector.register(self._hear, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
             if self._conn is not None:
                 selector.register(self._conn.pgconn.socket, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(timeout)}
-        if self._hear in ready:
-            self._hear.recv(4096)
-        if ready - {self._hear}:
+        if self._bell in ready:
+            self._bell.hush()
+        if ready - {self._bell}:
             self._take()
 
     def close(self) -> None:
         """Close the connection."""
         self._drop()
         self._bell.close()
-        self._hear.close()
 
     def _connected(self) -> bool:
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
 from relay.source.assembler import Assembler
+from relay.source.bell import Bell
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
@@ -131,9 +131,7 @@ class WalSource:
         self._error: BaseException | None = None
         self._stopping = Event()
         self._closing = Event()
-        self._bell, self._hear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._hear.setblocking(False)
+        self._bell = Bell()
         self._reported = Lsn(0)
         self._batches = 0
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
@@ -151,15 +149,17 @@ class WalSource:
     def reconnect(self) -> None:
         """Begin to stream anew, after a look at slot and publication."""
         self._suspected = True
-        self._ring()
+        self._bell.ring()
 
     def close(self, timeout: float = 5.0) -> None:
         """Report the last position and leave the slot."""
         self._stopping.set()
         self._closing.set()
-        self._ring()
+        self._bell.ring()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._bell.close()
 
     @property
     def flushed(self) -> Lsn:
@@ -209,7 +209,7 @@ class WalSource:
         self._progress.ack(batch.end)
         with self._changed:
             self._buffered -= batch.size
-        self._ring()
+        self._bell.ring()
 
     def _take(self, timeout: float) -> Transactions | None:
         with self._changed:
@@ -247,14 +247,6 @@ class WalSource:
             return head
         self._queue.appendleft(head.part(place, len(head)))
         return head.part(0, place)
-
-    def _ring(self) -> None:
-        try:
-            self._bell.send(b"!")
-        except BlockingIOError:
-            pass  # it is ringing already
-        except OSError:
-            log.debug("receiver is gone")
 
     # The receiver's thread.
 
@@ -449,7 +441,7 @@ class WalSource:
         self._suspected = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
-            selector.register(self._hear, selectors.EVENT_READ, "bell")
+            selector.register(self._bell, selectors.EVENT_READ, "bell")
             reading = True
             while not self._closing.is_set() and not self._suspected:
                 full = self._buffered + self._assembler.size >= self._budget
@@ -466,7 +458,7 @@ class WalSource:
                 }
                 rung = "bell" in ready
                 if rung:
-                    self._hear.recv(4096)
+                    self._bell.hush()
                 asked = False
                 if "stream" in ready:
                     last_heard = time.monotonic()

@@ -1,0 +1,39 @@
+"""Wakes a thread that waits in a selector."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+log = logging.getLogger(__name__)
+
+
+class Bell:
+    """Register it with a selector; it is readable from a ring until it is hushed. Safe in any thread."""
+
+    def __init__(self) -> None:
+        self._clapper, self._sound = socket.socketpair()
+        self._clapper.setblocking(False)
+        self._sound.setblocking(False)
+
+    def fileno(self) -> int:
+        """What a selector watches."""
+        return self._sound.fileno()
+
+    def ring(self) -> None:
+        """End the wait that is under way, or else the next one."""
+        try:
+            self._clapper.send(b"!")
+        except BlockingIOError:
+            pass  # it is ringing already
+        except OSError:
+            log.debug("nobody waits any more")
+
+    def hush(self) -> None:
+        """However often it rang, it was heard."""
+        self._sound.recv(4096)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._clapper.close()
+        self._sound.close()
