@@ -86,12 +86,12 @@ class Routing:
         )
 
     def _chosen(
-        self, decoder: RowDecoder, portions: Iterable[Rows], commit: Commit | None
+        self, decoder: RowDecoder, found: Iterable[Rows], commit: Commit | None
     ) -> Iterator[Names]:
         fields = self._router.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
         of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
-        for rows in portions:
+        for rows in found:
             values: dict[str, Iterable[str | None]] = {
                 field: repeat(value, len(rows)) for field, value in of_commit.items()
             }
@@ -142,11 +142,6 @@ def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
     facts = transactions.facts.copy()
     facts["events"] = [len(rows) for rows in spooled]
     return replace(transactions, facts=facts, spooled=spooled).take(left)
-
-
-def _portions(rows: Iterable[bytes]) -> Iterator[Rows]:
-    """As many rows as are looked at together: those of a spooled transaction must not be in memory at once."""
-    return portions(rows, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
 
 
 def _parts(rows: Rows) -> Iterator[Rows]:
