@@ -70,7 +70,8 @@ class Session:
     def __init__(self, settings: config.Spark, tasks: config.Settings | None = None) -> None:
         """`tasks` is the configuration whose tasks the executors are made ready for."""
         self._settings = settings
-        self._configuration = pickle.dumps(tasks) if tasks else None
+        self._configuration = pickle.dumps(tasks) if tasks else b""
+        self._connecting = tasks.partitions if tasks else 0
         self._session: SparkSession | None = None
         self._settled = Event()
         self._closing = Event()
@@ -134,11 +135,16 @@ class Session:
         session = _open(self._settings)
         if not self._settings.remote:
             self.slots = int(session.sparkContext.defaultParallelism)
-        part = pa.record_batch({"work": [_WARM_UP]})
-        rows = session.createDataFrame(pa.Table.from_batches([part] * (self.slots or 1)))
+        # No batch has more tasks than there are partitions, and so no more executors need a connection.
+        parts = [
+            pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
+            for number in range(self.slots or 1)
+        ]
+        rows = session.createDataFrame(pa.Table.from_batches(parts))
         # Jobs before the first batch find executors that lack relay, start the Python workers and warm the JVM.
-        for _ in range(_WARM_UP_JOBS):
-            rows.mapInArrow(partial(warm_up, self._configuration), "version string").collect()
+        # Only the last of them connects, lest each connects others.
+        for configuration in (*[b""] * (_WARM_UP_JOBS - 1), self._configuration):
+            rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
         self._settled.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
@@ -155,18 +161,16 @@ class Session:
         _clear_remains()
 
 
-def warm_up(
-    configuration: bytes | None, batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """On an executor: load what applying a task needs, and connect."""
     import pyarrow as pa
 
     import relay
     from relay.pipeline.spark import prepare
 
-    if configuration:
-        prepare(configuration)
-    for _ in batches:
+    for batch in batches:
+        if configuration and batch.column("connects")[0].as_py():
+            prepare(configuration)
         yield pa.RecordBatch.from_arrays([pa.array([relay.__version__])], names=["version"])
 
 

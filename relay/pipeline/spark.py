@@ -7,6 +7,7 @@ The plan already knows every task, so a batch becomes a DataFrame with one row f
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -65,23 +66,21 @@ class SparkEngine:
 
     def _run_job(self, session: SparkSession, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         # As Arrow batches of their own the tasks become partitions of their own.
-        table = pa.Table.from_batches(
-            [
-                pa.record_batch(
-                    {
-                        "task": pa.array([number], pa.int32()),
-                        "work": pa.array([pickle.dumps(task)], pa.binary()),
-                    }
-                )
-                for number, task in enumerate(tasks)
-            ]
-        )
+        table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
         frame = session.createDataFrame(table)
         rows = frame.mapInArrow(
             partial(apply_rows, self._configuration, guarded), _SCHEMA
         ).collect()
         found: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [found[number] for number in range(len(tasks))]
+
+
+def _packed(number: int, task: Work) -> pa.RecordBatch:
+    """A row with a task, around the very bytes that pickling made: a batch is large enough once."""
+    work = pickle.dumps(task)
+    ends = pa.py_buffer(struct.pack("=ii", 0, len(work)))
+    column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, pa.py_buffer(work)])
+    return pa.record_batch({"task": pa.array([number], pa.int32()), "work": column})
 
 
 # On the executors.
