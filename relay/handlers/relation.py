@@ -18,7 +18,7 @@ from psycopg import sql
 from psycopg.rows import scalar_row
 
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
-from relay.faults import ConfigurationError
+from relay.faults import Action, ConfigurationError, action_for
 from relay.handlers import Connection
 from relay.transactions import Places, Routed, Rows, portions
 
@@ -85,8 +85,10 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
             cursor.execute(_PROBE.format(sql.SQL(statement)))
             return tuple(cursor.execute(_READ).fetchall())
-    except (psycopg.ProgrammingError, psycopg.NotSupportedError):
-        return EVENT_FIELDS
+    except psycopg.Error as error:
+        if action_for(error) is Action.RETRY:
+            raise
+        return EVENT_FIELDS  # what is wrong with the statement shows when it is run
 
 
 def chunks(routed: Routed) -> Iterator[Chunk]:

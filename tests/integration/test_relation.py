@@ -59,6 +59,7 @@ def conn(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         ("call apply_all()", set(EVENT_FIELDS)),
         ("do $$ begin perform events(); end $$", set(EVENT_FIELDS)),
         ("insert into nowhere select id from batch", set(EVENT_FIELDS)),
+        ("insert into effects (id) select 'nonsense'::uuid from batch", set(EVENT_FIELDS)),
     ],
 )
 def test_the_columns_that_a_statement_reads(
