@@ -43,7 +43,7 @@ class Batch:
 class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
-    `touched[i]` are the partitions of `transactions.hosts[i]`.
+    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts.
     """
 
     partitions: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -53,9 +54,9 @@ class Rows:
     @classmethod
     def of(cls, rows: Sequence[bytes], header: int = 0) -> Self:
         """Put rows into one buffer; each comes behind a header that does not belong to it."""
-        ends: Places = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
-        starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))[: len(rows)] + header
-        return cls(b"".join((*rows, SPARE)), starts, ends)
+        sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+        ends = np.cumsum(sizes)
+        return cls(b"".join((*rows, SPARE)), ends - sizes + header, ends)
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
@@ -98,13 +99,19 @@ class Rows:
         """Those from the place `first` up to `last`."""
         return Rows(self.data, self.starts[first:last], self.ends[first:last])
 
-    def where(self, chosen: Mask) -> Rows:
-        """Those that are chosen."""
+    def take(self, chosen: Places | Mask) -> Rows:
+        """Those at some places, or those that are marked, in order."""
         return Rows(self.data, self.starts[chosen], self.ends[chosen])
 
-    def take(self, places: Places) -> Rows:
-        """Those at the places, in their order."""
-        return Rows(self.data, self.starts[places], self.ends[places])
+    def portions(self, count: int, size: int) -> Iterator[Rows]:
+        """As many together as reach a count or a size in bytes."""
+        behind = np.cumsum(self.sizes)
+        first = 0
+        while first < len(self):
+            limit = int(behind[first]) + size
+            last = min(first + count, int(np.searchsorted(behind, limit)) + 1)
+            yield self.part(first, last)
+            first = last
 
 
 def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
@@ -112,7 +119,7 @@ def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
     return Rows(data, ends - sizes, ends)
 
 
-def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
+def _portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
     """Rows that must not all be in memory, as many together as reach a count or a size in bytes."""
     some: list[bytes] = []
     held = 0
@@ -275,8 +282,14 @@ class Transactions:
             facts[left],
             [self.ids[place] for place in left.tolist()],
             self.hosts,
-            self.rows.where(chosen),
+            self.rows.take(chosen),
         )
+
+    def portions(self, count: int, size: int) -> Iterator[Rows]:
+        """All rows in order, as many together as reach a count or a size in bytes; never all of a file's at once."""
+        if self.spooled is None:
+            return self.rows.portions(count, size)
+        return _portions(chain.from_iterable(self.spooled), count, size)
 
     def fitting(self, events: int, size: int) -> int:
         """How many of the first ones are whole commits within both limits."""
@@ -306,9 +319,6 @@ class Routed:
 
     transactions: Transactions
     decoder: ColumnDecoder
-
-    def __len__(self) -> int:
-        return len(self.transactions)
 
     def __iter__(self) -> Iterator[Transaction]:
         for each in self.transactions:

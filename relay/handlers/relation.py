@@ -9,7 +9,7 @@ Source: PostgreSQL documentation, "COPY", text format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from psycopg.rows import scalar_row
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.faults import Action, ConfigurationError, action_for
 from relay.handlers import Connection
-from relay.transactions import Places, Routed, Rows, portions
+from relay.transactions import Places, Routed, Rows
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -95,24 +95,9 @@ def chunks(routed: Routed) -> Iterator[Chunk]:
     """The events of transactions, in order, as many together as are encoded at once."""
     transactions = routed.transactions
     owners = np.repeat(np.arange(len(transactions)), transactions.facts["events"])
-    for rows in _in_memory(transactions.rows) if transactions.spooled is None else _in_file(routed):
+    for rows in transactions.portions(CHUNK_EVENTS, CHUNK_BYTES):
         yield Chunk(routed, rows, owners[: len(rows)])
         owners = owners[len(rows) :]
-
-
-def _in_file(routed: Routed) -> Iterator[Rows]:
-    rows = chain.from_iterable(each.tuples for each in routed.transactions)
-    return portions(rows, CHUNK_EVENTS, CHUNK_BYTES)
-
-
-def _in_memory(rows: Rows) -> Iterator[Rows]:
-    behind = np.cumsum(rows.sizes)
-    first = 0
-    while first < len(rows):
-        limit = int(behind[first]) + CHUNK_BYTES
-        last = min(first + CHUNK_EVENTS, int(np.searchsorted(behind, limit)) + 1)
-        yield rows.part(first, last)
-        first = last
 
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:

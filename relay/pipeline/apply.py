@@ -160,15 +160,12 @@ class Applier:
         self, conn: Connection, transactions: Transactions, apply: Apply
     ) -> list[DeadTransaction]:
         """Run the handlers of transactions; returns what was dead-lettered."""
-        parts, refused = self._routing.route(transactions)
-        if not refused:
-            return apply(conn, transactions, parts)
+        deliverable, parts, refused = self._routing.route(transactions)
         dead = [
             self._bury(conn, transactions[place], None, refusal)
             for place, refusal in refused.items()
         ]
-        left = [place for place in range(len(transactions)) if place not in refused]
-        return dead + apply(conn, transactions.take(np.array(left, np.int64)), parts)
+        return dead + apply(conn, deliverable, parts)
 
     def _apply_together(
         self, conn: Connection, _: Transactions, parts: Parts
@@ -220,8 +217,8 @@ class Applier:
     def _route_and_apply_carefully(
         self, conn: Connection, transactions: Transactions
     ) -> list[DeadTransaction]:
-        parts, _ = self._routing.route(transactions)
-        return self._apply_carefully(conn, transactions, parts)
+        deliverable, parts, _ = self._routing.route(transactions)
+        return self._apply_carefully(conn, deliverable, parts)
 
     def _run_handlers(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
         """Each handler in the configuration's order, over all of its transactions.

@@ -61,12 +61,16 @@ class Planner:
         A transaction whose hosts lie in several partitions joins these into one task, so that both
         its atomicity and the order per host hold.
         """
-        self._learn(host for hosts in transactions.hosts for host in hosts)
-        touched = [self._touched(hosts) for hosts in transactions.hosts]
+        # A batch that was cut out of a larger one still has the hosts of the rest beside it.
+        there = np.unique(transactions.facts["hosts"]).tolist()
+        self._learn(host for place in there for host in transactions.hosts[place])
+        touched: list[tuple[int, ...]] = [()] * len(transactions.hosts)
+        for place in there:
+            touched[place] = self._touched(transactions.hosts[place])
         if lanes == 1:
             return [_task(transactions, touched)]
-        root = _joined(touched)
-        roots = np.array([root(partitions[0]) for partitions in touched], np.int64)
+        root = _joined([touched[place] for place in there])
+        roots = np.array([root(each[0]) if each else -1 for each in touched], np.int64)
         members = roots[transactions.facts["hosts"]]
         return [
             _task(transactions.take(np.flatnonzero(np.isin(members, lane))), touched)

@@ -13,7 +13,7 @@ from relay.events import COMMIT_FIELDS, Commit, Events, Tuples
 from relay.faults import NotRouted, Unrouted
 from relay.routing import Router
 from relay.source.tuples import RowDecoder
-from relay.transactions import Routed, Rows, Transactions, Undecoded, portions, text
+from relay.transactions import Routed, Transactions, Undecoded, text
 
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
@@ -48,26 +48,26 @@ class Routing:
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
 
-    def route(self, transactions: Transactions) -> tuple[Parts, dict[int, NotRouted]]:
-        """What goes to each handler, and which transactions cannot be routed, and why.
+    def route(self, transactions: Transactions) -> tuple[Transactions, Parts, dict[int, NotRouted]]:
+        """The transactions that can be routed, what of them goes to each handler, and why others cannot, by place.
 
         Raises Unrouted where `unrouted` is `fail`.
         """
         if not len(transactions):
-            return {}, {}
+            return transactions, {}, {}
         decoder = self._decoder(transactions.columns)
         if not self._router.fields and (names := self._router.choose(())):
-            return dict.fromkeys(names, Routed(transactions, decoder)), {}
+            return transactions, dict.fromkeys(names, Routed(transactions, decoder)), {}
         chosen = list(self._choices(transactions, decoder))
         distinct = set(chosen)
         if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
-            left = np.array([place not in refused for place in range(len(transactions))])
-            parts, _ = self.route(transactions.take(np.flatnonzero(left)))
-            return parts, refused
-        return {
+            left = np.delete(np.arange(len(transactions)), list(refused))
+            return *self.route(transactions.take(left))[:2], refused
+        parts = {
             name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
             for name in dict.fromkeys(chain.from_iterable(distinct))
-        }, {}
+        }
+        return transactions, parts, {}
 
     def events(self, transaction: Undecoded) -> Events:
         """All events of a transaction."""
@@ -78,20 +78,20 @@ class Routing:
         """The handlers of each event."""
         if not self._router.fields:
             return repeat((), transactions.events)
-        if transactions.spooled is None and not self._by_commit:
-            return self._chosen(decoder, _parts(transactions.rows), None)
+        if not self._by_commit:
+            return self._chosen(decoder, transactions, None)
         return chain.from_iterable(
-            self._chosen(decoder, portions(each.tuples, _ROWS_AT_ONCE, _BYTES_AT_ONCE), each.commit)
-            for each in transactions
+            self._chosen(decoder, transactions.part(place, place + 1), each.commit)
+            for place, each in enumerate(transactions)
         )
 
     def _chosen(
-        self, decoder: RowDecoder, found: Iterable[Rows], commit: Commit | None
+        self, decoder: RowDecoder, transactions: Transactions, commit: Commit | None
     ) -> Iterator[Names]:
         fields = self._router.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
         of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
-        for rows in found:
+        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
             values: dict[str, Iterable[str | None]] = {
                 field: repeat(value, len(rows)) for field, value in of_commit.items()
             }
@@ -142,8 +142,3 @@ def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
     facts = transactions.facts.copy()
     facts["events"] = [len(rows) for rows in spooled]
     return replace(transactions, facts=facts, spooled=spooled).take(left)
-
-
-def _parts(rows: Rows) -> Iterator[Rows]:
-    """As many rows as are looked at together."""
-    return (rows.part(first, first + _ROWS_AT_ONCE) for first in range(0, len(rows), _ROWS_AT_ONCE))

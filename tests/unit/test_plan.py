@@ -100,6 +100,15 @@ def test_a_transaction_of_several_hosts_joins_their_partitions() -> None:
     assert touches(tasks[0]) == [(0,), (1,), (0, 1)]
 
 
+def test_a_batch_is_not_tied_by_what_was_cut_off() -> None:
+    hashes = Hashes({"a": 0, "b": 1})
+    everything = together(transaction(1, "a"), transaction(2, "b"), transaction(3, "b", "a"))
+    tasks = Planner(8, hashes).plan(everything.part(0, 2))
+    assert [(task.partitions, numbers(task)) for task in tasks] == [((0,), [1]), ((1,), [2])]
+    Planner(8, hashes).plan(everything.part(0, 1))
+    assert hashes.asked == [["a", "b"], ["a"]]
+
+
 def test_nothing_to_plan_asks_nothing() -> None:
     hashes = Hashes({})
     assert Planner(8, hashes).plan(Transactions.none()) == []
