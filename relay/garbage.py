@@ -1,21 +1,35 @@
-"""How often Python looks for garbage.
+"""How Python looks for garbage, and how the process gives memory back.
 
 A batch is tens of thousands of small tuples without cycles. With Python's defaults the collector walks over them again
 and again, which was a fifth of all time. What is dropped without a cycle is freed at once all the same.
 
-Source: Python documentation, "gc — Garbage Collector interface".
+Sources: Python documentation, "gc — Garbage Collector interface"; mallopt(3).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 _YOUNG_OBJECTS = 100_000
 _YOUNG_ROUNDS = 20
 _MIDDLE_ROUNDS = 100
 
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1024 * 1024
+
 
 def collect_seldom() -> None:
     """Leave out of every later look what was loaded so far, and look at what is new when there is much of it."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)
+
+
+def return_large_blocks() -> None:
+    """Give large buffers back to the system as soon as they are free, where the C library is glibc.
+
+    By itself it begins to keep them after the first one, for each thread apart: up to 30 MB more, measured.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

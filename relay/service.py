@@ -19,7 +19,7 @@ from relay.catchup import CatchUp
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import Interrupted
-from relay.garbage import collect_seldom
+from relay.garbage import collect_seldom, return_large_blocks
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.choice import open_source
@@ -55,6 +55,7 @@ class Service:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         collect_seldom()
+        return_large_blocks()
         self.run()
 
     def stop(self) -> None:

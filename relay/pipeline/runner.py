@@ -142,7 +142,7 @@ class Pipeline:
             ),
             stop=stop_when_event_set(self._stopping),
             sleep=sleep_using_event(self._stopping),
-            before_sleep=_say(batch),
+            before_sleep=_say(batch.number),
             reraise=True,
         )
         try:
@@ -196,7 +196,8 @@ def _sort(
     return todo, faults
 
 
-def _say(batch: Batch) -> Any:
+def _say(batch: int) -> Any:
+    # Of the batch only its number: what waits to try again is a cycle, and those are looked for seldom.
     said = [""]
 
     def say(state: RetryCallState) -> None:
@@ -205,7 +206,7 @@ def _say(batch: Batch) -> Any:
         if text != said[0]:
             said[0] = text
             log.warning(
-                "the batch waits to be tried again", extra={"batch": batch.number, "fault": text}
+                "the batch waits to be tried again", extra={"batch": batch, "fault": text}
             )
 
     return say

@@ -18,7 +18,7 @@ import pyarrow as pa
 from relay.batch import Work
 from relay.config import Settings
 from relay.faults import Action, RelayError, TaskFault
-from relay.garbage import collect_seldom
+from relay.garbage import collect_seldom, return_large_blocks
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
@@ -94,6 +94,7 @@ def _applier(configuration: bytes) -> Applier:
     if applier is None:
         quiet_libraries()
         collect_seldom()
+        return_large_blocks()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
         applier = _appliers[configuration] = Applier(settings, connections=1)
     return applier

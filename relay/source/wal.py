@@ -50,8 +50,8 @@ _DATA_START = 25  # an XLogData message is its kind, two positions and a clock b
 _KEEPALIVE_BODY = Struct(">QqB")
 _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
-GULP_READS = 512
-"""How often the socket is read before what came is looked at, so that a fast sender cannot hold the loop for ever."""
+GULP_BYTES = 4 * 1024 * 1024
+"""How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
 BUSY_BYTES = 64 * 1024
 """A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
 NAP_SECONDS = 0.005
@@ -484,11 +484,7 @@ class WalSource:
         """
         asked = False
         while True:
-            for _ in range(GULP_READS):
-                pgconn.consume_input()
-                if not any(key.data == "stream" for key, _ in selector.select(0)):
-                    break
-            size, wanted = self._drain(pgconn)
+            size, wanted = self._drain(pgconn, selector)
             asked = asked or wanted
             if size < BUSY_BYTES or asked:
                 return asked
@@ -496,29 +492,36 @@ class WalSource:
                 return asked
             if self._progress.flushed > self._reported:
                 self._report(pgconn)
-            time.sleep(NAP_SECONDS)
+            if size < GULP_BYTES:
+                time.sleep(NAP_SECONDS)
 
-    def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
-        """Assemble every message that libpq holds; returns the bytes taken and whether a status is asked for."""
+    def _drain(
+        self, pgconn: psycopg.pq.abc.PGconn, selector: selectors.BaseSelector
+    ) -> tuple[int, bool]:
+        """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
         size = 0
         asked = False
         position = Lsn(0)
         messages: list[bytes] = []
-        while True:
-            length, data = pgconn.get_copy_data(1)
-            if length <= 0:
+        while size < GULP_BYTES:
+            pgconn.consume_input()
+            while True:
+                length, data = pgconn.get_copy_data(1)
+                if length <= 0:
+                    break
+                size += length
+                kind = data[0]
+                if kind == _XLOG_DATA:
+                    messages.append(bytes(data[_DATA_START:]))
+                elif kind == _KEEPALIVE:
+                    position = self._assembler.feed(messages) or position
+                    messages.clear()
+                    reached, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                    asked = asked or bool(wanted)
+                    if not self._assembler.open:
+                        position = Lsn(reached)
+            if length < 0 or not any(key.data == "stream" for key, _ in selector.select(0)):
                 break
-            size += length
-            kind = data[0]
-            if kind == _XLOG_DATA:
-                messages.append(bytes(data[_DATA_START:]))
-            elif kind == _KEEPALIVE:
-                position = self._assembler.feed(messages) or position
-                messages.clear()
-                reached, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
-                asked = asked or bool(wanted)
-                if not self._assembler.open:
-                    position = Lsn(reached)
         position = self._assembler.feed(messages) or position
         self._finished(self._assembler.fetch(), position)
         if length < 0:
