@@ -205,8 +205,6 @@ def _say(batch: int) -> Any:
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
         if text != said[0]:
             said[0] = text
-            log.warning(
-                "the batch waits to be tried again", extra={"batch": batch, "fault": text}
-            )
+            log.warning("the batch waits to be tried again", extra={"batch": batch, "fault": text})
 
     return say

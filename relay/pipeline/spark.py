@@ -6,6 +6,7 @@ The plan already knows every task, so a batch becomes a DataFrame with one row f
 
 from __future__ import annotations
 
+import gc
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,9 @@ class SparkEngine:
             fault = TaskFault(Action.RETRY, f"the Spark job failed: {first_line(error)}", died=True)
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
+        finally:
+            # What py4j holds of the JVM is in cycles, and with it the JVM holds the whole batch.
+            gc.collect(1)
 
     def _run_job(self, session: SparkSession, tasks: Sequence[Work], guarded: bool) -> list[Result]:
         # As Arrow batches of their own the tasks become partitions of their own.

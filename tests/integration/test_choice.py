@@ -198,7 +198,10 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
         f"grant usage on sequence projection_seq_seq to {role}".encode()
     )
     try:
-        source = {**outbox.config()["source"], "dsn": make_conninfo(outbox.dsn, user=role, password="p")}
+        source = {
+            **outbox.config()["source"],
+            "dsn": make_conninfo(outbox.dsn, user=role, password="p"),
+        }
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(1))
             outbox.wait_handled()

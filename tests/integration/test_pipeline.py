@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
+from collections import Counter
 
 import pytest
 
@@ -451,3 +453,29 @@ def test_order_survives_rows_of_every_size_and_poison(
     assert outbox.value("select count(*) from projection") == 3 * (300 - len(bad))
     found = outbox.column("select c_offset from projection order by seq")
     assert found == sorted(found)
+
+
+def held() -> Counter[str]:
+    """How many objects there are of each kind that hold a batch, here or in the JVM."""
+    names = (type(each).__name__ for each in gc.get_objects())
+    return Counter(name for name in names if name in ("Batch", "Transactions", "JavaObject"))
+
+
+def test_a_batch_is_let_go_when_it_is_done(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    # The collector looks seldom, so nothing large may wait for it.
+    gc.collect()
+    gc.disable()
+    try:
+        with relaying(outbox.settings(engine), session):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+            before = held()
+            for number in range(20):
+                outbox.publish(host(number), event(1))
+                outbox.wait_handled()
+            assert held() - before < Counter(Batch=5, Transactions=15, JavaObject=60)
+    finally:
+        gc.enable()
+    outbox.assert_exact()
