@@ -194,7 +194,8 @@ def test_the_slot_is_not_made_anew_for_ever(outbox: Outbox) -> None:
 def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
     role = f"weak_{outbox.slot}"
     outbox.conn.execute(
-        f"create role {role} login password 'p'; grant relay to {role}; grant all on all tables in schema public to {role};"
+        f"create role {role} login password 'p'; grant relay to {role};"
+        f"grant all on all tables in schema public to {role};"
         f"grant usage on sequence projection_seq_seq to {role}".encode()
     )
     try:
