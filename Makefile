@@ -80,7 +80,7 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
-	$(LOCK) --upgrade --extra java --extra connect -c requirements.lock pyproject.toml -o requirements-runtime.lock
+	$(LOCK) --upgrade --extra java --extra connect --extra http -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
 clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import psycopg
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from relay import __version__
-from relay.config import Settings, load
+from relay.cli_dlq import dlq
+from relay.cli_options import AdminOption, ConfigOption, JsonOption, YesOption, out
+from relay.config import load
 from relay.faults import ConfigurationError, RelayError
 from relay.logs import LogFormat, configure
-from relay.store import dead_letters
 
 app = typer.Typer(
     help="Carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once.",
@@ -25,32 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-dlq = typer.Typer(
-    help="Dead letters: transactions that could not be applied.", no_args_is_help=True
-)
 app.add_typer(dlq, name="dlq")
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
 app.add_typer(offsets, name="offsets")
-
-out = Console()
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="The configuration; default $RELAY_CONFIG, else relay.yaml.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
-AdminOption = Annotated[
-    str | None,
-    typer.Option("--admin-dsn", metavar="DSN", help="Connect to the source as an administrator."),
-]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def main() -> None:
@@ -259,63 +238,6 @@ def _input(file: Path | None) -> tuple[str, str]:
         raise ConfigurationError(f"{file}: is not UTF-8 text") from None
 
 
-@dlq.command("list")
-def dlq_list(
-    config: ConfigOption = None,
-    limit: Annotated[
-        int, typer.Option(min=1, help="At most so many transactions, newest first.")
-    ] = 100,
-    as_json: JsonOption = False,
-) -> None:
-    """List dead transactions, newest first."""
-    with _target(load(config)) as (conn, group):
-        found = dead_letters.transactions(conn, group, limit)
-    if as_json:
-        print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
-        return
-    table = Table(
-        "id", "transaction", "host", "events", "event type", "handler", "exception", "since"
-    )
-    for item in found:
-        table.add_row(
-            str(item.id),
-            item.transaction_id or "-",
-            item.host_id or "-",
-            str(item.events),
-            item.event_type or "-",
-            item.handler or "-",
-            item.exception.splitlines()[0][:80],
-            item.created_dt.isoformat(" ", "seconds"),
-        )
-    out.print(table)
-
-
-@dlq.command("show")
-def dlq_show(
-    letter_id: Annotated[int, typer.Argument(metavar="ID")],
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show every event of the dead transaction that holds letter ID, payload and exception included."""
-    with _target(load(config)) as (conn, group):
-        found = [
-            dead_letters.as_json(letter) for letter in dead_letters.letters(conn, group, letter_id)
-        ]
-    if not found:
-        raise ConfigurationError(
-            f"there is no dead letter {letter_id} in group {group!r}: see `relay dlq list`"
-        )
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for letter in found:
-        facts = Table(show_header=False, title=f"dead letter {letter['id']}", title_justify="left")
-        for key, value in letter.items():
-            shown = json.dumps(value, indent=2) if key in ("payload", "metadata") else str(value)
-            facts.add_row(key, shown)
-        out.print(facts)
-
-
 @offsets.command("show")
 def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show where each partition stands."""
@@ -382,19 +304,6 @@ def offsets_repartition(
         f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
         "in the configuration"
     )
-
-
-def _target(settings: Settings) -> Any:
-    from contextlib import contextmanager
-
-    from relay.preflight import reach
-
-    @contextmanager
-    def opened() -> Any:
-        with reach(settings.target_dsn, "target.dsn") as conn:
-            yield conn, settings.group
-
-    return opened()
 
 
 @app.command()

@@ -12,9 +12,7 @@ import yaml
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -33,14 +31,12 @@ from pydantic_settings import (
 
 from relay.events import EVENT_FIELDS, FIELDS
 from relay.faults import ConfigurationError
+from relay.handler_settings import Handler
+from relay.sections import Name, Number, Section
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = "RELAY_"
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _dsn(value: Any) -> Any:
@@ -58,14 +54,6 @@ def _dsn(value: Any) -> Any:
 Dsn = Annotated[SecretStr, BeforeValidator(_dsn)]
 
 
-def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")  # which YAML's yes would become
-    return value
-
-
-Number = BeforeValidator(_no_boolean)
-Name = Annotated[str, Field(min_length=1, max_length=63)]
 Scalar = str | int | float | bool
 
 
@@ -80,13 +68,7 @@ Patterns = Annotated[Any, BeforeValidator(_patterns)]
 """Values and globs, of which one must match."""
 
 
-def _callable(value: Any) -> Any:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError("must be module:function, such as shop.audit:on_transaction")
-    return value
-
-
-class Source(_Section):
+class Source(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
@@ -126,13 +108,13 @@ class Source(_Section):
         return {name: self.columns.get(name, name) for name in FIELDS}
 
 
-class Target(_Section):
+class Target(Section):
     """Where effects, dead letters and offsets are written."""
 
     dsn: Dsn | None = None
 
 
-class Poll(_Section):
+class Poll(Section):
     """How the polling path reads."""
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
@@ -140,7 +122,7 @@ class Poll(_Section):
     partition_ids: list[Annotated[NonNegativeInt, Number]] | None = None
 
 
-class BatchLimits(_Section):
+class BatchLimits(Section):
     """How much work is done at once."""
 
     max_events: Annotated[PositiveInt, Number] = 10_000
@@ -150,7 +132,7 @@ class BatchLimits(_Section):
     spool_directory: Path | None = None
 
 
-class Spark(_Section):
+class Spark(Section):
     """The Spark session that runs large batches."""
 
     master: str = "local[*]"
@@ -172,25 +154,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
-class SqlHandler(_Section):
-    """A statement, run for each event or once over a relation `batch`."""
-
-    type: Literal["sql"]
-    each: Literal["event", "batch"] = "event"
-    statement: Annotated[str, Field(min_length=1)]
-
-
-class PythonHandler(_Section):
-    """A callable `module:function(transaction, cursor)`."""
-
-    type: Literal["python"]
-    callable: Annotated[str, BeforeValidator(_callable)]
-
-
-Handler = Annotated[SqlHandler | PythonHandler, Field(discriminator="type")]
-
-
-class Route(_Section):
+class Route(Section):
     """Which events go to which handlers."""
 
     match: dict[str, Patterns] = Field(default_factory=dict)
@@ -368,14 +332,14 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
         elif fault["type"] == "missing":
             message = "is required"
         elif fault["type"].startswith("union_tag"):
-            key, message = f"{key}.type", "must be sql or python"
+            key, message = f"{key}.type", "must be sql, python or http"
         else:
             message = message[:1].lower() + message[1:]
         yield f"{place}: {key}: {message}" if key else f"{place}: {message}"
 
 
 # Members of unions that pydantic adds to the place of a fault, but that no user wrote.
-_INVISIBLE = frozenset({"sql", "python", "function-before", "str", "int", "float", "bool"})
+_INVISIBLE = frozenset({"sql", "python", "http", "function-before", "str", "int", "float", "bool"})
 
 
 def _key(location: tuple[int | str, ...]) -> str:

@@ -25,6 +25,7 @@ FIELDS = (
     "transaction_id",
     "transaction_ordinal",
     "transaction_count",
+    "deliver_at",
 )
 """The columns of the outbox that relay understands, by relay's own names."""
 
@@ -49,6 +50,7 @@ SQL_TYPES: Mapping[str, LiteralString] = {
     "transaction_id": "uuid",
     "transaction_ordinal": "int",
     "transaction_count": "int",
+    "deliver_at": "timestamptz",
     "commit_lsn": "pg_lsn",
     "commit_ts": "timestamptz",
     "xid": "bigint",
@@ -216,6 +218,11 @@ class Event:
     def transaction_count(self) -> int | None:
         """How many events the business transaction has."""
         return self._int("transaction_count")
+
+    @property
+    def deliver_at(self) -> datetime | None:
+        """When the event is to be delivered, if not at once. Raises ValueError outside Python's years 1 to 9999."""
+        return self._timestamp("deliver_at")
 
     @property
     def commit_lsn(self) -> Lsn | None:

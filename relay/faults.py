@@ -35,7 +35,22 @@ class Unrouted(RelayError):
 
 
 class TransientFault(Exception):
-    """Raise it from a handler to say: try again later, this is not the event's fault."""
+    """Raise it from a handler to say: try again later, this is not the event's fault.
+
+    `after` is in how many seconds, where somebody knows.
+    """
+
+    def __init__(self, *reasons: object, after: float | None = None) -> None:
+        super().__init__(*reasons)
+        self.after = after
+
+
+class Undelivered(TransientFault):
+    """An endpoint or a broker does not take the event now. What it says is safe in a log."""
+
+
+class Rejected(Exception):
+    """An endpoint or a broker will never take the event. What it says is safe in a log."""
 
 
 class NotRouted(Exception):
@@ -126,6 +141,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
+    if isinstance(error, Undelivered | Rejected):
+        return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
         return name
     parts = [name]
@@ -176,6 +193,10 @@ class TaskFault(Exception):
         if isinstance(error, RelayError):
             return cls(Action.STOP, describe(error), error.exit_status)
         return cls(Action.STOP, f"{describe(error)}{_place(error)}")
+
+    def as_error(self) -> RelayError:
+        """What a fault that stops relay ends it with."""
+        return ConfigurationError(self.text) if self.status == 2 else RelayError(self.text)
 
 
 def _place(error: BaseException) -> str:

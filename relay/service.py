@@ -20,6 +20,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.garbage import collect_seldom, return_large_blocks
+from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
 from relay.source.choice import open_source
@@ -46,6 +47,7 @@ class Service:
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
         self._presence = Presence(settings.target_dsn, settings.group)
+        self._reviver = Reviver(settings, self.stop)
         self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
@@ -62,22 +64,28 @@ class Service:
         """Let `run` end after the batch in hand."""
         self._source.stop()
         self._pipeline.interrupt()
+        self._reviver.stop()
 
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
             self._presence.start()
-            if self._begin():
+            died = self._begin()
+            if died:
                 self._pipeline.guard()
             self._pipeline.start()
+            self._reviver.start(guarded=died)
             self._source.start()
             for batch in self._source.batches():
                 self._relay(batch)
+            if self._reviver.error is not None:
+                raise self._reviver.error
             self._end()
         except Interrupted:
             log.warning("stopping with the batch in hand unfinished; it will be delivered again")
         finally:
             self._source.close()
+            self._reviver.close()
             self._pipeline.close()
             self._presence.close()
             self._catch_up.close()

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 
 from relay.events import Transaction
+from relay.faults import TransientFault
 
 
 def die_of_666(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
@@ -45,3 +46,11 @@ def stop_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
             conn.execute("insert into stopped values (%s)", (os.getpid(),))
     if first:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def unless_busy(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Asks for another attempt where an event has an amount that the table `busy` names."""
+    for event in transaction.events:
+        cursor.execute("select from busy where amount = %s", (event.payload["amount"],))
+        if cursor.rowcount:
+            raise TransientFault("busy")

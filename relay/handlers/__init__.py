@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 import psycopg
 
-from relay.config import PythonHandler, SqlHandler
+from relay.events import Transaction
+from relay.faults import ConfigurationError
+from relay.handler_settings import Handler as Configured
+from relay.handler_settings import HttpHandler, OutsideHandler, PythonHandler, SqlHandler
 from relay.transactions import Routed
 
 Connection = psycopg.Connection[Any]
@@ -28,8 +31,23 @@ class Handler(Protocol):
         """Apply transactions, in order. What it raises is judged by `relay.faults`."""
 
 
-def build(configured: Mapping[str, SqlHandler | PythonHandler]) -> dict[str, Handler]:
-    """The handlers by name, in the configuration's order. Raises ConfigurationError for one that cannot be built."""
+class Outside(Protocol):
+    """Delivers transactions to the outside world, one at a time in each thread."""
+
+    name: str
+
+    def deliver(self, transaction: Transaction) -> None:
+        """Deliver; raises TransientFault where it is worth another attempt, and anything else where it is not."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def build(configured: Mapping[str, Configured]) -> dict[str, Handler]:
+    """The handlers that work inside the target, by name, in the configuration's order.
+
+    Raises ConfigurationError for one that cannot be built.
+    """
     from relay.handlers.python import Python
     from relay.handlers.sql import SqlBatch, SqlEvent
 
@@ -37,8 +55,30 @@ def build(configured: Mapping[str, SqlHandler | PythonHandler]) -> dict[str, Han
     for name, settings in configured.items():
         if isinstance(settings, PythonHandler):
             handlers[name] = Python(name, settings)
-        elif settings.each == "event":
-            handlers[name] = SqlEvent(name, settings)
-        else:
-            handlers[name] = SqlBatch(name, settings)
+        elif isinstance(settings, SqlHandler):
+            handlers[name] = (SqlEvent if settings.each == "event" else SqlBatch)(name, settings)
     return handlers
+
+
+def build_outside(
+    configured: Mapping[str, Configured],
+) -> dict[str, tuple[Outside, OutsideHandler]]:
+    """The handlers that act outside the target, with their configuration, by name in its order.
+
+    Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
+    """
+    handlers: dict[str, tuple[Outside, OutsideHandler]] = {}
+    for name, settings in configured.items():
+        if isinstance(settings, HttpHandler):
+            handlers[name] = (_http(name, settings), settings)
+    return handlers
+
+
+def _http(name: str, settings: HttpHandler) -> Outside:
+    try:
+        from relay.handlers.http import Http
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"handlers.{name}.type: http needs {error.name}: install relay-outbox[http]"
+        ) from None
+    return Http(name, settings)

@@ -11,9 +11,9 @@ from typing import Any
 
 import psycopg
 
-from relay.config import PythonHandler
 from relay.events import Transaction
 from relay.faults import ConfigurationError
+from relay.handler_settings import PythonHandler
 from relay.handlers import Connection
 from relay.transactions import Routed
 

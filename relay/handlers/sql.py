@@ -9,9 +9,9 @@ from itertools import chain, islice
 import psycopg
 from psycopg import sql
 
-from relay.config import SqlHandler
 from relay.events import EVENT_FIELDS, SQL_TYPES
 from relay.faults import Action, ConfigurationError, action_for
+from relay.handler_settings import SqlHandler
 from relay.handlers import Connection, relation
 from relay.transactions import Routed
 

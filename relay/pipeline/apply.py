@@ -5,38 +5,35 @@ Effects, dead letters and offsets commit together, so redelivery is recognised b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay import handlers
 from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import Action, ProcessDied, action_for, describe
-from relay.pipeline.routed import Parts, Routing
+from relay.fates import NEW, Behind, Failure, Fate, History, has_to_wait, is_dead
+from relay.faults import describe
+from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
+from relay.pipeline.routed import Routing
+from relay.pipeline.waiting import Waiting
 from relay.source.rows import OutboxRows, prefer_index
-from relay.store import dead_letters, offsets, suspects
+from relay.store import dead_letters, deferred, offsets
 from relay.store.connections import open_pool
+from relay.store.deferred import Due, Wait
 from relay.transactions import Mask, Transactions, Undecoded
 
+Done = TypeVar("Done")
 Connection = psycopg.Connection[Any]
 
 
-class _HandlerFailed(Exception):
-    """A handler raised; the reason is the cause."""
-
-    def __init__(self, handler: handlers.Handler) -> None:
-        super().__init__(handler.name)
-        self.handler = handler
-
-
-Apply = Callable[[Connection, Transactions, Parts], list[DeadTransaction]]
-"""Runs the handlers of transactions that were routed; returns those that were dead-lettered."""
+DUE_AT_ONCE = 500
+"""How many transactions whose turn has come are taken together."""
 
 
 class Applier:
@@ -48,9 +45,10 @@ class Applier:
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
         self._routing = Routing(settings)
-        self._handlers = handlers.build(settings.handlers)
+        self._waiting = Waiting(settings, self._routing)
+        self._handling = Handling(settings, self._routing, self._waiting, connections)
         self._connections = connections
-        self._pool = open_pool(settings.target_dsn, connections, self._configure)
+        self._pool = open_pool(settings.target_dsn, connections, self._handling.configure)
         self._settings = settings
         self._rows = OutboxRows(settings)
 
@@ -61,24 +59,15 @@ class Applier:
 
     def close(self) -> None:
         """Close the connections."""
+        self._handling.close()
         self._pool.close()
-        for name in ("_source", "_suspects"):
-            if name in self.__dict__:
-                self.__dict__[name].close()
+        if "_source" in self.__dict__:
+            self._source.close()
 
     @cached_property
     def _source(self) -> ConnectionPool[Connection]:
         """Only ranges read the source themselves."""
         return open_pool(self._settings.source_dsn, self._connections, prefer_index)
-
-    @cached_property
-    def _suspects(self) -> suspects.Suspects:
-        """Only a guarded task takes notes."""
-        return suspects.Suspects(self._settings, self._connections)
-
-    def _configure(self, conn: Connection) -> None:
-        for handler in self._handlers.values():
-            handler.configure(conn)
 
     def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
         """Apply the task and commit. Whatever it raises has left no trace in the target.
@@ -89,35 +78,36 @@ class Applier:
         Guarded, one transaction after the other is noted, applied and its note taken back. One that is noted already
         `crash_limit` times has killed as many processes and is dead-lettered.
         """
-        if guarded:
-            return self._settled(task, self._apply_guarded)
-        try:
-            return self._attempt(task, self._apply_together)
-        except Exception as error:
-            if action_for(_reason(error)) is not Action.DEAD_LETTER:
-                raise _reason(error) from None
-        return self._settled(task, self._apply_carefully)
+        return self._in_the_way_it_takes(partial(self._attempt, task), guarded)
 
-    def _settled(self, task: Work, apply: Apply) -> TaskOutcome:
+    def _in_the_way_it_takes(self, attempt: Callable[[Run], Done], guarded: bool) -> Done:
+        """Attempt something in a target transaction of its own: together first, else carefully."""
         try:
-            return self._attempt(task, apply)
-        except _HandlerFailed as failure:
-            raise _reason(failure) from None
+            if guarded:
+                return attempt(self._handling.guarded)
+            try:
+                return attempt(self._handling.together)
+            except Exception as error:
+                if not self._handling.can_isolate(error):
+                    raise
+            return attempt(self._handling.carefully)
+        except HandlerFailed as failure:
+            raise reason_of(failure) from None
 
-    def _attempt(self, task: Work, apply: Apply) -> TaskOutcome:
+    def _attempt(self, task: Work, run: Run) -> TaskOutcome:
         with self._pool.connection() as conn, conn.transaction():
             if isinstance(task, Range):
-                return self._apply_range(conn, task, apply)
+                return self._apply_range(conn, task, run)
             cursors = offsets.lock(conn, self._group, task.partitions)
             fresh = _fresh(task, cursors)
             if not len(fresh):
                 return TaskOutcome(task.partitions, skipped=task.events)
-            dead = self._deliver(conn, fresh, apply)
+            dead = self._deliver(conn, fresh, run)
             offsets.advance(conn, self._group, _advances(fresh, task.touched))
         events = fresh.events
         return _outcome(task, events, task.events - events, dead)
 
-    def _apply_range(self, conn: Connection, task: Range, apply: Apply) -> TaskOutcome:
+    def _apply_range(self, conn: Connection, task: Range, run: Run) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
         cursors = offsets.claim(conn, self._group, task.partitions)
         if cursors is None:
@@ -134,7 +124,7 @@ class Applier:
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
                 events += transactions.events
-                dead += self._deliver(conn, transactions, apply)
+                dead += self._deliver(conn, transactions, run)
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
         return _outcome(task, events, 0, dead)
 
@@ -157,108 +147,108 @@ class Applier:
             yield Transactions.joined(portion)
 
     def _deliver(
-        self, conn: Connection, transactions: Transactions, apply: Apply
+        self, conn: Connection, transactions: Transactions, run: Run
     ) -> list[DeadTransaction]:
-        """Run the handlers of transactions; returns what was dead-lettered."""
-        deliverable, parts, refused = self._routing.route(transactions)
-        dead = [
-            self._bury(conn, transactions[place], None, refusal)
-            for place, refusal in refused.items()
+        """Run the handlers of transactions, but park those that have to wait; returns what was dead-lettered."""
+        waits = self._waiting.split(conn, transactions)
+        flowing = np.delete(np.arange(len(transactions)), list(waits)).tolist()
+        left = transactions.take(np.array(flowing, np.int64)) if waits else transactions
+        found = self._handling.handle(conn, left, run, {})
+        fates = {flowing[place]: fate for place, fate in found.items()}
+        waits |= {
+            place: self._wait(transactions, place, fate, NEW)
+            for place, fate in fates.items()
+            if has_to_wait(fate)
+        }
+        # In commit order, since that is the order in which they are taken up again.
+        deferred.park(
+            conn, self._group, ((transactions[place], waits[place]) for place in sorted(waits))
+        )
+        return [
+            self._bury(conn, transactions[place], fate)
+            for place, fate in sorted(fates.items())
+            if isinstance(fate, Failure) and is_dead(fate)
         ]
-        return dead + apply(conn, deliverable, parts)
 
-    def _apply_together(
-        self, conn: Connection, _: Transactions, parts: Parts
-    ) -> list[DeadTransaction]:
-        """Apply all of them at once; nothing is dead-lettered."""
-        self._run_handlers(conn, parts)
-        return []
+    def _wait(self, transactions: Transactions, place: int, fate: Fate, before: History) -> Wait:
+        """What a transaction that was not applied waits for."""
+        keys = self._waiting.keys(transactions.part(place, place + 1))
+        if isinstance(fate, Behind):
+            return Wait(keys, attempts=before.attempts, first_failed_at=before.since)
+        return Wait(
+            keys,
+            after=fate.after or 0.0,
+            blocked=fate.after is None,
+            attempts=fate.attempts,
+            first_failed_at=before.since or time.time(),
+            handler=fate.handler,
+            reason=describe(fate.error),
+        )
 
-    def _apply_guarded(
-        self, conn: Connection, transactions: Transactions, _: Parts
-    ) -> list[DeadTransaction]:
-        """Apply them one by one, each under a note that a crash would leave behind."""
-        dead: list[DeadTransaction] = []
-        for place, transaction in enumerate(transactions):
-            name = suspects.name_of(transaction)
-            deaths = self._suspects.deaths(name)
-            if deaths >= self._settings.crash_limit:
-                reason = ProcessDied(f"{deaths} processes died while they handled it")
-                dead.append(self._bury(conn, transaction, None, reason))
-            else:
-                self._suspects.note(name)
-                dead += self._route_and_apply_carefully(conn, transactions.part(place, place + 1))
-            self._suspects.clear(name)
-        return dead
+    def revive(self, guarded: bool = False) -> int:
+        """Take up again the transactions whose turn has come, and commit; returns how many.
 
-    def _apply_carefully(
-        self, conn: Connection, transactions: Transactions, parts: Parts
-    ) -> list[DeadTransaction]:
-        """Apply a range under a savepoint, halving it on failure; returns what was dead-lettered."""
-        if not len(transactions):
-            return []
-        try:
-            with conn.transaction():
-                self._run_handlers(conn, parts, settle=True)
-            return []
-        except _HandlerFailed as failure:
-            reason = _reason(failure)
-            if action_for(reason) is not Action.DEAD_LETTER:
-                raise
-            if len(transactions) == 1:
-                if isinstance(reason, psycopg.ProgrammingError):
-                    # The statement itself may have broken since the start; then no event is to blame.
-                    failure.handler.check(conn)
-                return [self._bury(conn, transactions[0], failure.handler.name, reason)]
-        middle = len(transactions) // 2
-        halves = transactions.part(0, middle), transactions.part(middle, len(transactions))
-        return [dead for half in halves for dead in self._route_and_apply_carefully(conn, half)]
-
-    def _route_and_apply_carefully(
-        self, conn: Connection, transactions: Transactions
-    ) -> list[DeadTransaction]:
-        deliverable, parts, _ = self._routing.route(transactions)
-        return self._apply_carefully(conn, deliverable, parts)
-
-    def _run_handlers(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
-        """Each handler in the configuration's order, over all of its transactions.
-
-        To settle is to check deferred constraints now, while it is known whose doing it is.
+        Whatever it raises has left no trace in the target.
         """
-        if settle:
-            conn.execute("set constraints all deferred")
-        for name, handler in self._handlers.items():
-            if name not in parts:
-                continue
-            try:
-                handler.apply(conn, parts[name])
-                if settle:
-                    conn.execute("set constraints all immediate")
-                    conn.execute("set constraints all deferred")
-            except Exception as error:
-                raise _HandlerFailed(handler) from error
+        return self._in_the_way_it_takes(self._revive, guarded)
 
-    def _bury(
-        self, conn: Connection, transaction: Undecoded, handler: str | None, error: BaseException
-    ) -> DeadTransaction:
+    def seconds_to_next(self) -> float | None:
+        """How long it is until the time of another transaction comes; None if none waits for a time."""
+        with self._pool.connection() as conn:
+            return deferred.seconds_to_next(conn, self._group)
+
+    def _revive(self, run: Run) -> int:
+        limits = self._settings.batch
+        with self._pool.connection() as conn, conn.transaction():
+            due = deferred.claim(conn, self._group, DUE_AT_ONCE)
+            if due:
+                transactions = deferred.transactions(
+                    conn, due, limits.max_bytes, limits.spool_directory
+                )
+                self._take_up(conn, due, transactions, run)
+        return len(due)
+
+    def _take_up(
+        self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: Run
+    ) -> None:
+        histories = {
+            place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
+        }
+        fates = self._handling.handle(conn, transactions, run, histories)
+        done = []
+        for place, each in enumerate(due):
+            fate = fates.get(place)
+            if fate is not None and has_to_wait(fate):
+                wait = self._wait(transactions, place, fate, histories[place])
+                deferred.wait_again(conn, each.id, wait)
+            else:
+                done.append(each.id)
+            if isinstance(fate, Failure) and is_dead(fate):
+                if each.letters:
+                    dead_letters.bury_again(
+                        conn, self._group, each.letters, fate.handler, fate.error
+                    )
+                else:
+                    self._bury(conn, transactions[place], fate)
+            elif fate is None and each.letters:
+                dead_letters.mark(conn, self._group, each.letters, "replayed", "replayed")
+        deferred.settle(conn, done)
+
+    def _bury(self, conn: Connection, transaction: Undecoded, failure: Failure) -> DeadTransaction:
         events = self._routing.events(transaction)
-        dead_letters.bury(conn, self._group, events, handler, error)
+        dead_letters.bury(conn, self._group, events, failure.handler, failure.error)
         return DeadTransaction(
             transaction.transaction_id,
             transaction.commit.end_lsn,
             len(events),
-            handler,
-            describe(error),
+            failure.handler,
+            describe(failure.error),
         )
 
 
 def _outcome(task: Work, events: int, skipped: int, dead: Sequence[DeadTransaction]) -> TaskOutcome:
     lost = sum(item.events for item in dead)
     return TaskOutcome(task.partitions, events - lost, skipped, tuple(dead))
-
-
-def _reason(error: BaseException) -> BaseException:
-    return error.__cause__ or error if isinstance(error, _HandlerFailed) else error
 
 
 def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:

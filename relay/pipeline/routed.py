@@ -74,6 +74,19 @@ class Routing:
         decoder = self._decoder(transaction.columns)
         return Events(transaction.tuples, decoder, transaction.commit)
 
+    def times(self, transactions: Transactions) -> Iterator[tuple[int, bytes]]:
+        """The values of `deliver_at`, where there are any, with the places of their events among all."""
+        if self._mapping["deliver_at"] not in transactions.columns:
+            return
+        decoder = self._decoder(transactions.columns)
+        first = 0
+        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+            (values,) = decoder.columns(rows, ["deliver_at"])
+            yield from (
+                (first + row, value) for row, value in enumerate(values) if value is not None
+            )
+            first += len(rows)
+
     def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
         """The handlers of each event."""
         if not self._router.fields:

@@ -23,9 +23,7 @@ from relay.batch import Batch, Outcome, TaskOutcome, Work
 from relay.config import Settings
 from relay.faults import (
     Action,
-    ConfigurationError,
     Interrupted,
-    RelayError,
     TaskFault,
     TransientFault,
     action_for,
@@ -189,7 +187,7 @@ def _sort(
         if isinstance(result, TaskOutcome):
             done.append(result)
         elif result.action is Action.STOP:
-            raise ConfigurationError(result.text) if result.status == 2 else RelayError(result.text)
+            raise result.as_error()
         else:
             todo.append(task)
             faults.append(result.text)

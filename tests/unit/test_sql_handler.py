@@ -12,9 +12,9 @@ from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
 from relay import handlers
-from relay.config import PythonHandler, SqlHandler
 from relay.events import EVENT_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
+from relay.handler_settings import PythonHandler, SqlHandler
 from relay.handlers.python import Python
 from relay.handlers.sql import SqlBatch, SqlEvent
 

@@ -1,0 +1,121 @@
+"""The configuration of handlers: what each kind needs, and what can be said of all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from relay.sections import Number, Seconds, Secret, Section
+
+
+class Retry(Section):
+    """How often, and after how many seconds, a transaction that met a transient fault is tried again.
+
+    The wait doubles from `wait` up to `max_wait`, with up to `jitter` seconds more. Waits that fit into `defer_after`
+    seconds are waited in place; beyond, the transaction is deferred. `attempts` and `max_elapsed` seconds end it.
+    """
+
+    attempts: Annotated[PositiveInt, Number] | None = None
+    wait: Seconds = 1.0
+    max_wait: Seconds = 300.0
+    jitter: Annotated[NonNegativeFloat, Number] = 0.5
+    max_elapsed: Seconds | None = None
+    defer_after: Annotated[NonNegativeFloat, Number] = 0.5
+
+
+class CircuitBreaker(Section):
+    """After so many failures in a row nothing is sent for `cool_down` seconds; keys are parked, no attempt is spent."""
+
+    failures: Annotated[PositiveInt, Number] = 5
+    cool_down: Seconds = 30.0
+
+
+class _Handler(Section):
+    reliable: bool = True
+    order_by: Literal["host", "user", "aggregate", "none"] = "host"
+    on_exhausted: Literal["dead_letter", "block_key"] = "dead_letter"
+
+
+class SqlHandler(_Handler):
+    """A statement, run for each event or once over a relation `batch`."""
+
+    type: Literal["sql"]
+    each: Literal["event", "batch"] = "event"
+    statement: Annotated[str, Field(min_length=1)]
+
+
+def _callable(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError("must be module:function, such as shop.audit:on_transaction")
+    return value
+
+
+class PythonHandler(_Handler):
+    """A callable `module:function(transaction, cursor)`."""
+
+    type: Literal["python"]
+    callable: Annotated[str, BeforeValidator(_callable)]
+    retry: Retry = Field(default_factory=Retry)
+
+
+class OutsideHandler(_Handler):
+    """A handler that acts outside the target database, and what is put around it."""
+
+    retry: Retry = Field(default_factory=Retry)
+    timeout: Seconds = 10.0
+    rate_limit: Seconds | None = None
+    """Deliveries in a second, at most."""
+    concurrency: Annotated[PositiveInt, Number] = 4
+    circuit_breaker: CircuitBreaker | None = None
+
+
+class Tls(Section):
+    """How an endpoint's certificate is verified, and the one that relay shows."""
+
+    verify: bool = True
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+class HttpHandler(OutsideHandler):
+    """An endpoint that CloudEvents are posted to."""
+
+    type: Literal["http"]
+    url: str
+    each: Literal["event", "transaction"] = "event"
+    mode: Literal["structured", "binary", "batch"] | None = None
+    """How CloudEvents are carried; by default each event structured, a transaction as a batch."""
+    source: str = "relay"
+    headers: dict[str, Secret] = Field(default_factory=dict)
+    signing_secret: Secret | None = None
+    tls: Tls = Field(default_factory=Tls)
+    compress_above: Annotated[PositiveInt, Number] | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must be an address such as https://shop.example/events")
+        return value
+
+    @model_validator(mode="after")
+    def _one_body(self) -> HttpHandler:
+        if self.each == "transaction" and self.mode not in (None, "batch"):
+            raise ValueError(f"each: transaction is posted as a batch, and mode says {self.mode}")
+        return self
+
+
+Handler = Annotated[SqlHandler | PythonHandler | HttpHandler, Field(discriminator="type")]

@@ -1,0 +1,304 @@
+"""Runs the handlers of transactions inside a target transaction, and finds out which transactions they fail on.
+
+Three ways to run those inside the target: all transactions together; carefully, where a range that fails is halved
+under savepoints until the culprit stands alone; guarded, one by one under a note that a crash would leave behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from relay import handlers
+from relay.config import Settings
+from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, judge
+from relay.faults import Action, ProcessDied, TransientFault, action_for, describe
+from relay.handler_settings import PythonHandler
+from relay.pipeline.outside import Outside, Parcel
+from relay.pipeline.routed import Parts, Routing
+from relay.pipeline.waiting import Waiting
+from relay.store import suspects
+from relay.transactions import Routed, Transactions
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+Histories = Mapping[int, History]
+"""What became of transactions before, by place."""
+
+
+class HandlerFailed(Exception):
+    """A handler raised; the reason is the cause."""
+
+    def __init__(self, handler: handlers.Handler) -> None:
+        super().__init__(handler.name)
+        self.handler = handler
+
+
+Run = Callable[[Connection, Transactions, Parts], Fates]
+"""Runs the handlers inside the target of transactions that were routed."""
+
+
+class Handling:
+    """The configured handlers. Raises ConfigurationError when one cannot be built."""
+
+    def __init__(
+        self, settings: Settings, routing: Routing, waiting: Waiting, connections: int
+    ) -> None:
+        self._settings = settings
+        self._routing = routing
+        self._waiting = waiting
+        self._connections = connections
+        self._inside = handlers.build(settings.handlers)
+        self._outside = Outside(settings)
+        self._defers = {
+            name: each.retry
+            for name, each in settings.handlers.items()
+            if isinstance(each, PythonHandler)
+        }
+        self._may_hold = self._outside.names | {
+            name
+            for name, each in settings.handlers.items()
+            if isinstance(each, PythonHandler) or each.on_exhausted == "block_key"
+        }
+        self._losses: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Let go of what the handlers hold."""
+        self._outside.close()
+        if "_suspects" in self.__dict__:
+            self._suspects.close()
+
+    def configure(self, conn: Connection) -> None:
+        """Prepare a new connection."""
+        for handler in self._inside.values():
+            handler.configure(conn)
+
+    @cached_property
+    def _suspects(self) -> suspects.Suspects:
+        """Only a guarded task takes notes."""
+        return suspects.Suspects(self._settings, self._connections)
+
+    def can_isolate(self, error: BaseException) -> bool:
+        """Whether running carefully finds out which transactions are concerned by what a run together has raised."""
+        return action_for(reason_of(error)) is Action.DEAD_LETTER or self._is_deferred(error)
+
+    def _is_deferred(self, error: BaseException) -> bool:
+        return (
+            isinstance(error, HandlerFailed)
+            and error.handler.name in self._defers
+            and isinstance(error.__cause__, TransientFault)
+        )
+
+    def handle(
+        self, conn: Connection, transactions: Transactions, run: Run, histories: Histories
+    ) -> Fates:
+        """Route transactions and run their handlers, those inside the target first; returns what was not applied.
+
+        A transaction that is not applied has no effects in the target.
+        """
+        deliverable, parts, refused = self._routing.route(transactions)
+        fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
+        places = np.delete(np.arange(len(transactions)), list(refused)).tolist()
+        known = {new: histories[old] for new, old in enumerate(places) if old in histories}
+        if parts.keys().isdisjoint(self._may_hold):
+            found = run(conn, deliverable, parts)
+        else:
+            found = self._settle(conn, deliverable, run, known)
+        return fates | {places[place]: fate for place, fate in found.items()}
+
+    def _settle(
+        self, conn: Connection, transactions: Transactions, run: Run, histories: Histories
+    ) -> Fates:
+        """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begun anew."""
+        fates: Fates = {}
+        delivered = False
+        while True:
+            places = np.delete(np.arange(len(transactions)), list(fates))
+            rest, parts, _ = self._routing.route(transactions.take(places))
+            known = {
+                new: histories[old] for new, old in enumerate(places.tolist()) if old in histories
+            }
+            again = False
+            with conn.transaction() as savepoint:
+                found = self._judged(run(conn, rest, parts), known)
+                behind = self._behind(rest, found)
+                found |= behind
+                again = bool(behind)
+                if not again and not delivered:
+                    outside = self._outside.deliver(self._parcels(rest, found, known))
+                    found |= outside
+                    again = bool(outside) and not self._outside.names >= parts.keys()
+                    delivered = True
+                if again:
+                    raise psycopg.Rollback(savepoint)
+            fates |= {int(places[place]): fate for place, fate in found.items()}
+            if not again:
+                return fates
+
+    def _judged(self, found: Fates, histories: Histories) -> Fates:
+        """Whether, and when, a handler inside the target that asks for another attempt gets one."""
+        judged = dict(found)
+        for place, fate in found.items():
+            if isinstance(fate, Failure) and fate.handler in self._defers:
+                configured = self._settings.handlers[fate.handler]
+                before = histories.get(place, NEW)
+                judged[place] = judge(
+                    fate.handler,
+                    fate.error,
+                    before.attempts + 1,
+                    before,
+                    self._defers[fate.handler],
+                    configured.on_exhausted == "block_key",
+                )
+        return judged
+
+    def _behind(self, transactions: Transactions, fates: Fates) -> Fates:
+        """Those that follow on one that has to wait, with one of its keys."""
+        waiting = {place for place, fate in fates.items() if has_to_wait(fate)}
+        held: set[str] = set()
+        behind: Fates = {}
+        for place in range(min(waiting, default=len(transactions)), len(transactions)):
+            keys = self._waiting.keys(transactions.part(place, place + 1))
+            if place in waiting:
+                held |= keys
+            elif place not in fates and not held.isdisjoint(keys):
+                held |= keys
+                behind[place] = Behind()
+        return behind
+
+    def _parcels(
+        self, transactions: Transactions, fates: Fates, histories: Histories
+    ) -> list[Parcel]:
+        parcels = []
+        for place in range(len(transactions)):
+            if place in fates:
+                continue
+            one = transactions.part(place, place + 1)
+            _, parts, _ = self._routing.route(one)
+            contents = [
+                (name, next(iter(parts[name]))) for name in self._outside.names if name in parts
+            ]
+            if contents:
+                keys = self._waiting.keys(one)
+                parcels.append(Parcel(place, keys, contents, histories.get(place, NEW)))
+        return parcels
+
+    def together(self, conn: Connection, _: Transactions, parts: Parts) -> Fates:
+        """Apply all of them at once, or raise."""
+        self._run(conn, parts)
+        return {}
+
+    def guarded(self, conn: Connection, transactions: Transactions, _: Parts) -> Fates:
+        """Apply them one by one, each under a note that a crash would leave behind."""
+        fates: Fates = {}
+        for place, transaction in enumerate(transactions):
+            name = suspects.name_of(transaction)
+            deaths = self._suspects.deaths(name)
+            if deaths >= self._settings.crash_limit:
+                reason = ProcessDied(f"{deaths} processes died while they handled it")
+                fates[place] = Failure(None, reason)
+            else:
+                self._suspects.note(name)
+                one = self._route_and_run(conn, transactions.part(place, place + 1))
+                fates.update((place, fate) for fate in one.values())
+            self._suspects.clear(name)
+        return fates
+
+    def carefully(self, conn: Connection, transactions: Transactions, parts: Parts) -> Fates:
+        """Apply a range under a savepoint, halving it on failure; returns those that fail alone."""
+        if not len(transactions):
+            return {}
+        try:
+            with conn.transaction():
+                self._run(conn, parts, settle=True)
+            return {}
+        except HandlerFailed as failure:
+            reason = reason_of(failure)
+            if not self.can_isolate(failure):
+                raise
+            if len(transactions) == 1:
+                if isinstance(reason, psycopg.ProgrammingError):
+                    # The statement itself may have broken since the start; then no event is to blame.
+                    failure.handler.check(conn)
+                name = failure.handler.name
+                blocks = self._settings.handlers[name].on_exhausted == "block_key"
+                return {0: Failure(name, reason, holds=blocks)}
+        middle = len(transactions) // 2
+        first = self._route_and_run(conn, transactions.part(0, middle))
+        second = self._route_and_run(conn, transactions.part(middle, len(transactions)))
+        return first | {middle + place: fate for place, fate in second.items()}
+
+    def _route_and_run(self, conn: Connection, transactions: Transactions) -> Fates:
+        deliverable, parts, _ = self._routing.route(transactions)
+        return self.carefully(conn, deliverable, parts)
+
+    def _run(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
+        """Each handler in the configuration's order, over all of its transactions.
+
+        To settle is to check deferred constraints now, while it is known whose doing it is.
+        """
+        if settle:
+            conn.execute("set constraints all deferred")
+        for name, handler in self._inside.items():
+            if name not in parts:
+                continue
+            if not self._settings.handlers[name].reliable:
+                self._run_loosely(conn, handler, parts[name])
+                continue
+            try:
+                handler.apply(conn, parts[name])
+                if settle:
+                    _settle_constraints(conn)
+            except Exception as error:
+                raise HandlerFailed(handler) from error
+
+    def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
+        """Run a handler that is not reliable: what it fails on is left out."""
+        if self._survives(conn, handler, routed):
+            return
+        transactions = routed.transactions
+        for place in range(len(transactions)):
+            one = Routed(transactions.part(place, place + 1), routed.decoder)
+            if not self._survives(conn, handler, one, last=True):
+                self._losses[handler.name] += 1
+
+    def _survives(
+        self, conn: Connection, handler: handlers.Handler, routed: Routed, last: bool = False
+    ) -> bool:
+        try:
+            with conn.transaction():
+                conn.execute("set constraints all deferred")
+                handler.apply(conn, routed)
+                _settle_constraints(conn)
+        except Exception as error:
+            if isinstance(error, psycopg.Error) and action_for(error) is not Action.DEAD_LETTER:
+                raise HandlerFailed(handler) from error
+            if last:
+                log.warning(
+                    "not applied, and not tried again: the handler is not reliable",
+                    extra={
+                        "handler": handler.name,
+                        "transaction_id": routed.transactions[0].transaction_id,
+                        "fault": describe(error),
+                        "losses": self._losses[handler.name] + 1,
+                    },
+                )
+            return False
+        return True
+
+
+def reason_of(error: BaseException) -> BaseException:
+    """What a handler raised, or the fault itself."""
+    return error.__cause__ or error if isinstance(error, HandlerFailed) else error
+
+
+def _settle_constraints(conn: Connection) -> None:
+    conn.execute("set constraints all immediate")
+    conn.execute("set constraints all deferred")

@@ -1,0 +1,87 @@
+"""Takes up the transactions that wait, as soon as it is their turn, beside the batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Event, Thread
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from relay.config import Settings
+from relay.faults import Action, RelayError, TaskFault, action_for, describe
+from relay.pipeline.apply import Applier
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.5
+"""How often it is looked for what was parked meanwhile, here or by another process."""
+
+
+class Reviver:
+    """A thread with a connection of its own. `failed` is called once if it meets what no other attempt mends."""
+
+    def __init__(self, settings: Settings, failed: Callable[[], None]) -> None:
+        self._patience = settings.shutdown_timeout
+        self._applier = Applier(settings, connections=1)
+        self._failed = failed
+        self._guarded = False
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="reviver", daemon=True)
+        self.error: RelayError | None = None
+
+    def start(self, guarded: bool) -> None:
+        """Begin. Guarded, since a process has died, until nothing is left whose turn has come."""
+        self._guarded = guarded
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after what is in hand. Safe in a signal handler's thread."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Stop, and close the connections."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(self._patience)
+        self._applier.close()
+
+    def _run(self) -> None:
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: action_for(error) is Action.RETRY),
+            wait=wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1),
+            stop=stop_when_event_set(self._stopping),
+            sleep=sleep_using_event(self._stopping),
+            before_sleep=_say,
+            reraise=True,
+        )
+        try:
+            while not self._stopping.is_set():
+                self._stopping.wait(retrying(self._revive))
+        except Exception as error:
+            if not self._stopping.is_set():
+                self.error = TaskFault.of(error).as_error()
+                self._failed()
+
+    def _revive(self) -> float:
+        """Take up what there is; returns how many seconds nothing else will be due."""
+        revived = self._applier.revive(self._guarded)
+        if revived:
+            log.info("taken up again", extra={"transactions": revived})
+            return 0.0
+        self._guarded = False
+        following = self._applier.seconds_to_next()
+        return PAUSE_SECONDS if following is None else max(0.0, min(following, PAUSE_SECONDS))
+
+
+def _say(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    if error is not None and state.attempt_number == 1:
+        log.warning("cannot take up what waits yet", extra={"fault": describe(error)})

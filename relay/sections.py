@@ -1,0 +1,48 @@
+"""What the sections of the configuration are made of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+
+
+class Section(BaseModel):
+    """A mapping of known keys; whoever has one cannot change it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")  # which YAML's yes would become
+    return value
+
+
+Number = BeforeValidator(_no_boolean)
+Seconds = Annotated[float, Field(gt=0), Number]
+Name = Annotated[str, Field(min_length=1, max_length=63)]
+
+
+def _secret(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return str(value) if isinstance(value, int | float) else value
+    if len(value) != 1 or not isinstance(next(iter(value.values())), str):
+        raise ValueError("must be a text, {env: NAME} or {file: PATH}")
+    ((kind, place),) = value.items()
+    if kind == "env":
+        if place not in os.environ:
+            raise ValueError(f"the environment has no variable {place}: set it for relay")
+        return os.environ[place]
+    if kind == "file":
+        try:
+            return Path(place).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file {place} cannot be read ({type(error).__name__})") from None
+    raise ValueError("must be a text, {env: NAME} or {file: PATH}")
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+"""A value that is not to be shown. It is resolved here, since executors have neither the environment nor the files."""

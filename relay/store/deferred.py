@@ -1,0 +1,382 @@
+"""Business transactions that wait: `relay.deferred`, and their rows in `relay.deferred_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby, islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+from psycopg.rows import class_row, scalar_row
+
+from relay.events import Lsn
+from relay.source.spool import Spool, SpooledTuples
+from relay.transactions import FACTS, Rows, Transactions, Undecoded
+
+Connection = psycopg.Connection[Any]
+
+_CLAIM_LOCK = 0x72656C61
+"""Of the advisory locks, those for claiming; the other half is the group's."""
+_PARKED_AT_ONCE = 1_000
+_PORTION_EVENTS = 10_000
+_PORTION_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a transaction waits for.
+
+    `after` is in how many seconds it may be tried, `until` a time instead. It has failed `attempts` times, the first of
+    them `first_failed_at` (seconds since 1970). See the comments on the table's columns.
+    """
+
+    keys: Collection[str]
+    holds: bool = True
+    after: float = 0.0
+    until: datetime | None = None
+    attempts: int = 0
+    first_failed_at: float | None = None
+    handler: str | None = None
+    reason: str | None = None
+    blocked: bool = False
+    letters: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A transaction whose turn it is."""
+
+    id: int
+    attempts: int
+    first_failed_at: float | None
+    letters: list[int]
+    transaction_id: str | None
+    hosts: list[str]
+    columns: list[str]
+    commit_lsn: str
+    end_lsn: str
+    commit_ts: int
+    xid: int
+    first_offset: int
+    last_offset: int
+    events: int
+    size: int
+
+
+def holding_hosts(conn: Connection, group: str, hosts: Collection[str]) -> set[str]:
+    """Those of the hosts of which a transaction of the group holds a key."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            select distinct host from relay.deferred, unnest(hosts) as host
+             where group_id = %(group)s and holds and hosts && %(hosts)s::text[] and host = any(%(hosts)s)
+            """,
+            {"group": group, "hosts": list(hosts)},
+        )
+        return set(cursor)
+
+
+def held(conn: Connection, group: str, keys: Collection[str]) -> set[str]:
+    """Those of the keys that a transaction of the group holds."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            select distinct key from relay.deferred, unnest(keys) as key
+             where group_id = %(group)s and holds and keys && %(keys)s::text[] and key = any(%(keys)s)
+            """,
+            {"group": group, "keys": list(keys)},
+        )
+        return set(cursor)
+
+
+_PARK = """
+    with parked as (
+        insert into relay.deferred (
+            group_id, keys, holds, blocked, retry_at, attempts, first_failed_at, handler, reason, letters,
+            transaction_id, hosts, columns, commit_lsn, end_lsn, commit_ts, xid, first_offset, last_offset,
+            events, size)
+        values (%s, %s, %s, %s, coalesce(%s, clock_timestamp() + make_interval(secs => %s)), %s, to_timestamp(%s),
+                %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
+        returning id)
+    insert into relay.deferred_rows (deferred_id, portion, sizes, data) select id, 0, %s, %s from parked
+"""
+_MORE_ROWS = """
+    insert into relay.deferred_rows (deferred_id, portion, sizes, data)
+    select coalesce(%s, currval(pg_get_serial_sequence('relay.deferred', 'id'))), %s, %s, %s
+"""
+
+
+def park(conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]]) -> None:
+    """Let transactions wait, in this order, behind all that wait already."""
+    rest = iter(waiting)
+    with conn.cursor() as cursor:
+        while some := list(islice(rest, _PARKED_AT_ONCE)):
+            for large, alike in groupby(some, key=lambda each: each[0].size > _PORTION_BYTES):
+                if not large:
+                    cursor.executemany(_PARK, [_parked(group, *each) for each in alike])
+                    continue
+                for transaction, wait in alike:
+                    cursor.execute(_PARK, _parked(group, transaction, wait))
+                    _write_rows(cursor, None, islice(_portions(transaction.tuples), 1, None), 1)
+
+
+def _parked(group: str, transaction: Undecoded, wait: Wait) -> Sequence[Any]:
+    commit = transaction.commit
+    rows = next(_portions(transaction.tuples))
+    return (
+        group,
+        sorted(wait.keys),
+        wait.holds,
+        wait.blocked,
+        wait.until,
+        wait.after,
+        wait.attempts,
+        wait.first_failed_at,
+        wait.handler,
+        wait.reason,
+        list(wait.letters),
+        transaction.transaction_id,
+        list(transaction.hosts),
+        list(transaction.columns),
+        str(commit.lsn),
+        str(commit.end_lsn),
+        commit.ts,
+        commit.xid,
+        transaction.first_offset,
+        transaction.last_offset,
+        len(transaction.tuples),
+        transaction.size,
+        list(map(len, rows)),
+        b"".join(rows),
+    )
+
+
+def _write_rows(
+    cursor: psycopg.Cursor[Any],
+    deferred_id: int | None,
+    portions: Iterable[list[bytes]],
+    first: int = 0,
+) -> None:
+    """Write rows of a transaction, of the one that was parked last where no id is given."""
+    for number, rows in enumerate(portions, start=first):
+        cursor.execute(_MORE_ROWS, (deferred_id, number, list(map(len, rows)), b"".join(rows)))
+
+
+def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
+    some: list[bytes] = []
+    size = 0
+    for row in rows:
+        some.append(row)
+        size += len(row)
+        if len(some) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def claim(conn: Connection, group: str, limit: int) -> list[Due]:
+    """Transactions whose time has come, oldest first, but none behind one of its keys that is not among them.
+
+    They are of one table layout. Until the end of the database transaction nobody else can claim any of the group.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        if not cursor.execute(
+            "select pg_try_advisory_xact_lock(%s, hashtext(%s))", (_CLAIM_LOCK, group)
+        ).fetchone():
+            return []
+    with conn.cursor(row_factory=class_row(Due)) as cursor:
+        found = cursor.execute(
+            """
+            with recursive barred (key, id) as (
+                select own.key, d.id from relay.deferred d, unnest(d.keys) as own (key)
+                 where d.group_id = %(group)s and d.holds and (d.blocked or d.retry_at > now())
+                union
+                select own.key, d.id
+                  from barred
+                  join relay.deferred d on d.holds and d.keys @> array[barred.key] and d.id > barred.id
+                       and cardinality(d.keys) > 1,
+                       unnest(d.keys) as own (key)
+                 where d.group_id = %(group)s
+            ), first_barred as (
+                select key, min(id) as id from barred group by key
+            ), due as (
+                select d.id from relay.deferred d
+                  left join lateral unnest(d.keys) as own (key) on true
+                  left join first_barred on first_barred.key = own.key and first_barred.id < d.id
+                 where d.group_id = %(group)s and not d.blocked and d.retry_at <= now()
+                 group by d.id
+                having count(first_barred.key) = 0
+                 order by d.id
+                 limit %(limit)s
+            )
+            select id, attempts, extract(epoch from first_failed_at)::float8 as first_failed_at, letters,
+                   transaction_id, hosts, columns, commit_lsn::text, end_lsn::text, commit_ts, xid, first_offset,
+                   last_offset, events, size
+              from relay.deferred join due using (id)
+             order by id
+            """,
+            {"group": group, "limit": limit},
+            prepare=False,
+        ).fetchall()
+    return list(takewhile(lambda each: each.columns == found[0].columns, found))
+
+
+def seconds_to_next(conn: Connection, group: str) -> float | None:
+    """How long it is until the next transaction's time comes; None if none waits for a time."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found = cursor.execute(
+            """
+            select extract(epoch from min(retry_at) - clock_timestamp())::float8 from relay.deferred
+             where group_id = %s and not blocked and retry_at > clock_timestamp()
+            """,
+            (group,),
+        ).fetchone()
+    return None if found is None else float(found)
+
+
+def transactions(
+    conn: Connection, due: Sequence[Due], spool_above: int, spool_directory: Path | None
+) -> Transactions:
+    """Claimed transactions of one table layout, as they came; where they are large, in a file."""
+    facts = np.array(
+        [
+            (
+                Lsn.parse(each.commit_lsn),
+                Lsn.parse(each.end_lsn),
+                each.commit_ts,
+                each.xid,
+                each.first_offset,
+                each.last_offset,
+                each.events,
+                each.size,
+                place,
+            )
+            for place, each in enumerate(due)
+        ],
+        FACTS,
+    )
+    ids = [
+        None
+        if each.transaction_id is None
+        else each.transaction_id.encode("utf-8", "surrogateescape")
+        for each in due
+    ]
+    hosts = [tuple(each.hosts) for each in due]
+    columns = tuple(due[0].columns)
+    if sum(each.size for each in due) <= spool_above:
+        rows = Rows.of([row for _, row in _rows(conn, [each.id for each in due])])
+        return Transactions(columns, facts, ids, hosts, rows)
+    spool = Spool(spool_directory)
+    spooled = {each.id: SpooledTuples(spool) for each in due}
+    for each in due:
+        for deferred_id, row in _rows(conn, [each.id]):
+            spool.append(row, spooled[deferred_id])
+    spool.seal()
+    return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))
+
+
+def _rows(conn: Connection, ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """The rows of transactions, with whose they are, as they were parked; a portion in memory at a time."""
+    with conn.cursor(binary=True) as cursor:
+        found = cursor.stream(
+            "select deferred_id, sizes, data from relay.deferred_rows where deferred_id = any(%s)"
+            " order by deferred_id, portion",
+            (list(ids),),
+        )
+        for deferred_id, sizes, data in found:
+            start = 0
+            for size in sizes:
+                yield deferred_id, data[start : start + size]
+                start += size
+
+
+def settle(conn: Connection, ids: Sequence[int]) -> None:
+    """Claimed transactions wait no longer."""
+    conn.execute("delete from relay.deferred where id = any(%s)", (list(ids),))
+
+
+def wait_again(conn: Connection, deferred_id: int, wait: Wait) -> None:
+    """A claimed transaction has failed once more: it keeps its place, and what is behind it waits on."""
+    conn.execute(
+        """
+        update relay.deferred
+           set holds = %s, blocked = %s, retry_at = clock_timestamp() + make_interval(secs => %s), attempts = %s,
+               first_failed_at = to_timestamp(%s), handler = %s, reason = %s
+         where id = %s
+        """,
+        (
+            wait.holds,
+            wait.blocked,
+            wait.after,
+            wait.attempts,
+            wait.first_failed_at,
+            wait.handler,
+            wait.reason,
+            deferred_id,
+        ),
+    )
+
+
+def blocked(conn: Connection, group: str, transaction: Undecoded) -> int | None:
+    """The id under which a transaction whose attempts were exhausted still holds its keys."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return cursor.execute(
+            """
+            select id from relay.deferred
+             where group_id = %s and blocked and transaction_id is not distinct from %s and last_offset = %s
+               and hosts = %s
+               for update
+            """,
+            (
+                group,
+                transaction.transaction_id,
+                transaction.last_offset,
+                list(transaction.hosts),
+            ),
+        ).fetchone()
+
+
+def release(conn: Connection, deferred_id: int, transaction: Undecoded, wait: Wait) -> None:
+    """Try a blocked transaction again, with the rows that it has now, at the place that it had."""
+    conn.execute(
+        """
+        update relay.deferred
+           set blocked = false, retry_at = clock_timestamp(), attempts = 0, first_failed_at = null, handler = null,
+               reason = null, letters = %s, columns = %s, events = %s, size = %s
+         where id = %s
+        """,
+        (
+            list(wait.letters),
+            list(transaction.columns),
+            len(transaction.tuples),
+            transaction.size,
+            deferred_id,
+        ),
+    )
+    conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
+    with conn.cursor() as cursor:
+        _write_rows(cursor, deferred_id, _portions(transaction.tuples))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How many transactions of a group wait: in all, and of these blocked."""
+
+    transactions: int
+    blocked: int
+
+
+def count(conn: Connection, group: str) -> Waiting:
+    """How many transactions of the group wait."""
+    with conn.cursor(row_factory=class_row(Waiting)) as cursor:
+        found = cursor.execute(
+            "select count(*) as transactions, count(*) filter (where blocked) as blocked"
+            " from relay.deferred where group_id = %s",
+            (group,),
+        ).fetchone()
+    return found or Waiting(0, 0)

@@ -1,0 +1,149 @@
+"""What waits for another attempt survives kills: order per key held, effects exact, deliveries at least once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.outbox import APPEND, Outbox, host, relaying, wait_until
+from tests.process import running
+from tests.webhook import Answer, Webhook
+
+pytestmark = pytest.mark.chaos
+
+CHANCE = random.Random()
+HASTY = {"wait": 0.3, "max_wait": 1.0, "jitter": 0.2, "defer_after": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_deferred_over_a_thousand_keys_killed_ten_times(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """The handler is busy until the middle of it, so that everything is deferred first."""
+    outbox.conn.execute("create table busy (amount int)")
+    outbox.conn.execute("insert into busy select generate_series(1, 5)")
+    handlers = {
+        "projection": {"type": "sql", "statement": APPEND},
+        "slow": {"type": "python", "callable": "tests.callables:unless_busy", "retry": HASTY},
+    }
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers=handlers,
+        routes=[{"handlers": list(handlers)}],
+        batch={"inline_max_events": 1_000_000_000, "max_events": 1_000},
+    )
+    outbox.fill(10_000, events=1, hosts=1_000)
+
+    def deferred() -> int:
+        return int(outbox.value("select count(*) from relay.deferred"))
+
+    for kill in range(5):
+        with running(config) as service:
+            wait_until(lambda goal=(kill + 1) * 1_900: deferred() >= goal, 120)  # type: ignore[misc]
+            service.kill()
+    with running(config) as service:
+        wait_until(lambda: deferred() == 10_000, 120)
+        assert outbox.value("select count(*) from projection") == 0
+        wait_until(lambda: outbox.value("select max(attempts) from relay.deferred") > 1, 60)
+        service.kill()
+    outbox.conn.execute("delete from busy")
+    for kill in range(4):
+        with running(config) as service:
+            wait_until(lambda goal=10_000 - (kill + 1) * 2_000: deferred() <= goal, 120)  # type: ignore[misc]
+            service.kill()
+    with running(config) as service:
+        wait_until(lambda: deferred() == 0, 120)
+        assert service.terminate() == 0
+    assert outbox.value("select count(*) from projection") == 10_000
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    assert outbox.value("select count(*) from relay.deferred_rows") == 0
+    outbox.assert_exact()
+
+
+def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """Half of the hosts meet every fault there is, relay is killed twice, and the endpoint dies and comes back."""
+    faulty = [host(number) for number in range(10)]
+    faults = [
+        Answer(500),
+        Answer(429, (("retry-after", "1"),)),
+        Answer(0),
+        Answer(200, after=0.3),
+        Answer(200, after=3),
+    ]
+    healed = False
+
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        ill = not healed and any(str(each).encode() in body for each in faulty)
+        return CHANCE.choice(faults) if ill and CHANCE.random() < 0.3 else Answer(200)
+
+    with Webhook(answers) as webhook:
+        hook: dict[str, Any] = {
+            "type": "http",
+            "url": webhook.url,
+            "timeout": 1,
+            "retry": HASTY,
+            "concurrency": 8,
+        }
+        handlers = {"projection": {"type": "sql", "statement": APPEND}, "hook": hook}
+        config = outbox.config_file(
+            tmp_path / "relay.yaml", handlers=handlers, routes=[{"handlers": list(handlers)}]
+        )
+        outbox.fill(400, events=2, hosts=20)
+        for goal in (150, 400):
+            with running(config) as service:
+                wait_until(lambda goal=goal: len(webhook.taken) > goal, 60)  # type: ignore[misc]
+                service.kill()
+        with running(config) as service:
+            wait_until(lambda: len(webhook.taken) > 600, 60)
+        port = webhook.port
+    outbox.fill(100, events=1, hosts=20)
+    with running(config) as service:
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") > 100, 60)
+        with Webhook(port=port) as again:
+            healed = True
+            wait_until(lambda: outbox.value("select count(*) from projection") == 900, 60)
+            assert service.terminate() == 0
+            taken = webhook.taken + again.taken
+    stored = outbox.column("select id::text from outbox_message_t order by c_offset")
+    assert {request.event["id"] for request in taken} == set(stored)
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    assert outbox.value("select count(*) from relay.deferred") == 0
+    outbox.assert_exact()
+    # Every event may come again, but the first of each host's come in order.
+    for number in range(20):
+        first = list(
+            dict.fromkeys(
+                int(request.event["sequence"])
+                for request in taken
+                if request.event["hostid"] == str(host(number))
+            )
+        )
+        assert first == sorted(first)
+
+
+def test_a_host_that_hangs_delays_others_by_no_more_than_one_timeout(outbox: Outbox) -> None:
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        return Answer(200, after=30 if str(host(1)).encode() in body else 0)
+
+    with Webhook(answers) as webhook:
+        hook = {"type": "http", "url": webhook.url, "timeout": 1, "retry": {**HASTY, "wait": 1}}
+        settings = outbox.settings(
+            handlers={"hook": hook}, routes=[{"handlers": ["hook"]}], batch={"max_events": 20}
+        )
+        for number in range(400):
+            outbox.publish(
+                host(number % 4),
+                {"event_type": "a", "aggregate_type": "A", "aggregate_id": "1", "payload": {}},
+            )
+        with relaying(settings):
+            outbox.wait_drained()
+            others = [request.at for request in webhook.taken]
+            assert len(others) == 300
+            # 100 transactions of the host that hangs, and only the first costs its timeout.
+            assert max(others) - min(others) < 4

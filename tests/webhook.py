@@ -1,0 +1,126 @@
+"""An endpoint that events are posted to, and that answers as a test wants it to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was posted, when (monotonic clock), and what was answered."""
+
+    headers: dict[str, str]
+    body: bytes
+    at: float
+    status: int
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """The CloudEvent of a structured request."""
+        found: dict[str, Any] = json.loads(self.body)
+        return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to do with a request: answer after some seconds, or close the connection instead (status 0)."""
+
+    status: int = 204
+    headers: tuple[tuple[str, str], ...] = ()
+    after: float = 0.0
+
+
+Answers = Callable[[dict[str, str], bytes], Answer]
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that was killed is what some tests are about."""
+
+
+class Webhook:
+    """An HTTP server on a free port; `answers` decides what it says to headers and a body."""
+
+    def __init__(self, answers: Answers = lambda headers, body: Answer(), port: int = 0) -> None:
+        self.answers = answers
+        self.requests: list[Request] = []
+        self.connections = 0
+        self._released = threading.Event()
+        self._server = _Server(("127.0.0.1", port), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/events"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def taken(self) -> list[Request]:
+        """The requests that were answered with 2xx."""
+        return [request for request in list(self.requests) if 200 <= request.status < 300]
+
+    def ids(self) -> Counter[str]:
+        """How often each event was taken."""
+        return Counter(request.event["id"] for request in self.taken)
+
+    def order(self, host: object) -> list[int]:
+        """The c_offsets of a host's events in the order in which they were first taken."""
+        found = [r.event for r in self.taken if r.event["hostid"] == str(host)]
+        return list(dict.fromkeys(int(event["sequence"]) for event in found))
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        webhook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                super().setup()
+                webhook.connections += 1
+
+            def do_POST(self) -> None:
+                length = int(self.headers["content-length"])
+                body = self.rfile.read(length)
+                if len(body) < length:
+                    self.close_connection = True
+                    return
+                headers = {key.lower(): value for key, value in self.headers.items()}
+                if headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                at = time.monotonic()
+                answer = webhook.answers(headers, body)
+                webhook._released.wait(answer.after)
+                webhook.requests.append(Request(headers, body, at, answer.status))
+                if not answer.status:
+                    self.close_connection = True
+                    return
+                with suppress(OSError):
+                    self.send_response(answer.status)
+                    for key, value in answer.headers:
+                        self.send_header(key, value)
+                    if answer.status != 204:
+                        self.send_header("content-length", "0")
+                    self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
