@@ -85,14 +85,16 @@ class DeadTransaction:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What became of one task's events: `applied` counts those of transactions that went through.
+    """What became of one task's events.
 
-    `busy` says that another instance holds the partitions of a range, and nothing was done.
+    `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
+    says that another instance holds the partitions of a range, and nothing was done.
     """
 
     partitions: tuple[int, ...]
     applied: int = 0
     skipped: int = 0
+    deferred: int = 0
     dead: tuple[DeadTransaction, ...] = ()
     busy: bool = False
 
@@ -103,6 +105,11 @@ class Outcome:
 
     engine: str
     tasks: Sequence[TaskOutcome]
+
+    @property
+    def deferred(self) -> int:
+        """Events of transactions that wait."""
+        return sum(task.deferred for task in self.tasks)
 
     @property
     def applied(self) -> int:

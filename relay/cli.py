@@ -186,6 +186,8 @@ def _print_status(found: Any) -> None:
             f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind",
         )
     facts.add_row("dead letters", str(found.dead_letters))
+    waiting = found.deferred
+    facts.add_row("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked")
     out.print(facts)
     table = Table("partition", "next offset", "applied LSN")
     for cursor in found.partitions:

@@ -55,6 +55,8 @@ def examine(settings: Settings) -> Iterator[Finding]:
             return
     try:
         built = handlers.build(settings.handlers)
+        for outside, _ in handlers.build_outside(settings.handlers).values():
+            outside.close()
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "handlers", str(error))
         built = {}

@@ -47,7 +47,7 @@ class Service:
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
         self._presence = Presence(settings.target_dsn, settings.group)
-        self._reviver = Reviver(settings, self.stop)
+        self._reviver = Reviver(self._pipeline.applier, settings.shutdown_timeout, self.stop)
         self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
@@ -156,6 +156,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
             "transactions": len(batch.transactions),
             "applied": outcome.applied,
             "skipped": outcome.skipped,
+            "deferred": outcome.deferred,
             "dead": sum(dead.events for dead in outcome.dead),
             "ms": round(seconds * 1000, 1),
         },

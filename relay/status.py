@@ -9,7 +9,7 @@ from typing import Any
 from relay.config import Settings
 from relay.preflight import reach
 from relay.source.slot import SlotState, slot_state
-from relay.store import dead_letters, groups, migrations, offsets, presence
+from relay.store import dead_letters, deferred, groups, migrations, offsets, presence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Status:
     slot: SlotState | None
     partitions: list[offsets.Cursor]
     dead_letters: int
+    deferred: deferred.Waiting
 
     @property
     def healthy(self) -> bool:
@@ -50,6 +51,7 @@ class Status:
                 for cursor in self.partitions
             ],
             "dead_letters": self.dead_letters,
+            "deferred": asdict(self.deferred),
         }
 
 
@@ -61,6 +63,7 @@ def read(settings: Settings) -> Status:
         installed = not migrations.pending(target, "target")
         cursors = offsets.all_cursors(target, settings.group) if installed else []
         dead = dead_letters.count(target, settings.group) if installed else 0
+        waiting = deferred.count(target, settings.group) if installed else deferred.Waiting(0, 0)
         group = groups.read(target, settings.group) if installed else None
         running = presence.instances(target, settings.group)
     return Status(
@@ -72,6 +75,7 @@ def read(settings: Settings) -> Status:
         slot=slot,
         partitions=cursors,
         dead_letters=dead,
+        deferred=waiting,
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore, Event, Lock
 
 from pybreaker import CircuitBreaker, CircuitBreakerError
 from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception,
+    sleep_using_event,
     stop_before_delay,
+    stop_when_event_set,
 )
 
 from relay.events import Transaction
@@ -28,8 +30,10 @@ class Open(Undelivered):
 class Delivery:
     """Delivers one transaction after the other, from as many threads as `concurrency` allows."""
 
-    def __init__(self, handler: Outside, settings: OutsideHandler) -> None:
+    def __init__(self, handler: Outside, settings: OutsideHandler, stopping: Event) -> None:
+        """`stopping`, once set, ends waiting: what is not delivered by then waits for another process."""
         self.name = handler.name
+        self._stopping = stopping
         self.settings = settings
         self._handler = handler
         self._places = BoundedSemaphore(settings.concurrency)
@@ -63,7 +67,8 @@ class Delivery:
             Retrying(
                 retry=retry_if_exception(worth_another),
                 wait=lambda state: next_wait(retry, _error(state), attempts),
-                stop=stop_before_delay(retry.defer_after),
+                stop=stop_before_delay(retry.defer_after) | stop_when_event_set(self._stopping),
+                sleep=sleep_using_event(self._stopping),
                 reraise=True,
             )(once)
         except Exception as error:

@@ -5,7 +5,9 @@ Effects, dead letters and offsets commit together, so redelivery is recognised b
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from psycopg_pool import ConnectionPool
 from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
-from relay.fates import NEW, Behind, Failure, Fate, History, has_to_wait, is_dead
+from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
 from relay.faults import describe
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
@@ -27,6 +29,8 @@ from relay.store import dead_letters, deferred, offsets
 from relay.store.connections import open_pool
 from relay.store.deferred import Due, Wait
 from relay.transactions import Mask, Transactions, Undecoded
+
+log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
 Connection = psycopg.Connection[Any]
@@ -56,6 +60,10 @@ class Applier:
         """Open a connection now instead of with the first task. Raises psycopg.Error."""
         with self._pool.connection():
             pass
+
+    def interrupt(self) -> None:
+        """Deliver nothing more to the outside, so that what is in hand ends soon."""
+        self._handling.interrupt()
 
     def close(self) -> None:
         """Close the connections."""
@@ -102,10 +110,10 @@ class Applier:
             fresh = _fresh(task, cursors)
             if not len(fresh):
                 return TaskOutcome(task.partitions, skipped=task.events)
-            dead = self._deliver(conn, fresh, run)
+            dead, waiting = self._deliver(conn, fresh, run)
             offsets.advance(conn, self._group, _advances(fresh, task.touched))
         events = fresh.events
-        return _outcome(task, events, task.events - events, dead)
+        return _outcome(task, events, task.events - events, waiting, dead)
 
     def _apply_range(self, conn: Connection, task: Range, run: Run) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
@@ -119,14 +127,16 @@ class Applier:
         }
         if not floors:
             return TaskOutcome(task.partitions)
-        events = 0
+        events = waiting = 0
         dead: list[DeadTransaction] = []
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
+                buried, parked = self._deliver(conn, transactions, run)
                 events += transactions.events
-                dead += self._deliver(conn, transactions, run)
+                waiting += parked
+                dead += buried
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
-        return _outcome(task, events, 0, dead)
+        return _outcome(task, events, 0, waiting, dead)
 
     def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
         """As many together as fit into memory: a range is one target transaction however large it is."""
@@ -148,8 +158,11 @@ class Applier:
 
     def _deliver(
         self, conn: Connection, transactions: Transactions, run: Run
-    ) -> list[DeadTransaction]:
-        """Run the handlers of transactions, but park those that have to wait; returns what was dead-lettered."""
+    ) -> tuple[list[DeadTransaction], int]:
+        """Run the handlers of transactions, but park those that have to wait.
+
+        Returns what was dead-lettered, and how many events wait.
+        """
         waits = self._waiting.split(conn, transactions)
         flowing = np.delete(np.arange(len(transactions)), list(waits)).tolist()
         left = transactions.take(np.array(flowing, np.int64)) if waits else transactions
@@ -164,11 +177,14 @@ class Applier:
         deferred.park(
             conn, self._group, ((transactions[place], waits[place]) for place in sorted(waits))
         )
-        return [
+        _report(fates)
+        dead = [
             self._bury(conn, transactions[place], fate)
             for place, fate in sorted(fates.items())
             if isinstance(fate, Failure) and is_dead(fate)
         ]
+        waiting = [place for place, wait in waits.items() if not wait.blocked]
+        return dead, int(transactions.facts["events"][waiting].sum())
 
     def _wait(self, transactions: Transactions, place: int, fate: Fate, before: History) -> Wait:
         """What a transaction that was not applied waits for."""
@@ -232,6 +248,7 @@ class Applier:
                     self._bury(conn, transactions[place], fate)
             elif fate is None and each.letters:
                 dead_letters.mark(conn, self._group, each.letters, "replayed", "replayed")
+        _report(fates)
         deferred.settle(conn, done)
 
     def _bury(self, conn: Connection, transaction: Undecoded, failure: Failure) -> DeadTransaction:
@@ -246,9 +263,24 @@ class Applier:
         )
 
 
-def _outcome(task: Work, events: int, skipped: int, dead: Sequence[DeadTransaction]) -> TaskOutcome:
+def _outcome(
+    task: Work, events: int, skipped: int, waiting: int, dead: Sequence[DeadTransaction]
+) -> TaskOutcome:
     lost = sum(item.events for item in dead)
-    return TaskOutcome(task.partitions, events - lost, skipped, tuple(dead))
+    return TaskOutcome(task.partitions, events - lost - waiting, skipped, waiting, tuple(dead))
+
+
+def _report(fates: Fates) -> None:
+    """A line for each handler and fault that lets transactions wait, however many there are."""
+    faults = Counter(
+        (fate.handler, describe(fate.error))
+        for fate in fates.values()
+        if isinstance(fate, Failure) and not is_dead(fate)
+    )
+    for (handler, fault), transactions in faults.items():
+        log.warning(
+            "deferred", extra={"handler": handler, "transactions": transactions, "fault": fault}
+        )
 
 
 def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:

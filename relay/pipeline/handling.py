@@ -69,6 +69,10 @@ class Handling:
         }
         self._losses: Counter[str] = Counter()
 
+    def interrupt(self) -> None:
+        """Deliver nothing more to the outside; what is not delivered waits."""
+        self._outside.interrupt()
+
     def close(self) -> None:
         """Let go of what the handlers hold."""
         self._outside.close()

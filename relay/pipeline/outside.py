@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Event
 
 from relay import handlers
 from relay.config import Settings
@@ -36,8 +36,9 @@ class Outside:
     """The configured handlers of this kind. Raises ConfigurationError when one cannot be built."""
 
     def __init__(self, settings: Settings) -> None:
+        self._stopping = Event()
         self._deliveries = {
-            name: Delivery(handler, configured)
+            name: Delivery(handler, configured, self._stopping)
             for name, (handler, configured) in handlers.build_outside(settings.handlers).items()
         }
         widest = max((each.settings.concurrency for each in self._deliveries.values()), default=1)
@@ -50,6 +51,10 @@ class Outside:
     def names(self) -> Set[str]:
         """The names of the handlers, in the configuration's order."""
         return self._deliveries.keys()
+
+    def interrupt(self) -> None:
+        """Deliver no more than what is on its way; the rest is left to wait."""
+        self._stopping.set()
 
     def close(self) -> None:
         """Let the threads end and the handlers let go of their connections."""
@@ -75,7 +80,8 @@ class Outside:
         fates: Fates = {}
         stuck: set[str] = set()
         for parcel in parcels:
-            fate = self._one(parcel) if stuck.isdisjoint(parcel.keys) else Behind()
+            tried = stuck.isdisjoint(parcel.keys) and not self._stopping.is_set()
+            fate = self._one(parcel) if tried else Behind()
             if fate is not None:
                 fates[parcel.place] = fate
                 if has_to_wait(fate):

@@ -15,7 +15,6 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.config import Settings
 from relay.faults import Action, RelayError, TaskFault, action_for, describe
 from relay.pipeline.apply import Applier
 
@@ -26,11 +25,12 @@ PAUSE_SECONDS = 0.5
 
 
 class Reviver:
-    """A thread with a connection of its own. `failed` is called once if it meets what no other attempt mends."""
+    """A thread beside the batches. `failed` is called once if it meets what no other attempt mends."""
 
-    def __init__(self, settings: Settings, failed: Callable[[], None]) -> None:
-        self._patience = settings.shutdown_timeout
-        self._applier = Applier(settings, connections=1)
+    def __init__(self, applier: Applier, patience: float, failed: Callable[[], None]) -> None:
+        """`patience` is how many seconds `close` waits for what is in hand."""
+        self._applier = applier
+        self._patience = patience
         self._failed = failed
         self._guarded = False
         self._stopping = Event()
@@ -47,11 +47,10 @@ class Reviver:
         self._stopping.set()
 
     def close(self) -> None:
-        """Stop, and close the connections."""
+        """Stop, and wait for what is in hand."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(self._patience)
-        self._applier.close()
 
     def _run(self) -> None:
         retrying = Retrying(

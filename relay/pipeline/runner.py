@@ -66,7 +66,9 @@ class Pipeline:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
-        self._inline = InlineEngine(Applier(settings, workers), workers)
+        # One more connection for what is taken up again beside the batches, with the same limits on deliveries.
+        self.applier = Applier(settings, workers + 1)
+        self._inline = InlineEngine(self.applier, workers)
         self._own_session = session is None
         self._session = session or Session(settings.spark, settings)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
@@ -95,6 +97,7 @@ class Pipeline:
     def interrupt(self) -> None:
         """Give up waiting to try again: the batch in hand ends or raises Interrupted."""
         self._stopping.set()
+        self.applier.interrupt()
 
     def close(self) -> None:
         """Stop the engines and close the connections."""
@@ -129,7 +132,8 @@ class Pipeline:
 
         self._until_it_works(once, batch)
         outcome = Outcome(engine.name, tuple(done))
-        self._guarded_events -= outcome.applied + sum(dead.events for dead in outcome.dead)
+        handled = outcome.applied + outcome.deferred + sum(dead.events for dead in outcome.dead)
+        self._guarded_events -= handled
         return outcome
 
     def _until_it_works(self, attempt: Any, batch: Batch) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from relay.pipeline.session import Session
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.process import running
 from tests.webhook import Answer, Webhook
 
 
@@ -391,3 +392,32 @@ def test_a_statement_that_fails_may_hold_its_key(outbox: Outbox) -> None:
     assert sorted(outbox.column("select amount from projection")) == [1, 3]
     assert outbox.column("select blocked from relay.deferred order by id") == [True, False, False]
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 1
+
+
+def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
+    outbox: Outbox, webhook: Webhook, tmp_path: Path
+) -> None:
+    webhook.answers = lambda _, body: Answer(200, after=0.2)
+    for number in range(60):
+        outbox.publish(host(number % 2), event(number))
+    config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook))
+    with running(config) as service:
+        # The first batch may be a small one; then this is the second.
+        wait_until(lambda: len(webhook.taken) >= 20)
+        began = time.monotonic()
+        assert service.terminate() == 0
+        assert time.monotonic() - began < 5
+        batches = [line for line in service.lines() if line["message"] == "batch"]
+        deferred = sum(batch["deferred"] for batch in batches)
+        assert deferred > 10
+        assert sum(batch["applied"] for batch in batches) + deferred == 60
+    webhook.answers = lambda _, body: Answer(200)
+    with running(config) as service:
+        wait_until(lambda: outbox.handled() == 60)
+        assert service.terminate() == 0
+    assert set(webhook.ids().values()) == {1}
+    for number in (0, 1):
+        assert webhook.order(host(number)) == outbox.column(
+            "select c_offset from outbox_message_t where host_id = %s order by 1", (host(number),)
+        )
+    outbox.assert_exact()

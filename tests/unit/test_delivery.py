@@ -1,0 +1,209 @@
+"""Deliveries to the outside: what is sent, when it is tried again, and what stays in order. No server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from relay.events import EVENT_FIELDS, POLLED, Event, Transaction
+from relay.fates import NEW, Behind, Failure, History, has_to_wait, is_dead, judge, next_wait
+from relay.faults import Rejected, TransientFault, Undelivered, describe
+from relay.handler_settings import CircuitBreaker, HttpHandler, OutsideHandler, Retry
+from relay.handlers import cloudevents
+from relay.handlers.delivery import Delivery
+from relay.handlers.http import retry_after, signature
+from relay.pipeline.outside import Parcel, _lanes
+
+
+def event(**fields: str) -> Event:
+    return Event(tuple(fields.get(name) for name in EVENT_FIELDS))
+
+
+EMPTY: Any = Transaction(None, POLLED, ())  # type: ignore[arg-type]
+
+
+class Scripted:
+    """A handler that does what it is told to, one thing after the other."""
+
+    name = "h"
+
+    def __init__(self, *faults: Exception | None) -> None:
+        self.faults = list(faults)
+        self.calls = 0
+
+    def deliver(self, transaction: Transaction) -> None:
+        self.calls += 1
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None:
+            raise fault
+
+    def close(self) -> None:
+        pass
+
+
+def delivery(handler: Scripted, **settings: Any) -> Delivery:
+    return Delivery(handler, OutsideHandler(**settings), threading.Event())
+
+
+FAST = {"wait": 0.001, "jitter": 0, "defer_after": 1}
+
+
+def test_a_cloud_event_leaves_out_what_it_does_not_have_and_keeps_every_digit() -> None:
+    body = cloudevents.structured(
+        event(id="1-2", event_type="t", payload='{"n": 1.10000000000000000001}'), "/s"
+    )
+    assert body == (
+        b'{"specversion": "1.0", "id": "1-2", "source": "/s", "type": "t", '
+        b'"datacontenttype": "application/json", "data": {"n": 1.10000000000000000001}}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "time_"),
+    [
+        ("2026-11-21 10:00:00.5+00", "2026-11-21T10:00:00.5Z"),
+        ("infinity", None),
+        ("0044-03-15 12:00:00+00 BC", None),
+        ("12026-01-01 00:00:00+00", None),
+    ],
+)
+def test_a_time_is_rfc_3339_or_left_out(printed: str, time_: str | None) -> None:
+    assert cloudevents.attributes(event(id="1", event_ts=printed), "s").get("time") == time_
+
+
+def test_headers_of_a_binary_event_are_printable_ascii() -> None:
+    headers, body = cloudevents.binary(event(id="1", aggregate_id='é "50%" \n'), "s")
+    assert headers["ce-subject"] == "%C3%A9 %2250%25%22 %0A"
+    assert body == b"null"
+
+
+def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
+    """The example of the Standard Webhooks specification's libraries."""
+    import base64
+
+    secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    found = signature(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+    assert found["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    assert retry_after("7") == 7
+    later = retry_after(formatdate(time.time() + 60, usegmt=True))
+    assert later is not None
+    assert 55 < later <= 61
+    assert retry_after("Fri, 01 Jan 2010 00:00:00 GMT") == 0
+    assert retry_after("soon") is None
+    assert retry_after(None) is None
+
+
+def test_waits_double_up_to_the_longest_and_respect_what_is_asked() -> None:
+    retry = Retry(wait=1, max_wait=5, jitter=0)
+    assert [next_wait(retry, None, attempt) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
+    assert next_wait(retry, TransientFault(after=9), 1) == 9
+    assert 1 <= next_wait(Retry(wait=1, jitter=0.5), None, 1) <= 1.5
+
+
+def test_attempts_and_time_exhaust() -> None:
+    def fate(error: Exception, made: int, since: float | None = None, **retry: Any) -> Failure:
+        return judge("h", error, made, History(0, since), Retry(jitter=0, **retry), False)
+
+    assert fate(TransientFault(), 5).after == 16
+    assert is_dead(fate(TransientFault(), 5, attempts=5))
+    assert not is_dead(fate(TransientFault(), 4, attempts=5))
+    assert is_dead(fate(TransientFault(), 1, time.time() - 100, max_elapsed=100))
+    assert not is_dead(fate(TransientFault(), 1, time.time() - 50, max_elapsed=100))
+    assert is_dead(fate(Rejected("HTTP 400"), 1))
+    assert has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), True))
+    assert not has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), False))
+    assert has_to_wait(Behind())
+
+
+def test_short_waits_are_waited_in_place_and_longer_ones_are_not() -> None:
+    handler = Scripted(Undelivered(), Undelivered(), None)
+    assert delivery(handler, retry=FAST).attempt(EMPTY, NEW) is None
+    assert handler.calls == 3
+    handler = Scripted(Undelivered("HTTP 503"))
+    failure = delivery(handler, retry={**FAST, "wait": 2}).attempt(EMPTY, History(3, 0.0))
+    assert failure is not None
+    assert (failure.attempts, failure.after, handler.calls) == (4, 16, 1)
+    assert describe(failure.error) == "Undelivered: HTTP 503"
+
+
+def test_a_permanent_fault_is_not_tried_again_and_attempts_are_counted_through() -> None:
+    handler = Scripted(Rejected("HTTP 404"))
+    failure = delivery(handler, retry=FAST).attempt(EMPTY, NEW)
+    assert failure is not None
+    assert is_dead(failure)
+    assert handler.calls == 1
+    handler = Scripted(*[Undelivered()] * 9)
+    failure = delivery(handler, retry={**FAST, "attempts": 4}).attempt(EMPTY, History(2, None))
+    assert failure is not None
+    assert is_dead(failure)
+    assert (failure.attempts, handler.calls) == (4, 2)
+
+
+def test_an_open_breaker_costs_no_attempt_and_what_is_rejected_does_not_open_it() -> None:
+    breaker = CircuitBreaker(failures=2, cool_down=60)
+    handler = Scripted(*[Rejected("HTTP 400")] * 5, *[Undelivered()] * 9)
+    through = delivery(handler, circuit_breaker=breaker, retry={**FAST, "defer_after": 0})
+    fates = [through.attempt(EMPTY, NEW) for _ in range(9)]
+    assert handler.calls == 7
+    assert [each.attempts for each in fates if each] == [1] * 7 + [0, 0]
+    last = fates[-1]
+    assert last is not None
+    assert last.after == 60
+
+
+def test_no_more_than_concurrency_at_once() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    class Counting(Scripted):
+        def deliver(self, transaction: Transaction) -> None:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+
+    limited = delivery(Counting(), concurrency=2)
+    threads = [threading.Thread(target=limited.attempt, args=(EMPTY, NEW)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 2
+
+
+def test_lanes_join_what_shares_a_key_in_order() -> None:
+    parcels = [
+        Parcel(place, frozenset(keys), (), NEW)
+        for place, keys in enumerate(["a", "b", "", "ab", "c", "b", ""])
+    ]
+    lanes = sorted([parcel.place for parcel in lane] for lane in _lanes(parcels))
+    assert lanes == [[0, 1, 3, 5], [2], [4], [6]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"url": "shop.example/events"}, "must be an address such as"),
+        ({"url": "ftp://x"}, "must be an address such as"),
+        ({"each": "transaction", "mode": "binary"}, "is posted as a batch"),
+        ({"headers": {"x": {"env": "RELAY_NOT_THERE"}}}, "no variable RELAY_NOT_THERE"),
+        ({"headers": {"x": {"file": "/not/there"}}}, "/not/there cannot be read"),
+        ({"headers": {"x": {"vault": "a"}}}, r"must be a text, \{env: NAME\}"),
+        ({"retry": {"wait": 0}}, "greater than 0"),
+        ({"circuit_breaker": {"failures": 0}}, "greater than 0"),
+        ({"rate_limit": True}, "must be a number"),
+        ({"order_by": "tenant"}, "'host', 'user', 'aggregate' or 'none'"),
+    ],
+)
+def test_a_wrong_setting_is_refused(bad: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HttpHandler(**{"type": "http", "url": "https://x", **bad})
