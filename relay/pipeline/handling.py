@@ -111,7 +111,9 @@ class Handling:
         fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
         places = np.delete(np.arange(len(transactions)), list(refused)).tolist()
         known = {new: histories[old] for new, old in enumerate(places) if old in histories}
-        if parts.keys().isdisjoint(self._may_hold):
+        # All together they are applied or not, so that nothing has to be taken out.
+        simple = self._outside.names if run == self.together else self._may_hold
+        if parts.keys().isdisjoint(simple):
             found = run(conn, deliverable, parts)
         else:
             found = self._settle(conn, deliverable, run, known)

@@ -74,17 +74,16 @@ class Routing:
         decoder = self._decoder(transaction.columns)
         return Events(transaction.tuples, decoder, transaction.commit)
 
-    def times(self, transactions: Transactions) -> Iterator[tuple[int, bytes]]:
-        """The values of `deliver_at`, where there are any, with the places of their events among all."""
-        if self._mapping["deliver_at"] not in transactions.columns:
-            return
+    def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
+        """The times at which events are to be delivered, where they have one, with their places among all events."""
         decoder = self._decoder(transactions.columns)
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
-            (values,) = decoder.columns(rows, ["deliver_at"])
-            yield from (
-                (first + row, value) for row, value in enumerate(values) if value is not None
-            )
+            timed = decoder.present(rows, "deliver_at")
+            (values,) = decoder.columns(rows.take(timed), ["deliver_at"])
+            for place, value in zip((timed + first).tolist(), values, strict=True):
+                if value:
+                    yield place, text(value)
             first += len(rows)
 
     def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:

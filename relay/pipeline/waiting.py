@@ -15,7 +15,7 @@ from relay.handler_settings import Handler
 from relay.pipeline.routed import Parts, Routing
 from relay.store import deferred
 from relay.store.deferred import Wait
-from relay.transactions import Transactions, text
+from relay.transactions import Transactions
 
 Connection = psycopg.Connection[Any]
 
@@ -93,7 +93,7 @@ class Waiting:
         moments: dict[int, datetime] = {}
         ends = np.cumsum(transactions.facts["events"])
         for row, value in self._routing.times(transactions):
-            moment = _moment(text(value))
+            moment = _moment(value)
             if moment > now:
                 place = int(np.searchsorted(ends, row, side="right"))
                 moments[place] = max(moment, moments.get(place, moment))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relay.events import FIELDS, Event, Row
-from relay.source.pgoutput import TEXT, ProtocolError
+from relay.source.pgoutput import NULL, TEXT, ProtocolError
 from relay.transactions import Mask, Places, Rows
 
 FEW_ROWS = 40
@@ -164,16 +164,27 @@ class RowDecoder:
     does not have is None.
     """
 
-    __slots__ = ("_order", "_places")
+    __slots__ = ("_last", "_order", "_places")
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
         place = {name: position for position, name in enumerate(names)}
         self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
+        self._last = len(names) - 1
         self._order = tuple(-1 if found is None else found for found in self._places.values())
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
         """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
         return columns(rows, [self._places[field] for field in fields])
+
+    def present(self, rows: Rows, field: str) -> Places:
+        """The places of the rows in which a time has a value. Raises ProtocolError for a row that is cut short."""
+        place = self._places[field]
+        if place is None:
+            return np.zeros(0, np.int64)
+        if place == self._last:
+            # No time ends in the octet that stands for null, and to walk all columns costs as much as all the rest.
+            return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
+        return np.flatnonzero(~Walked(rows, (place,)).absent(place))
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
