@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -86,8 +87,11 @@ class Rows:
         return (data[start:end] for start, end in spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What travels is what belongs to these rows, not the whole buffer.
-        return _rows_of_sizes, (b"".join((*self, SPARE)), self.sizes)
+        # What travels is what belongs to these rows, not the whole buffer; and not all of them as objects at once.
+        data = BytesIO()
+        data.writelines(self)
+        data.write(SPARE)
+        return _rows_of_sizes, (data.getvalue(), self.sizes)
 
     @property
     def sizes(self) -> Places:
