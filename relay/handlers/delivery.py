@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from threading import BoundedSemaphore, Event, Lock
 
 from pybreaker import CircuitBreaker, CircuitBreakerError
@@ -79,7 +78,7 @@ class Delivery:
     def _through(self, transaction: Transaction) -> None:
         with self._places:
             if self._pace:
-                self._pace.wait()
+                self._stopping.wait(self._pace.turn())
             if self._breaker is None:
                 self._handler.deliver(transaction)
                 return
@@ -106,19 +105,18 @@ class Delivery:
 class Pace:
     """Lets so many through in a second, evenly."""
 
-    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float) -> None:
         self._interval = 1 / rate
-        self._clock = clock
         self._next = 0.0
         self._lock = Lock()
 
-    def wait(self) -> None:
-        """Wait for one's turn."""
+    def turn(self) -> float:
+        """In how many seconds it is one's turn, which is taken with that."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             turn = max(now, self._next)
             self._next = turn + self._interval
-        time.sleep(turn - now)
+        return turn - now
 
 
 def _error(state: RetryCallState) -> BaseException | None:

@@ -11,7 +11,7 @@ import gzip
 import hmac
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
 
 import httpx
@@ -56,17 +56,16 @@ class Http:
 
     def deliver(self, transaction: Transaction) -> None:
         """Post the events, in order. Raises Undelivered or Rejected."""
-        for identity, headers, body in self._requests(list(transaction.events)):
+        for identity, headers, body in self._requests(transaction.events):
             self._post(identity, headers, body)
 
-    def _requests(self, events: Sequence[Event]) -> Iterator[tuple[str, dict[str, str], bytes]]:
+    def _requests(self, events: Iterable[Event]) -> Iterator[tuple[str, dict[str, str], bytes]]:
         source = self._settings.source
         if self._settings.each == "transaction":
-            yield (
-                _identity(events),
-                {"content-type": cloudevents.BATCH},
-                cloudevents.batch(events, source),
-            )
+            whole = list(events)
+            # Of a transaction it is that of its first event, which a change of configuration does not alter.
+            identity = cloudevents.identity(whole[0])
+            yield identity, {"content-type": cloudevents.BATCH}, cloudevents.batch(whole, source)
             return
         for event in events:
             identity = cloudevents.identity(event)
@@ -103,11 +102,6 @@ def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str
         "webhook-timestamp": str(clock),
         "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
     }
-
-
-def _identity(events: Sequence[Event]) -> str:
-    """Of a transaction: that of its first event, so that an attempt after a change of configuration keeps it."""
-    return cloudevents.identity(events[0])
 
 
 def _judge(response: httpx.Response) -> None:

@@ -103,10 +103,7 @@ _PARK = """
                 %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
         returning id)
     insert into relay.deferred_rows (deferred_id, portion, sizes, data) select id, 0, %s, %s from parked
-"""
-_MORE_ROWS = """
-    insert into relay.deferred_rows (deferred_id, portion, sizes, data)
-    select coalesce(%s, currval(pg_get_serial_sequence('relay.deferred', 'id'))), %s, %s, %s
+    returning deferred_id
 """
 
 
@@ -121,7 +118,8 @@ def park(conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]]
                     continue
                 for transaction, wait in alike:
                     cursor.execute(_PARK, _parked(group, transaction, wait))
-                    _write_rows(cursor, None, islice(_portions(transaction.tuples), 1, None), 1)
+                    (deferred_id,) = next(cursor)
+                    _write_rows(cursor, deferred_id, transaction, first=1)
 
 
 def _parked(group: str, transaction: Undecoded, wait: Wait) -> Sequence[Any]:
@@ -156,14 +154,15 @@ def _parked(group: str, transaction: Undecoded, wait: Wait) -> Sequence[Any]:
 
 
 def _write_rows(
-    cursor: psycopg.Cursor[Any],
-    deferred_id: int | None,
-    portions: Iterable[list[bytes]],
-    first: int = 0,
+    cursor: psycopg.Cursor[Any], deferred_id: int, transaction: Undecoded, first: int = 0
 ) -> None:
-    """Write rows of a transaction, of the one that was parked last where no id is given."""
-    for number, rows in enumerate(portions, start=first):
-        cursor.execute(_MORE_ROWS, (deferred_id, number, list(map(len, rows)), b"".join(rows)))
+    """Write the rows of a transaction from the portion `first` on."""
+    for number, rows in enumerate(_portions(transaction.tuples)):
+        if number >= first:
+            cursor.execute(
+                "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
+                (deferred_id, number, list(map(len, rows)), b"".join(rows)),
+            )
 
 
 def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -360,7 +359,7 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded, wait: Wa
     )
     conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
     with conn.cursor() as cursor:
-        _write_rows(cursor, deferred_id, _portions(transaction.tuples))
+        _write_rows(cursor, deferred_id, transaction)
 
 
 @dataclass(frozen=True, slots=True)

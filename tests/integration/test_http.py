@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay.pipeline.session import Session
+from relay.replay import DeadLetters
+from relay.store.connections import connect
+from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
@@ -421,3 +425,52 @@ def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
             "select c_offset from outbox_message_t where host_id = %s order by 1", (host(number),)
         )
     outbox.assert_exact()
+
+
+def test_a_transaction_of_several_megabytes_waits_whole_and_a_larger_one_in_a_file(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    webhook.answers = lambda _, body: Answer(503)
+    large = ({"amount": n, "note": "x" * 1_000} for n in range(3_000))
+    outbox.publish(host(1), *(event(payload=payload) for payload in large))
+    outbox.publish(host(2), *(event(n) for n in range(300)))
+    config = posting(webhook, each="transaction")
+    small = outbox.settings(**config, batch={"max_bytes": 500_000})
+    with relaying(small):
+        outbox.wait_drained()
+        assert outbox.value("select count(*) from relay.deferred") == 2
+        assert outbox.value("select max(portion) from relay.deferred_rows") > 1
+        webhook.answers = lambda _, body: Answer(200)
+        wait_until(lambda: outbox.handled() == 3_300)
+    assert [len(json.loads(each.body)) for each in webhook.taken] in ([3_000, 300], [300, 3_000])
+    assert outbox.value("select count(*) from relay.deferred_rows") == 0
+    outbox.assert_exact()
+
+
+def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    name = f"{outbox.slot}_clerk"
+    outbox.conn.execute(
+        f"create role {name} login password 'p' replication in role relay;"
+        f"grant insert, select on projection to {name};"
+        f"grant usage on sequence projection_seq_seq to {name}".encode()
+    )
+    try:
+        dsn = make_conninfo(outbox.dsn, user=name, password="p")
+        source = {**outbox.config()["source"], "dsn": dsn}
+        settings = outbox.settings(source=source, **posting(webhook))
+        webhook.answers = lambda _, body: Answer(400 if b'"amount": 13' in body else 503)
+        large = ({"amount": n, "note": "x" * 900} for n in range(14, 1_500))
+        outbox.publish(host(1), *(event(payload=payload) for payload in large))
+        outbox.publish(host(2), event(13))
+        with relaying(settings):
+            outbox.wait_drained()
+            webhook.answers = lambda _, body: Answer(200)
+            with connect(dsn) as conn:
+                letters = DeadLetters(settings, conn)
+                wait_until(lambda: letters.replay(letters.find(Filter()), "mended") == 1)
+                wait_until(lambda: outbox.value("select count(*) from projection") == 1_487)
+                wait_until(lambda: letters.purge(letters.find(Filter(), ("replayed",)), None) == 1)
+    finally:
+        outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
