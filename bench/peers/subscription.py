@@ -17,7 +17,7 @@ COPY_OF_THE_TABLE = """
     create table if not exists outbox_message_t (
         id uuid, host_id uuid, user_id uuid, aggregate_id text, aggregate_version bigint, aggregate_type text,
         event_type text, event_ts timestamptz, payload jsonb, metadata jsonb, c_offset bigint, transaction_id uuid,
-        transaction_ordinal int, transaction_count int
+        transaction_ordinal int, transaction_count int, deliver_at timestamptz
     )
 """
 
