@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from tenacity import RetryCallState, wait_exponential, wait_random
 
@@ -47,7 +48,7 @@ Fates = dict[int, Fate]
 """What became of the transactions that were not applied, by place."""
 
 
-def is_dead(fate: Fate) -> bool:
+def is_dead(fate: Fate | None) -> TypeGuard[Failure]:
     """Whether the transaction is to be dead-lettered."""
     return isinstance(fate, Failure) and fate.after is None
 

@@ -11,6 +11,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -46,6 +47,11 @@ class _Handler(Section):
     order_by: Literal["host", "user", "aggregate", "none"] = "host"
     on_exhausted: Literal["dead_letter", "block_key"] = "dead_letter"
 
+    @property
+    def blocks_key(self) -> bool:
+        """Whether a dead transaction goes on holding its keys."""
+        return self.on_exhausted == "block_key"
+
 
 class SqlHandler(_Handler):
     """A statement, run for each event or once over a relation `batch`."""
@@ -74,7 +80,7 @@ class OutsideHandler(_Handler):
 
     retry: Retry = Field(default_factory=Retry)
     timeout: Seconds = 10.0
-    rate_limit: Seconds | None = None
+    rate_limit: Annotated[PositiveFloat, Number] | None = None
     """Deliveries in a second, at most."""
     concurrency: Annotated[PositiveInt, Number] = 4
     circuit_breaker: CircuitBreaker | None = None

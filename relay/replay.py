@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ Edits = Mapping[int, str]
 """Letters as `relay dlq export` writes them, by their ids; what counts is the payload."""
 
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in COMMIT_FIELDS]
-_MICROSECONDS = 1_000_000
+_MICROSECOND = timedelta(microseconds=1)
 
 
 class DeadLetters:
@@ -183,6 +183,5 @@ def _commit(letter: dict[str, str | None]) -> Commit:
     lsn, moment = letter["commit_lsn"], letter["commit_ts"]
     if lsn is None or moment is None:
         return POLLED
-    since = datetime.fromisoformat(moment) - POSTGRES_EPOCH
-    ts = (since.days * 86_400 + since.seconds) * _MICROSECONDS + since.microseconds
+    ts = (datetime.fromisoformat(moment) - POSTGRES_EPOCH) // _MICROSECOND
     return Commit(Lsn.parse(lsn), Lsn.parse(lsn), ts, int(letter["xid"] or 0))

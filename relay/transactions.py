@@ -123,7 +123,7 @@ def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
     return Rows(data, ends - sizes, ends)
 
 
-def _portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
+def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
     """Rows that must not all be in memory, as many together as reach a count or a size in bytes."""
     some: list[bytes] = []
     held = 0
@@ -293,7 +293,7 @@ class Transactions:
         """All rows in order, as many together as reach a count or a size in bytes; never all of a file's at once."""
         if self.spooled is None:
             return self.rows.portions(count, size)
-        return _portions(chain.from_iterable(self.spooled), count, size)
+        return portions(chain.from_iterable(self.spooled), count, size)
 
     def fitting(self, events: int, size: int) -> int:
         """How many of the first ones are whole commits within both limits."""

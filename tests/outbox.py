@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psycopg
 import yaml
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
 from relay.config import Settings
@@ -142,6 +142,20 @@ class Outbox:
         """The one value of a query."""
         (found,) = self.column(query, parameters)
         return found
+
+    @contextmanager
+    def clerk(self) -> Iterator[tuple[str, str]]:
+        """A role with the rights that `sql/` grants and those for the projection: its name, and its DSN."""
+        name = f"{self.slot}_clerk"
+        self.conn.execute(
+            f"create role {name} login password 'p' replication in role relay;"
+            f"grant insert, select on projection to {name};"
+            f"grant usage on sequence projection_seq_seq to {name}".encode()
+        )
+        try:
+            yield name, make_conninfo(self.dsn, user=name, password="p")
+        finally:
+            self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
     def tip(self) -> str:
         """The position up to which everything is to be confirmed."""

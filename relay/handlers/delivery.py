@@ -71,8 +71,7 @@ class Delivery:
                 reraise=True,
             )(once)
         except Exception as error:
-            blocks = self.settings.on_exhausted == "block_key"
-            return judge(self.name, error, attempts, before, retry, blocks)
+            return judge(self.name, error, attempts, before, retry, self.settings.blocks_key)
         return None
 
     def _through(self, transaction: Transaction) -> None:

@@ -181,7 +181,7 @@ class Applier:
         dead = [
             self._bury(conn, transactions[place], fate)
             for place, fate in sorted(fates.items())
-            if isinstance(fate, Failure) and is_dead(fate)
+            if is_dead(fate)
         ]
         waiting = [place for place, wait in waits.items() if not wait.blocked]
         return dead, int(transactions.facts["events"][waiting].sum())
@@ -239,7 +239,7 @@ class Applier:
                 deferred.wait_again(conn, each.id, wait)
             else:
                 done.append(each.id)
-            if isinstance(fate, Failure) and is_dead(fate):
+            if is_dead(fate):
                 if each.letters:
                     dead_letters.bury_again(
                         conn, self._group, each.letters, fate.handler, fate.error

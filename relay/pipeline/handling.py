@@ -65,7 +65,7 @@ class Handling:
         self._may_hold = self._outside.names | {
             name
             for name, each in settings.handlers.items()
-            if isinstance(each, PythonHandler) or each.on_exhausted == "block_key"
+            if isinstance(each, PythonHandler) or each.blocks_key
         }
         self._losses: Counter[str] = Counter()
 
@@ -116,28 +116,36 @@ class Handling:
         if parts.keys().isdisjoint(simple):
             found = run(conn, deliverable, parts)
         else:
-            found = self._settle(conn, deliverable, run, known)
+            found = self._settle(conn, deliverable, parts, run, known)
         return fates | {places[place]: fate for place, fate in found.items()}
 
     def _settle(
-        self, conn: Connection, transactions: Transactions, run: Run, histories: Histories
+        self,
+        conn: Connection,
+        transactions: Transactions,
+        parts: Parts,
+        run: Run,
+        histories: Histories,
     ) -> Fates:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begun anew."""
         fates: Fates = {}
-        delivered = False
+        rest, known, delivered = transactions, histories, False
+        places = np.arange(len(transactions))
         while True:
-            places = np.delete(np.arange(len(transactions)), list(fates))
-            rest, parts, _ = self._routing.route(transactions.take(places))
-            known = {
-                new: histories[old] for new, old in enumerate(places.tolist()) if old in histories
-            }
-            again = False
+            if fates:
+                places = np.delete(np.arange(len(transactions)), list(fates))
+                rest, parts, _ = self._routing.route(transactions.take(places))
+                known = {
+                    new: histories[old]
+                    for new, old in enumerate(places.tolist())
+                    if old in histories
+                }
             with conn.transaction() as savepoint:
                 found = self._judged(run(conn, rest, parts), known)
                 behind = self._behind(rest, found)
                 found |= behind
                 again = bool(behind)
-                if not again and not delivered:
+                if not (again or delivered or self._outside.names.isdisjoint(parts)):
                     outside = self._outside.deliver(self._parcels(rest, found, known))
                     found |= outside
                     again = bool(outside) and not self._outside.names >= parts.keys()
@@ -153,7 +161,6 @@ class Handling:
         judged = dict(found)
         for place, fate in found.items():
             if isinstance(fate, Failure) and fate.handler in self._defers:
-                configured = self._settings.handlers[fate.handler]
                 before = histories.get(place, NEW)
                 judged[place] = judge(
                     fate.handler,
@@ -161,7 +168,7 @@ class Handling:
                     before.attempts + 1,
                     before,
                     self._defers[fate.handler],
-                    configured.on_exhausted == "block_key",
+                    self._settings.handlers[fate.handler].blocks_key,
                 )
         return judged
 
@@ -192,7 +199,7 @@ class Handling:
                 (name, next(iter(parts[name]))) for name in self._outside.names if name in parts
             ]
             if contents:
-                keys = self._waiting.keys(one)
+                keys = self._waiting.keys_of(one, parts)
                 parcels.append(Parcel(place, keys, contents, histories.get(place, NEW)))
         return parcels
 
@@ -234,8 +241,7 @@ class Handling:
                     # The statement itself may have broken since the start; then no event is to blame.
                     failure.handler.check(conn)
                 name = failure.handler.name
-                blocks = self._settings.handlers[name].on_exhausted == "block_key"
-                return {0: Failure(name, reason, holds=blocks)}
+                return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
         middle = len(transactions) // 2
         first = self._route_and_run(conn, transactions.part(0, middle))
         second = self._route_and_run(conn, transactions.part(middle, len(transactions)))
@@ -272,8 +278,7 @@ class Handling:
         transactions = routed.transactions
         for place in range(len(transactions)):
             one = Routed(transactions.part(place, place + 1), routed.decoder)
-            if not self._survives(conn, handler, one, last=True):
-                self._losses[handler.name] += 1
+            self._survives(conn, handler, one, last=True)
 
     def _survives(
         self, conn: Connection, handler: handlers.Handler, routed: Routed, last: bool = False
@@ -287,13 +292,14 @@ class Handling:
             if isinstance(error, psycopg.Error) and action_for(error) is not Action.DEAD_LETTER:
                 raise HandlerFailed(handler) from error
             if last:
+                self._losses[handler.name] += 1
                 log.warning(
                     "not applied, and not tried again: the handler is not reliable",
                     extra={
                         "handler": handler.name,
                         "transaction_id": routed.transactions[0].transaction_id,
                         "fault": describe(error),
-                        "losses": self._losses[handler.name] + 1,
+                        "losses": self._losses[handler.name],
                     },
                 )
             return False

@@ -6,16 +6,8 @@ import logging
 from collections.abc import Callable
 from threading import Event, Thread
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_exponential_jitter,
-)
-
-from relay.faults import Action, RelayError, TaskFault, action_for, describe
+from relay.faults import RelayError, TaskFault
+from relay.patience import say_once, until_it_works
 from relay.pipeline.apply import Applier
 
 log = logging.getLogger(__name__)
@@ -53,14 +45,7 @@ class Reviver:
             self._thread.join(self._patience)
 
     def _run(self) -> None:
-        retrying = Retrying(
-            retry=retry_if_exception(lambda error: action_for(error) is Action.RETRY),
-            wait=wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1),
-            stop=stop_when_event_set(self._stopping),
-            sleep=sleep_using_event(self._stopping),
-            before_sleep=_say,
-            reraise=True,
-        )
+        retrying = until_it_works(self._stopping, say_once(log, "cannot take up what waits yet"))
         try:
             while not self._stopping.is_set():
                 self._stopping.wait(retrying(self._revive))
@@ -78,9 +63,3 @@ class Reviver:
         self._guarded = False
         following = self._applier.seconds_to_next()
         return PAUSE_SECONDS if following is None else max(0.0, min(following, PAUSE_SECONDS))
-
-
-def _say(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    if error is not None and state.attempt_number == 1:
-        log.warning("cannot take up what waits yet", extra={"fault": describe(error)})

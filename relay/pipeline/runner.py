@@ -10,14 +10,7 @@ from typing import Any, Protocol
 
 import psycopg
 from psycopg_pool import ConnectionPool
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_exponential_jitter,
-)
+from tenacity import RetryCallState
 
 from relay.batch import Batch, Outcome, TaskOutcome, Work
 from relay.config import Settings
@@ -26,9 +19,9 @@ from relay.faults import (
     Interrupted,
     TaskFault,
     TransientFault,
-    action_for,
     describe,
 )
+from relay.patience import is_transient, until_it_works
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
@@ -37,8 +30,6 @@ from relay.store.connections import open_pool
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_SECONDS = 0.1
-LONGEST_WAIT_SECONDS = 5.0
 ONE_LANE_EVENTS = 100
 """Up to so many events, a commit costs more than what runs side by side saves."""
 
@@ -137,20 +128,10 @@ class Pipeline:
         return outcome
 
     def _until_it_works(self, attempt: Any, batch: Batch) -> None:
-        retrying = Retrying(
-            retry=retry_if_exception(_transient),
-            wait=wait_exponential_jitter(
-                multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
-            ),
-            stop=stop_when_event_set(self._stopping),
-            sleep=sleep_using_event(self._stopping),
-            before_sleep=_say(batch.number),
-            reraise=True,
-        )
         try:
-            retrying(attempt)
+            until_it_works(self._stopping, _say(batch.number))(attempt)
         except Exception as error:
-            if _transient(error):
+            if is_transient(error):
                 raise Interrupted from None
             raise
 
@@ -175,10 +156,6 @@ class Pipeline:
                 (list(hosts),),
             ).fetchall()
         return [value for (value,) in rows]
-
-
-def _transient(error: BaseException) -> bool:
-    return action_for(error) is Action.RETRY
 
 
 def _sort(

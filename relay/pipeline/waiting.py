@@ -70,7 +70,10 @@ class Waiting:
 
     def keys(self, one: Transactions) -> frozenset[str]:
         """The ordering keys of a single transaction; none where it is not routed."""
-        _, parts, _ = self._routing.route(one)
+        return self.keys_of(one, self._routing.route(one)[1])
+
+    def keys_of(self, one: Transactions, parts: Parts) -> frozenset[str]:
+        """The ordering keys of a single transaction that was routed."""
         return self._ordering.keys(one.hosts[int(one.facts["hosts"][0])], parts)
 
     def split(self, conn: Connection, transactions: Transactions) -> dict[int, Wait]:

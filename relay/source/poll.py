@@ -13,19 +13,12 @@ from typing import Any
 
 import psycopg
 from psycopg_pool import ConnectionPool
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_exponential_jitter,
-)
 
 from relay.batch import Batch, Outcome, Window
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import Action, RelayError, action_for, describe
+from relay.faults import RelayError, describe
+from relay.patience import say_once, until_it_works
 from relay.source.listener import Listener
 from relay.source.rows import OutboxRows, prefer_index
 from relay.store import groups, offsets
@@ -80,14 +73,7 @@ class Poller:
 
         Waits for as long as a database is away.
         """
-        retrying = Retrying(
-            retry=retry_if_exception(lambda error: action_for(error) is Action.RETRY),
-            wait=wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1),
-            stop=stop_when_event_set(self._stopping),
-            sleep=sleep_using_event(self._stopping),
-            before_sleep=_say,
-            reraise=True,
-        )
+        retrying = until_it_works(self._stopping, say_once(log, "cannot look for events yet"))
         try:
             return retrying(self._look, before)
         except psycopg.Error:
@@ -213,12 +199,6 @@ def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
             groups.note_mode(conn, settings.group, mode, reason)
     except psycopg.Error as error:
         log.debug("cannot note the way of reading", extra={"fault": describe(error)})
-
-
-def _say(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    if error is not None and state.attempt_number == 1:
-        log.warning("cannot look for events yet", extra={"fault": describe(error)})
 
 
 def _behind(settings: Settings, cursor: offsets.Cursor, following: int) -> str:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import psycopg
+from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
 from relay.events import Lsn
 from relay.source.spool import Spool, SpooledTuples
-from relay.transactions import FACTS, Rows, Transactions, Undecoded
+from relay.transactions import FACTS, Rows, Transactions, Undecoded, portions
 
 Connection = psycopg.Connection[Any]
 
@@ -69,26 +70,24 @@ class Due:
 
 def holding_hosts(conn: Connection, group: str, hosts: Collection[str]) -> set[str]:
     """Those of the hosts of which a transaction of the group holds a key."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        cursor.execute(
-            """
-            select distinct host from relay.deferred, unnest(hosts) as host
-             where group_id = %(group)s and holds and hosts && %(hosts)s::text[] and host = any(%(hosts)s)
-            """,
-            {"group": group, "hosts": list(hosts)},
-        )
-        return set(cursor)
+    return _holding(conn, group, "hosts", hosts)
 
 
 def held(conn: Connection, group: str, keys: Collection[str]) -> set[str]:
     """Those of the keys that a transaction of the group holds."""
+    return _holding(conn, group, "keys", keys)
+
+
+def _holding(conn: Connection, group: str, column: str, asked: Collection[str]) -> set[str]:
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
-            """
-            select distinct key from relay.deferred, unnest(keys) as key
-             where group_id = %(group)s and holds and keys && %(keys)s::text[] and key = any(%(keys)s)
-            """,
-            {"group": group, "keys": list(keys)},
+            sql.SQL(
+                """
+                select distinct value from relay.deferred, unnest({column}) as value
+                 where group_id = %(group)s and holds and {column} && %(asked)s::text[] and value = any(%(asked)s)
+                """
+            ).format(column=sql.Identifier(column)),
+            {"group": group, "asked": list(asked)},
         )
         return set(cursor)
 
@@ -114,17 +113,20 @@ def park(conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]]
         while some := list(islice(rest, _PARKED_AT_ONCE)):
             for large, alike in groupby(some, key=lambda each: each[0].size > _PORTION_BYTES):
                 if not large:
-                    cursor.executemany(_PARK, [_parked(group, *each) for each in alike])
+                    cursor.executemany(
+                        _PARK,
+                        [_parked(group, *each, next(_portions(each[0]))) for each in alike],
+                    )
                     continue
                 for transaction, wait in alike:
-                    cursor.execute(_PARK, _parked(group, transaction, wait))
+                    portions = _portions(transaction)
+                    cursor.execute(_PARK, _parked(group, transaction, wait, next(portions)))
                     (deferred_id,) = next(cursor)
-                    _write_rows(cursor, deferred_id, transaction, first=1)
+                    _write_rows(cursor, deferred_id, portions, first=1)
 
 
-def _parked(group: str, transaction: Undecoded, wait: Wait) -> Sequence[Any]:
+def _parked(group: str, transaction: Undecoded, wait: Wait, rows: Rows) -> Sequence[Any]:
     commit = transaction.commit
-    rows = next(_portions(transaction.tuples))
     return (
         group,
         sorted(wait.keys),
@@ -148,34 +150,24 @@ def _parked(group: str, transaction: Undecoded, wait: Wait) -> Sequence[Any]:
         transaction.last_offset,
         len(transaction.tuples),
         transaction.size,
-        list(map(len, rows)),
+        rows.sizes.tolist(),
         b"".join(rows),
     )
 
 
 def _write_rows(
-    cursor: psycopg.Cursor[Any], deferred_id: int, transaction: Undecoded, first: int = 0
+    cursor: psycopg.Cursor[Any], deferred_id: int, portions: Iterable[Rows], first: int = 0
 ) -> None:
-    """Write the rows of a transaction from the portion `first` on."""
-    for number, rows in enumerate(_portions(transaction.tuples)):
-        if number >= first:
-            cursor.execute(
-                "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
-                (deferred_id, number, list(map(len, rows)), b"".join(rows)),
-            )
+    """Write portions of a transaction's rows, numbered from `first` on."""
+    for number, rows in enumerate(portions, start=first):
+        cursor.execute(
+            "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
+            (deferred_id, number, rows.sizes.tolist(), b"".join(rows)),
+        )
 
 
-def _portions(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
-    some: list[bytes] = []
-    size = 0
-    for row in rows:
-        some.append(row)
-        size += len(row)
-        if len(some) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+def _portions(transaction: Undecoded) -> Iterator[Rows]:
+    return portions(transaction.tuples, _PORTION_EVENTS, _PORTION_BYTES)
 
 
 def claim(conn: Connection, group: str, limit: int) -> list[Due]:
@@ -267,14 +259,13 @@ def transactions(
     ]
     hosts = [tuple(each.hosts) for each in due]
     columns = tuple(due[0].columns)
+    found = _rows(conn, [each.id for each in due])
     if sum(each.size for each in due) <= spool_above:
-        rows = Rows.of([row for _, row in _rows(conn, [each.id for each in due])])
-        return Transactions(columns, facts, ids, hosts, rows)
+        return Transactions(columns, facts, ids, hosts, Rows.of([row for _, row in found]))
     spool = Spool(spool_directory)
     spooled = {each.id: SpooledTuples(spool) for each in due}
-    for each in due:
-        for deferred_id, row in _rows(conn, [each.id]):
-            spool.append(row, spooled[deferred_id])
+    for deferred_id, row in found:
+        spool.append(row, spooled[deferred_id])
     spool.seal()
     return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))
 
@@ -359,7 +350,7 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded, wait: Wa
     )
     conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
     with conn.cursor() as cursor:
-        _write_rows(cursor, deferred_id, transaction)
+        _write_rows(cursor, deferred_id, _portions(transaction))
 
 
 @dataclass(frozen=True, slots=True)

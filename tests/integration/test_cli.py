@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from tests.outbox import PROJECTION, Outbox, event, host
 from tests.postgres import Server, start_server
@@ -332,17 +331,8 @@ def test_a_statement_that_breaks_while_running_stops_and_blames_no_event(
 def test_a_revoked_right_is_found_by_check_or_stops_and_blames_no_event(
     outbox: Outbox, tmp_path: Path, kind: str
 ) -> None:
-    name = f"{outbox.slot}_clerk"
-    outbox.conn.execute(
-        f"create role {name} login password 'p' replication in role relay;"
-        f"grant insert, select on projection to {name};"
-        f"grant usage on sequence projection_seq_seq to {name}".encode()
-    )
-    try:
-        source = {
-            **outbox.config()["source"],
-            "dsn": make_conninfo(outbox.dsn, user=name, password="p"),
-        }
+    with outbox.clerk() as (name, dsn):
+        source = {**outbox.config()["source"], "dsn": dsn}
         more = python_handler("tests.callables:record") if kind == "python" else {}
         config = outbox.config_file(tmp_path / "relay.yaml", source=source, **more)
         with running(config) as service:
@@ -358,8 +348,6 @@ def test_a_revoked_right_is_found_by_check_or_stops_and_blames_no_event(
             assert "handlers.projection.statement: permission denied for table projection" in line
         outbox.drain(outbox.settings())
         outbox.assert_exact()
-    finally:
-        outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
 
 def test_spark_without_a_java_is_found_before_the_first_large_batch(

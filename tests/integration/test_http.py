@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.pipeline.session import Session
 from relay.replay import DeadLetters
@@ -450,14 +449,7 @@ def test_a_transaction_of_several_megabytes_waits_whole_and_a_larger_one_in_a_fi
 def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
     outbox: Outbox, webhook: Webhook
 ) -> None:
-    name = f"{outbox.slot}_clerk"
-    outbox.conn.execute(
-        f"create role {name} login password 'p' replication in role relay;"
-        f"grant insert, select on projection to {name};"
-        f"grant usage on sequence projection_seq_seq to {name}".encode()
-    )
-    try:
-        dsn = make_conninfo(outbox.dsn, user=name, password="p")
+    with outbox.clerk() as (_, dsn):
         source = {**outbox.config()["source"], "dsn": dsn}
         settings = outbox.settings(source=source, **posting(webhook))
         webhook.answers = lambda _, body: Answer(400 if b'"amount": 13' in body else 503)
@@ -472,5 +464,3 @@ def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
                 wait_until(lambda: letters.replay(letters.find(Filter()), "mended") == 1)
                 wait_until(lambda: outbox.value("select count(*) from projection") == 1_487)
                 wait_until(lambda: letters.purge(letters.find(Filter(), ("replayed",)), None) == 1)
-    finally:
-        outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())

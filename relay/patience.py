@@ -1,0 +1,51 @@
+"""Trying again, for as long as it takes, what fails because of the surroundings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Event
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from relay.faults import Action, action_for, describe
+
+FIRST_WAIT_SECONDS = 0.1
+LONGEST_WAIT_SECONDS = 5.0
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a fault may pass by itself."""
+    return action_for(error) is Action.RETRY
+
+
+def until_it_works(stopping: Event, say: Callable[[RetryCallState], None]) -> Retrying:
+    """Calls again after a transient fault, first soon and then seldom; `stopping`, once set, lets the last one out."""
+    return Retrying(
+        retry=retry_if_exception(is_transient),
+        wait=wait_exponential_jitter(
+            multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
+        ),
+        stop=stop_when_event_set(stopping),
+        sleep=sleep_using_event(stopping),
+        before_sleep=say,
+        reraise=True,
+    )
+
+
+def say_once(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
+    """Say that something cannot be done yet, with the first fault of a row of them."""
+
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None and state.attempt_number == 1:
+            log.warning(text, extra={"fault": describe(error)})
+
+    return say
