@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard relay tests bench)
 UV_VERSION := 0.13.8
 
+# The extras that the image has: handlers of every kind.
+HANDLERS := http kafka nats rabbitmq redis
+
 # What a change of the locks asks for, and what a change of pyproject.toml asks for.
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
@@ -80,7 +83,7 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
-	$(LOCK) --upgrade --extra java --extra connect --extra http -c requirements.lock pyproject.toml -o requirements-runtime.lock
+	$(LOCK) --upgrade --extra java --extra connect $(HANDLERS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
 clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ from pydantic_settings import (
 
 from relay.events import EVENT_FIELDS, FIELDS
 from relay.faults import ConfigurationError
-from relay.handler_settings import Handler
+from relay.handler_settings import KINDS, Handler
 from relay.sections import Name, Number, Section
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
@@ -332,14 +332,14 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
         elif fault["type"] == "missing":
             message = "is required"
         elif fault["type"].startswith("union_tag"):
-            key, message = f"{key}.type", "must be sql, python or http"
+            key, message = f"{key}.type", f"must be one of {', '.join(KINDS)}"
         else:
             message = message[:1].lower() + message[1:]
         yield f"{place}: {key}: {message}" if key else f"{place}: {message}"
 
 
 # Members of unions that pydantic adds to the place of a fault, but that no user wrote.
-_INVISIBLE = frozenset({"sql", "python", "http", "function-before", "str", "int", "float", "bool"})
+_INVISIBLE = frozenset({*KINDS, "function-before", "str", "int", "float", "bool"})
 
 
 def _key(location: tuple[int | str, ...]) -> str:

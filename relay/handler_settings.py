@@ -8,16 +8,19 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
     field_validator,
     model_validator,
 )
 
 from relay.sections import Number, Seconds, Secret, Section
+from relay.template import Template
 
 
 class Retry(Section):
@@ -124,4 +127,77 @@ class HttpHandler(OutsideHandler):
         return self
 
 
-Handler = Annotated[SqlHandler | PythonHandler | HttpHandler, Field(discriminator="type")]
+def _template(value: str) -> str:
+    Template(value)
+    return value
+
+
+Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
+"""A name made of an event's fields; see `relay.template`."""
+
+
+def _address(*schemes: str) -> AfterValidator:
+    def check(value: SecretStr) -> SecretStr:
+        parts = urlsplit(value.get_secret_value())
+        if parts.scheme not in schemes or not (parts.hostname or parts.scheme == "unix"):
+            raise ValueError(f"must be an address such as {schemes[0]}://broker.example")
+        return value
+
+    return AfterValidator(check)
+
+
+class BrokerHandler(OutsideHandler):
+    """What is said of every broker: how an event becomes a message, and where it goes."""
+
+    topic: Named
+    mode: Literal["structured", "binary"] = "structured"
+    source: str = "relay"
+
+
+class RedisHandler(BrokerHandler):
+    """Redis streams; `topic` is the stream's key."""
+
+    type: Literal["redis"]
+    url: Annotated[Secret, _address("redis", "rediss", "unix")]
+    max_length: Annotated[PositiveInt, Number] | None = None
+    """How many messages a stream keeps, about."""
+
+
+class NatsHandler(BrokerHandler):
+    """NATS JetStream; `topic` is the subject."""
+
+    type: Literal["nats"]
+    servers: Annotated[
+        list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
+    ]
+    tls: Tls = Field(default_factory=Tls)
+
+
+class RabbitmqHandler(BrokerHandler):
+    """RabbitMQ; `topic` is the routing key, and with the exchange "" the queue."""
+
+    type: Literal["rabbitmq"]
+    url: Annotated[Secret, _address("amqp", "amqps")]
+    exchange: str = ""
+
+
+class KafkaHandler(BrokerHandler):
+    """Kafka; `conf` has further settings of librdkafka."""
+
+    type: Literal["kafka"]
+    bootstrap: Annotated[list[str], Field(min_length=1)]
+    key: Named = "{host_id}"
+    conf: dict[str, Secret] = Field(default_factory=dict)
+
+
+Handler = Annotated[
+    SqlHandler
+    | PythonHandler
+    | HttpHandler
+    | RedisHandler
+    | NatsHandler
+    | RabbitmqHandler
+    | KafkaHandler,
+    Field(discriminator="type"),
+]
+KINDS = ("sql", "python", "http", "redis", "nats", "rabbitmq", "kafka")

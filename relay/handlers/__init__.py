@@ -10,7 +10,16 @@ import psycopg
 from relay.events import Transaction
 from relay.faults import ConfigurationError
 from relay.handler_settings import Handler as Configured
-from relay.handler_settings import HttpHandler, OutsideHandler, PythonHandler, SqlHandler
+from relay.handler_settings import (
+    HttpHandler,
+    KafkaHandler,
+    NatsHandler,
+    OutsideHandler,
+    PythonHandler,
+    RabbitmqHandler,
+    RedisHandler,
+    SqlHandler,
+)
 from relay.transactions import Routed
 
 Connection = psycopg.Connection[Any]
@@ -69,16 +78,43 @@ def build_outside(
     """
     handlers: dict[str, tuple[Outside, OutsideHandler]] = {}
     for name, settings in configured.items():
-        if isinstance(settings, HttpHandler):
-            handlers[name] = (_http(name, settings), settings)
+        if isinstance(settings, OutsideHandler):
+            handlers[name] = (_outside(name, settings), settings)
     return handlers
 
 
-def _http(name: str, settings: HttpHandler) -> Outside:
+def _outside(name: str, settings: OutsideHandler) -> Outside:
     try:
-        from relay.handlers.http import Http
+        return _build(name, settings)
     except ModuleNotFoundError as error:
+        kind = getattr(settings, "type")  # noqa: B009
         raise ConfigurationError(
-            f"handlers.{name}.type: http needs {error.name}: install relay-outbox[http]"
+            f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
         ) from None
-    return Http(name, settings)
+
+
+def _build(name: str, settings: OutsideHandler) -> Outside:
+    from relay.handlers.messages import Publishing
+
+    match settings:
+        case HttpHandler():
+            from relay.handlers.http import Http
+
+            return Http(name, settings)
+        case RedisHandler():
+            from relay.handlers.redis import Redis
+
+            return Publishing(name, settings, Redis(name, settings))
+        case NatsHandler():
+            from relay.handlers.nats import Nats
+
+            return Publishing(name, settings, Nats(name, settings))
+        case RabbitmqHandler():
+            from relay.handlers.rabbitmq import Rabbitmq
+
+            return Publishing(name, settings, Rabbitmq(name, settings))
+        case KafkaHandler():
+            from relay.handlers.kafka import Kafka
+
+            return Publishing(name, settings, Kafka(name, settings), settings.key)
+    raise AssertionError(settings)

@@ -1,4 +1,4 @@
-"""Events as CloudEvents 1.0: attributes, and the three ways to carry them over HTTP. No I/O.
+"""Events as CloudEvents 1.0: attributes, and the ways to carry them. No I/O.
 
 Sources: CloudEvents specification 1.0.2, "JSON Event Format" and "HTTP Protocol Binding"; its extensions "Partitioning"
 and "Sequence".
@@ -7,7 +7,7 @@ and "Sequence".
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from relay.events import Event
@@ -60,10 +60,14 @@ def batch(events: Sequence[Event], source: str) -> bytes:
     return f"[{','.join(_envelope(event, source) for event in events)}]".encode()
 
 
-def binary(event: Event, source: str) -> tuple[dict[str, str], bytes]:
-    """The attributes as headers, and the data as the body."""
-    headers = {f"ce-{name}": _header(value) for name, value in attributes(event, source).items()}
-    return headers, (event.text("payload") or "null").encode()
+def data(event: Event) -> bytes:
+    """The data alone; the attributes go beside it."""
+    return (event.text("payload") or "null").encode()
+
+
+def headers(attributes: Mapping[str, str]) -> dict[str, str]:
+    """Attributes as the headers of HTTP and of NATS."""
+    return {f"ce-{name}": _header(value) for name, value in attributes.items()}
 
 
 def _envelope(event: Event, source: str) -> str:

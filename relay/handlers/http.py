@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hmac
-import ssl
 import time
 from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
@@ -18,8 +17,9 @@ import httpx
 
 from relay.events import Event, Transaction
 from relay.faults import ConfigurationError, Rejected, Undelivered
-from relay.handler_settings import HttpHandler, Tls
+from relay.handler_settings import HttpHandler
 from relay.handlers import cloudevents
+from relay.handlers.certificates import verification
 
 _TRANSIENT = frozenset(
     {
@@ -42,7 +42,7 @@ class Http:
         self._headers = {key: value.get_secret_value() for key, value in settings.headers.items()}
         self._client = httpx.Client(
             timeout=settings.timeout,
-            verify=_verification(name, settings.tls),
+            verify=verification(name, settings.tls),
             limits=httpx.Limits(
                 max_connections=settings.concurrency,
                 max_keepalive_connections=settings.concurrency,
@@ -70,7 +70,8 @@ class Http:
         for event in events:
             identity = cloudevents.identity(event)
             if self._settings.mode == "binary":
-                attributes, body = cloudevents.binary(event, source)
+                attributes = cloudevents.headers(cloudevents.attributes(event, source))
+                body = cloudevents.data(event)
                 yield identity, {"content-type": cloudevents.DATA, **attributes}, body
             elif self._settings.mode == "batch":
                 body = cloudevents.batch([event], source)
@@ -137,21 +138,3 @@ def _key(name: str, settings: HttpHandler) -> bytes:
         raise ConfigurationError(
             f"handlers.{name}.signing_secret: is not base64 behind {_SECRET_PREFIX}"
         ) from None
-
-
-def _verification(name: str, tls: Tls) -> ssl.SSLContext | bool:
-    if not tls.verify and tls.cert_file is None:
-        return False
-    try:
-        context = ssl.create_default_context(cafile=tls.ca_file)
-        if not tls.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if tls.cert_file is not None:
-            context.load_cert_chain(tls.cert_file, tls.key_file)
-    except OSError as error:
-        raise ConfigurationError(
-            f"handlers.{name}.tls: a certificate cannot be used: {error.strerror or error}: give the files of a CA, "
-            "or of a certificate and its key, in PEM"
-        ) from None
-    return context

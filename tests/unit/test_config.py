@@ -12,6 +12,7 @@ import pytest
 
 from relay.config import Settings, load
 from relay.faults import ConfigurationError
+from relay.handlers import build_outside
 
 SECRET = "s3cret"
 
@@ -240,8 +241,11 @@ def test_an_unknown_key_is_named(text: str, start: str) -> None:
         ("spark: {conf: {a: [b]}}", "spark.conf.a: "),
         ("handlers: [h]", "handlers: "),
         ("handlers: {h: text}", "handlers.h: "),
-        ("handlers: {h: {type: ftp}}", "handlers.h.type: must be sql, python or http"),
-        ("handlers: {h: {statement: x}}", "handlers.h.type: must be sql, python or http"),
+        ("handlers: {h: {type: ftp}}", "handlers.h.type: must be one of sql, python, http, redis"),
+        (
+            "handlers: {h: {statement: x}}",
+            "handlers.h.type: must be one of sql, python, http, redis",
+        ),
         ("handlers: {h: {type: sql}}", "handlers.h.statement: is required"),
         ("handlers: {h: {type: sql, statement: ''}}", "handlers.h.statement: "),
         ("handlers: {h: {type: sql, statement: x, each: row}}", "handlers.h.each: "),
@@ -281,6 +285,58 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
     (line,) = refused(text)
     assert line.startswith(f"shop.yaml: {start}")
     assert len(line) > len(f"shop.yaml: {start}") or not start.endswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("handler", "start"),
+    [
+        ("{type: http}", "url: is required"),
+        ("{type: http, url: shop.example}", "url: must be an address such as https://"),
+        ("{type: http, url: 'http://h', mode: xml}", "mode: input should be"),
+        ("{type: http, url: 'http://h', each: transaction, mode: binary}", "each: transaction is"),
+        ("{type: http, url: 'http://h', timeout: 0}", "timeout: "),
+        ("{type: http, url: 'http://h', retry: {atempts: 3}}", "retry.atempts: unknown key"),
+        ("{type: http, url: 'http://h', headers: {a: {env: NONE_SUCH}}}", "headers.a: the env"),
+        ("{type: redis, topic: t}", "url: is required"),
+        ("{type: redis, topic: t, url: 'http://h'}", "url: must be an address such as redis://"),
+        ("{type: redis, url: 'redis://h'}", "topic: is required"),
+        (
+            "{type: redis, url: 'redis://h', topic: 't.{event_typ}'}",
+            "topic: {event_typ} is neither",
+        ),
+        ("{type: redis, url: 'redis://h', topic: 't.{payload}'}", "topic: {payload} is neither"),
+        ("{type: redis, url: 'redis://h', topic: 't.{id:>9}'}", "topic: {id} is neither"),
+        ("{type: redis, url: 'redis://h', topic: 't.{id'}", "topic: expected '}'"),
+        ("{type: redis, url: 'redis://h', topic: t, max_length: 0}", "max_length: "),
+        ("{type: nats, topic: t}", "servers: is required"),
+        ("{type: nats, topic: t, servers: []}", "servers: "),
+        ("{type: nats, topic: t, servers: [h]}", "servers.0: must be an address such as nats://"),
+        ("{type: rabbitmq, topic: t, url: 'amq://h'}", "url: must be an address such as amqp://"),
+        ("{type: kafka, topic: t}", "bootstrap: is required"),
+        ("{type: kafka, topic: t, bootstrap: ['h:9092'], key: ''}", "key: "),
+    ],
+)
+def test_a_bad_handler_for_the_outside_is_one_line(handler: str, start: str) -> None:
+    (line,) = refused(f"handlers: {{h: {handler}}}")
+    assert line.startswith(("shop.yaml: handlers.h: " + start, "shop.yaml: handlers.h." + start))
+
+
+@pytest.mark.parametrize(
+    ("handler", "line"),
+    [
+        ("{type: redis, topic: t, url: 'redis://h?dbx=1'}", "url: the part after ? has an option"),
+        ("{type: rabbitmq, topic: t, url: 'amqp://h?a=1'}", "url: the part after ? has an option"),
+        ("{type: kafka, topic: t, bootstrap: [h], conf: {a: b}}", "conf: No such configuration"),
+        ("{type: nats, topic: t, servers: ['tls://h'], tls: {ca_file: none.pem}}", "tls: a cert"),
+        ("{type: http, url: 'http://h', signing_secret: whsec_!}", "signing_secret: is not base64"),
+    ],
+)
+def test_what_only_a_client_finds_wrong_is_one_line(read: Load, handler: str, line: str) -> None:
+    settings = read(f"handlers: {{h: {handler}}}")
+    with pytest.raises(ConfigurationError) as raised:
+        build_outside(settings.handlers)
+    assert str(raised.value).startswith(f"handlers.h.{line}")
+    assert "\n" not in str(raised.value)
 
 
 def test_an_unknown_handler_in_a_route_is_named_with_the_handlers_there_are() -> None:

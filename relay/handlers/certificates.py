@@ -1,0 +1,25 @@
+"""How the other side of a connection is verified, and what relay shows of itself."""
+
+from __future__ import annotations
+
+import ssl
+
+from relay.faults import ConfigurationError
+from relay.handler_settings import Tls
+
+
+def verification(name: str, tls: Tls) -> ssl.SSLContext:
+    """What the handler's configuration says of TLS. Raises ConfigurationError where a certificate cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_file)
+        if not tls.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if tls.cert_file is not None:
+            context.load_cert_chain(tls.cert_file, tls.key_file)
+    except OSError as error:
+        raise ConfigurationError(
+            f"handlers.{name}.tls: a certificate cannot be used: {error.strerror or error}: give the files of a CA, "
+            "or of a certificate and its key, in PEM"
+        ) from None
+    return context

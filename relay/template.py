@@ -1,0 +1,49 @@
+"""Names that are made of an event's fields: topics, subjects, keys. No I/O."""
+
+from __future__ import annotations
+
+import json
+from string import Formatter
+
+from relay.events import EVENT_FIELDS, Event
+from relay.faults import Rejected
+
+_JSON = ("payload", "metadata")
+
+
+class Template:
+    """A text with fields in braces, such as `orders.{event_type}` or `{payload.customer.id}`; `{{` is a brace.
+
+    Raises ValueError for what is not a field of an event.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._parts: list[tuple[str, list[str]]] = []
+        for literal, field, form, conversion in Formatter().parse(text):
+            path = [] if field is None else field.split(".")
+            if field is not None and (form or conversion or not _is_field(path)):
+                raise ValueError(
+                    f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
+                )
+            self._parts.append((literal, path))
+
+    def fill(self, event: Event) -> str:
+        """The text for an event. Raises Rejected where it lacks a value."""
+        return "".join(
+            literal + (_value(event, path) if path else "") for literal, path in self._parts
+        )
+
+
+def _is_field(path: list[str]) -> bool:
+    head, *rest = path
+    return head in EVENT_FIELDS and all(path) and (head in _JSON) == bool(rest)
+
+
+def _value(event: Event, path: list[str]) -> str:
+    head, *rest = path
+    found = getattr(event, head) if rest else event.text(head)
+    for step in rest:
+        found = found.get(step) if isinstance(found, dict) else None
+    if found is None or isinstance(found, dict | list):
+        raise Rejected(f"the event has no {'.'.join(path)} for a name")
+    return found if isinstance(found, str) else json.dumps(found)

@@ -1,0 +1,342 @@
+"""Brokers that tests kill and start again: what Debian packages, and librdkafka's mock of a Kafka cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import confluent_kafka
+import nats
+import pika
+import pytest
+import redis
+
+from tests.outbox import APPEND, Outbox
+
+CloudEvent = dict[str, Any]
+HASTY = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 0}
+TYPE = "order.placed"
+
+
+class Broker(Protocol):
+    """A broker of a test. It keeps what it has confirmed when it is killed and started again."""
+
+    handler: dict[str, Any]
+    """The configuration of a handler for it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+
+    def events(self) -> list[CloudEvent]:
+        """All that it has, in its order (of each host's events, where it has partitions)."""
+
+
+class _Process:
+    """A broker that is a process of its own, on a port of its own."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self.command(),
+            env={**os.environ, **self.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                assert time.monotonic() < deadline, "the broker does not come up"
+                time.sleep(0.05)
+            else:
+                return
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+def _program(name: str, *places: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join(places) if places else None)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+class RedisServer(_Process):
+    """Debian's redis-server, with every write on disk before it is confirmed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.handler: dict[str, Any] = {"type": "redis", "url": f"redis://127.0.0.1:{self.port}"}
+
+    def command(self) -> Sequence[str]:
+        options = {
+            "port": self.port,
+            "dir": self._folder,
+            "appendonly": "yes",
+            "appendfsync": "always",
+        }
+        return [
+            _program("redis-server"),
+            "--save",
+            "",
+            *(text for key, value in options.items() for text in (f"--{key}", str(value))),
+        ]
+
+    def start(self) -> None:
+        super().start()
+        # It takes connections while it still reads its file.
+        redis.Redis(
+            port=self.port, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)
+        ).ping()
+
+    def events(self) -> list[CloudEvent]:
+        found: Any = redis.Redis(port=self.port).xrange(f"shop.{TYPE}")
+        for _, fields in found:
+            assert f'"id": "{fields[b"id"].decode()}"'.encode() in fields[b"data"]
+        return [json.loads(fields[b"data"]) for _, fields in found]
+
+
+class NatsServer(_Process):
+    """Debian's nats-server with a JetStream stream on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._url = f"nats://127.0.0.1:{self.port}"
+        self.handler: dict[str, Any] = {"type": "nats", "servers": [self._url]}
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        asyncio.run(self._prepare())
+        return self
+
+    def command(self) -> Sequence[str]:
+        program = _program("nats-server", "/usr/sbin", *os.environ["PATH"].split(os.pathsep))
+        folder = str(self._folder)
+        return [program, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", folder]
+
+    def events(self) -> list[CloudEvent]:
+        return asyncio.run(self._read())
+
+    async def _prepare(self) -> None:
+        client = await nats.connect(self._url)
+        await client.jetstream().add_stream(name="shop", subjects=["shop.>"])
+        await client.close()
+
+    async def _read(self) -> list[CloudEvent]:
+        client = await nats.connect(self._url)
+        stream = client.jetstream()
+        count = (await stream.stream_info("shop")).state.messages
+        subscription = await stream.subscribe("shop.>", ordered_consumer=True)
+        found = [json.loads((await subscription.next_msg(5)).data) for _ in range(count)]
+        await client.close()
+        return found
+
+
+class RabbitmqServer(_Process):
+    """Debian's rabbitmq-server with a durable queue."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        url = f"amqp://guest:guest@127.0.0.1:{self.port}"
+        self._parameters = pika.URLParameters(url)
+        self.handler: dict[str, Any] = {"type": "rabbitmq", "url": url}
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        with pika.BlockingConnection(self._parameters) as connection:
+            connection.channel().queue_declare(f"shop.{TYPE}", durable=True)
+        return self
+
+    def command(self) -> Sequence[str]:
+        # Not Debian's wrapper around it, which changes the user.
+        return [_program("rabbitmq-server", "/usr/lib/rabbitmq/bin")]
+
+    def environment(self) -> Mapping[str, str]:
+        folder = str(self._folder)
+        return {
+            "HOME": folder,
+            "RABBITMQ_NODENAME": f"relay{self.port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self.port + 1),
+            "RABBITMQ_MNESIA_BASE": folder,
+            "RABBITMQ_LOG_BASE": folder,
+            "RABBITMQ_PID_FILE": f"{folder}/pid",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/plugins",
+        }
+
+    def events(self) -> list[CloudEvent]:
+        with pika.BlockingConnection(self._parameters) as connection:
+            channel = connection.channel()
+            queue = f"shop.{TYPE}"
+            count = channel.queue_declare(queue, passive=True).method.message_count
+            found = []
+            for _, properties, body in channel.consume(queue, inactivity_timeout=10):
+                assert body is not None, "a message is missing"
+                found.append(json.loads(body))
+                assert properties.message_id == found[-1]["id"]
+                if len(found) == count:
+                    return found
+        return []
+
+
+class KafkaCluster:
+    """The mock of a cluster that librdkafka has for its own tests: real sockets, in this process.
+
+    Its Python client cannot take brokers down, so this calls the library that it brings.
+    """
+
+    _PRODUCER = 0
+    _BROKERS = (1, 2, 3)
+
+    def __init__(self, _: Path) -> None:
+        self._lib = lib = ctypes.CDLL(_librdkafka())
+        for function, result in (
+            (lib.rd_kafka_new, ctypes.c_void_p),
+            (lib.rd_kafka_mock_cluster_new, ctypes.c_void_p),
+            (lib.rd_kafka_mock_cluster_bootstraps, ctypes.c_char_p),
+        ):
+            function.restype = result
+        self._client = ctypes.c_void_p(lib.rd_kafka_new(self._PRODUCER, None, None, 0))
+        self._cluster = ctypes.c_void_p(
+            lib.rd_kafka_mock_cluster_new(self._client, len(self._BROKERS))
+        )
+        self._servers = lib.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
+        # A partition keeps no more than 5 MB.
+        lib.rd_kafka_mock_topic_create(self._cluster, f"shop.{TYPE}".encode(), 96, 1)
+        self.handler: dict[str, Any] = {"type": "kafka", "bootstrap": self._servers.split(",")}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lib.rd_kafka_mock_cluster_destroy(self._cluster)
+        self._lib.rd_kafka_destroy(self._client)
+
+    def start(self) -> None:
+        for broker in self._BROKERS:
+            self._lib.rd_kafka_mock_broker_set_up(self._cluster, broker)
+
+    def kill(self) -> None:
+        for broker in self._BROKERS:
+            self._lib.rd_kafka_mock_broker_set_down(self._cluster, broker)
+
+    def events(self) -> list[CloudEvent]:
+        return [json.loads(each.value() or b"") for each in self.messages()]
+
+    def messages(self) -> list[confluent_kafka.Message]:
+        """As the consumer of another program gets them."""
+        consumer = confluent_kafka.Consumer(
+            {
+                "bootstrap.servers": self._servers,
+                "group.id": "test",
+                "enable.partition.eof": True,
+                "auto.offset.reset": "earliest",
+            }
+        )
+        partitions = consumer.list_topics(f"shop.{TYPE}", 10).topics[f"shop.{TYPE}"].partitions
+        consumer.assign(
+            [confluent_kafka.TopicPartition(f"shop.{TYPE}", each, 0) for each in partitions]
+        )
+        found, ended = [], 0
+        while ended < len(partitions):
+            for message in consumer.consume(1_000, 0.5):
+                error = message.error()
+                if error is None:
+                    found.append(message)
+                else:
+                    assert error.code() == confluent_kafka.KafkaError._PARTITION_EOF
+                    ended += 1
+        consumer.close()
+        return found
+
+
+def _librdkafka() -> str:
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return next(line.split()[-1] for line in maps if "librdkafka" in line)
+
+
+BROKERS = {
+    "redis": RedisServer,
+    "nats": NatsServer,
+    "rabbitmq": RabbitmqServer,
+    "kafka": KafkaCluster,
+}
+
+
+def started(kind: Any, folder: Path) -> Any:
+    folder.mkdir()
+    return kind(folder)
+
+
+def sending(broker: Broker, **more: Any) -> dict[str, Any]:
+    """Every event goes into the projection and to the broker."""
+    handlers = {
+        "projection": {"type": "sql", "statement": APPEND},
+        "broker": {
+            **broker.handler,
+            "topic": "shop.{event_type}",
+            "retry": HASTY,
+            "timeout": 3,
+            **more,
+        },
+    }
+    return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+
+
+def assert_complete_and_in_order(outbox: Outbox, found: list[CloudEvent]) -> None:
+    published = outbox.conn.execute(
+        "select id::text, host_id::text, c_offset from outbox_message_t order by c_offset"
+    ).fetchall()
+    assert {(each["id"], each["hostid"], int(each["sequence"])) for each in found} == set(published)
+    first: dict[str, list[int]] = {}
+    for sequence, host_id in {int(each["sequence"]): each["hostid"] for each in found}.items():
+        first.setdefault(host_id, []).append(sequence)
+    assert all(sequences == sorted(sequences) for sequences in first.values())
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    outbox.assert_exact()
