@@ -188,6 +188,8 @@ def _print_status(found: Any) -> None:
     facts.add_row("dead letters", str(found.dead_letters))
     waiting = found.deferred
     facts.add_row("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked")
+    if found.staged:
+        facts.add_row("to be written with Spark", f"{found.staged} events")
     out.print(facts)
     table = Table("partition", "next offset", "applied LSN")
     for cursor in found.partitions:

@@ -31,7 +31,7 @@ from pydantic_settings import (
 
 from relay.events import EVENT_FIELDS, FIELDS
 from relay.faults import ConfigurationError
-from relay.handler_settings import KINDS, Handler
+from relay.handler_settings import KINDS, Handler, SparkHandler
 from relay.sections import Name, Number, Section
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
@@ -232,8 +232,15 @@ class Settings(BaseSettings):
 
     @property
     def needs_spark(self) -> bool:
-        """Whether a batch can be too large for this process."""
-        return self.batch.inline_max_events < self.batch.max_events
+        """Whether a batch can be too large for this process, or a handler writes with Spark."""
+        return self.batch.inline_max_events < self.batch.max_events or bool(self.spark_handlers)
+
+    @property
+    def spark_handlers(self) -> dict[str, SparkHandler]:
+        """The handlers that are DataFrame writers, by name."""
+        return {
+            name: each for name, each in self.handlers.items() if isinstance(each, SparkHandler)
+        }
 
     @property
     def one_database(self) -> bool:

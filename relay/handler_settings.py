@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from relay.events import EVENT_FIELDS
 from relay.sections import Number, Seconds, Secret, Section
 from relay.template import Template
 
@@ -43,6 +44,10 @@ class CircuitBreaker(Section):
 
     failures: Annotated[PositiveInt, Number] = 5
     cool_down: Seconds = 30.0
+
+
+SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
+"""The columns that a DataFrame writer gets: `date` is that of `event_ts` in UTC."""
 
 
 class _Handler(Section):
@@ -76,6 +81,35 @@ class PythonHandler(_Handler):
     type: Literal["python"]
     callable: Annotated[str, BeforeValidator(_callable)]
     retry: Retry = Field(default_factory=Retry)
+
+
+class SparkHandler(_Handler):
+    """A DataFrame writer: files below `path`, a `table`, or a callable `module:function(frame, batch)`."""
+
+    type: Literal["spark"]
+    path: str | None = None
+    table: str | None = None
+    callable: Annotated[str, BeforeValidator(_callable)] | None = None
+    format: str = "parquet"
+    options: dict[str, Secret] = Field(default_factory=dict)
+    partition_by: list[str] = Field(default_factory=lambda: ["date", "host_bucket"])
+    host_buckets: Annotated[PositiveInt, Number] = 8
+    max_events: Annotated[PositiveInt, Number] = 100_000
+    every: Seconds = 60.0
+
+    @field_validator("partition_by")
+    @classmethod
+    def _columns(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in SPARK_COLUMNS:
+                raise ValueError(f"{name!r} is no column: one of {', '.join(SPARK_COLUMNS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_place(self) -> SparkHandler:
+        if sum(place is not None for place in (self.path, self.table, self.callable)) != 1:
+            raise ValueError("needs one of path, table and callable")
+        return self
 
 
 class OutsideHandler(_Handler):
@@ -193,6 +227,7 @@ class KafkaHandler(BrokerHandler):
 Handler = Annotated[
     SqlHandler
     | PythonHandler
+    | SparkHandler
     | HttpHandler
     | RedisHandler
     | NatsHandler
@@ -200,4 +235,4 @@ Handler = Annotated[
     | KafkaHandler,
     Field(discriminator="type"),
 ]
-KINDS = ("sql", "python", "http", "redis", "nats", "rabbitmq", "kafka")
+KINDS = ("sql", "python", "spark", "http", "redis", "nats", "rabbitmq", "kafka")

@@ -54,7 +54,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         if settings.one_database:
             return
     try:
-        built = handlers.build(settings.handlers)
+        built = handlers.build(settings.handlers, settings.group)
         for outside, _ in handlers.build_outside(settings.handlers).values():
             outside.close()
     except ConfigurationError as error:

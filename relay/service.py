@@ -23,6 +23,7 @@ from relay.garbage import collect_seldom, return_large_blocks
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
+from relay.pipeline.spark_writer import SparkWriter
 from relay.source.choice import open_source
 from relay.store import groups
 from relay.store.connections import connect
@@ -48,6 +49,9 @@ class Service:
         self._source = open_source(settings)
         self._presence = Presence(settings.target_dsn, settings.group)
         self._reviver = Reviver(self._pipeline.applier, settings.shutdown_timeout, self.stop)
+        self._writers = [
+            SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
+        ]
         self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
@@ -65,6 +69,8 @@ class Service:
         self._source.stop()
         self._pipeline.interrupt()
         self._reviver.stop()
+        for writer in self._writers:
+            writer.stop()
 
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
@@ -75,6 +81,8 @@ class Service:
                 self._pipeline.guard()
             self._pipeline.start()
             self._reviver.start(guarded=died)
+            for writer in self._writers:
+                writer.start()
             self._source.start()
             for batch in self._source.batches():
                 self._relay(batch)
@@ -86,6 +94,8 @@ class Service:
         finally:
             self._source.close()
             self._reviver.close()
+            for writer in self._writers:
+                writer.close()
             self._pipeline.close()
             self._presence.close()
             self._catch_up.close()

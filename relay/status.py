@@ -9,7 +9,7 @@ from typing import Any
 from relay.config import Settings
 from relay.preflight import reach
 from relay.source.slot import SlotState, slot_state
-from relay.store import dead_letters, deferred, groups, migrations, offsets, presence
+from relay.store import dead_letters, deferred, groups, migrations, offsets, presence, spark_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Status:
     partitions: list[offsets.Cursor]
     dead_letters: int
     deferred: deferred.Waiting
+    staged: int
 
     @property
     def healthy(self) -> bool:
@@ -52,6 +53,7 @@ class Status:
             ],
             "dead_letters": self.dead_letters,
             "deferred": asdict(self.deferred),
+            "staged": self.staged,
         }
 
 
@@ -64,6 +66,7 @@ def read(settings: Settings) -> Status:
         cursors = offsets.all_cursors(target, settings.group) if installed else []
         dead = dead_letters.count(target, settings.group) if installed else 0
         waiting = deferred.count(target, settings.group) if installed else deferred.Waiting(0, 0)
+        staged = spark_batches.staged(target, settings.group) if installed else 0
         group = groups.read(target, settings.group) if installed else None
         running = presence.instances(target, settings.group)
     return Status(
@@ -76,6 +79,7 @@ def read(settings: Settings) -> Status:
         partitions=cursors,
         dead_letters=dead,
         deferred=waiting,
+        staged=staged,
     )
 
 

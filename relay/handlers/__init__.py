@@ -18,6 +18,7 @@ from relay.handler_settings import (
     PythonHandler,
     RabbitmqHandler,
     RedisHandler,
+    SparkHandler,
     SqlHandler,
 )
 from relay.transactions import Routed
@@ -52,20 +53,26 @@ class Outside(Protocol):
         """Let go of connections."""
 
 
-def build(configured: Mapping[str, Configured]) -> dict[str, Handler]:
-    """The handlers that work inside the target, by name, in the configuration's order.
+def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler]:
+    """The handlers that work inside the target, by name, in the configuration's order; `group` is whose they are.
 
     Raises ConfigurationError for one that cannot be built.
     """
     from relay.handlers.python import Python
+    from relay.handlers.spark import Spark
     from relay.handlers.sql import SqlBatch, SqlEvent
 
     handlers: dict[str, Handler] = {}
     for name, settings in configured.items():
-        if isinstance(settings, PythonHandler):
-            handlers[name] = Python(name, settings)
-        elif isinstance(settings, SqlHandler):
-            handlers[name] = (SqlEvent if settings.each == "event" else SqlBatch)(name, settings)
+        match settings:
+            case PythonHandler():
+                handlers[name] = Python(name, settings)
+            case SparkHandler():
+                handlers[name] = Spark(name, settings, group)
+            case SqlHandler(each="event"):
+                handlers[name] = SqlEvent(name, settings)
+            case SqlHandler():
+                handlers[name] = SqlBatch(name, settings.statement)
     return handlers
 
 

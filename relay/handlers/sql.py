@@ -86,9 +86,9 @@ class SqlEvent:
 class SqlBatch:
     """Runs its statement once over `batch`, a temporary relation that holds the routed events in commit order."""
 
-    def __init__(self, name: str, settings: SqlHandler) -> None:
+    def __init__(self, name: str, statement: str) -> None:
         self.name = name
-        self._statement = settings.statement.encode()
+        self._statement = statement.encode()
         self._columns: tuple[str, ...] = EVENT_FIELDS
 
     def configure(self, conn: Connection) -> None:

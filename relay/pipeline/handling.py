@@ -55,7 +55,7 @@ class Handling:
         self._routing = routing
         self._waiting = waiting
         self._connections = connections
-        self._inside = handlers.build(settings.handlers)
+        self._inside = handlers.build(settings.handlers, settings.group)
         self._outside = Outside(settings)
         self._defers = {
             name: each.retry

@@ -61,7 +61,7 @@ class Pipeline:
         self.applier = Applier(settings, workers + 1)
         self._inline = InlineEngine(self.applier, workers)
         self._own_session = session is None
-        self._session = session or Session(settings.spark, settings)
+        self.session = session or Session(settings.spark, settings)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
         self._settings = settings
@@ -73,13 +73,13 @@ class Pipeline:
         # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
         from relay.pipeline.spark import SparkEngine
 
-        return SparkEngine(self._settings, self._session)
+        return SparkEngine(self._settings, self.session)
 
     def start(self) -> None:
         """Start the Spark session in the background, unless the first large batch is to start it."""
         eager = self._settings.spark.eager and self._settings.needs_spark
         if (eager or self._limit == 0) and self._own_session:
-            self._session.start()
+            self.session.start()
 
     def guard(self) -> None:
         """A process has died: note which transaction is in hand, for as many events as it can have had in a batch."""
@@ -95,7 +95,7 @@ class Pipeline:
         self._stopping.set()
         self._inline.close()
         if self._own_session:
-            self._session.close()
+            self.session.close()
         self._source.close()
 
     def run(self, batch: Batch) -> Outcome:
@@ -140,13 +140,13 @@ class Pipeline:
             # A spooled transaction is a file of this machine.
             return self._inline
         if self._limit == 0:
-            while not self._session.get(timeout=0.5) and not self._stopping.is_set():
+            while not self.session.get(timeout=0.5) and not self._stopping.is_set():
                 pass
             return self._spark
-        if self._session.get():
+        if self.session.get():
             return self._spark
         if self._own_session:
-            self._session.start()
+            self.session.start()
         return self._inline
 
     def _hashtext(self, hosts: Sequence[str]) -> list[int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from tenacity import (
@@ -37,6 +37,10 @@ _DEFAULTS = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.execution.pythonUDF.arrow.enabled": "true",
+    # For tables, whose writer takes no option for it: what is written replaces its own partitions and no others.
+    "spark.sql.sources.partitionOverwriteMode": "dynamic",
+    # What every reader of Parquet knows; Spark's default is a format of its own.
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     # Arrow batches go to the executors as they are, each a partition, and do not become rows in the driver's JVM first.
     "spark.sql.execution.arrow.localRelationThreshold": "0",
     "spark.ui.enabled": "false",
@@ -76,15 +80,19 @@ class Session:
         self._settled = Event()
         self._closing = Event()
         self._builder: Thread | None = None
+        self._starting = Lock()
         self._error: ConfigurationError | None = None
 
     def start(self) -> None:
-        """Begin to build the session unless that is under way; returns at once."""
-        if self._builder is not None and self._builder.is_alive():
-            return
-        self._settled.clear()
-        self._builder = Thread(target=self._build_until_it_works, name="spark-start", daemon=True)
-        self._builder.start()
+        """Begin to build the session unless it is there or under way; returns at once."""
+        with self._starting:
+            if self._session or (self._builder is not None and self._builder.is_alive()):
+                return
+            self._settled.clear()
+            self._builder = Thread(
+                target=self._build_until_it_works, name="spark-start", daemon=True
+            )
+            self._builder.start()
 
     def get(self, timeout: float = 0.0) -> SparkSession | None:
         """The session, or None while it is being built. Raises ConfigurationError if there can never be one."""

@@ -1,0 +1,40 @@
+"""Callables that the configuration names as `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relay.faults import ConfigurationError
+
+
+def load(name: str, path: str) -> Callable[..., Any]:
+    """The callable of a handler. Raises ConfigurationError where there is none, or it is async."""
+    module_name, _, attribute = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # As with `python -m`: a module beside the configuration is found without installing it.
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"handlers.{name}.callable: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(
+                f"handlers.{name}.callable: {module_name!r} has no {attribute!r}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigurationError(f"handlers.{name}.callable: {path!r} is not callable")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigurationError(
+            f"handlers.{name}.callable: {path!r} is async; relay calls plain functions"
+        )
+    return found  # type: ignore[no-any-return]
