@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import ssl
 import threading
 import time
 from collections import Counter
@@ -50,7 +51,12 @@ class _Server(ThreadingHTTPServer):
 class Webhook:
     """An HTTP server on a free port; `answers` decides what it says to headers and a body."""
 
-    def __init__(self, answers: Answers = lambda headers, body: Answer(), port: int = 0) -> None:
+    def __init__(
+        self,
+        answers: Answers = lambda headers, body: Answer(),
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.answers = answers
         self.requests: list[Request] = []
         self.connections = 0
@@ -59,7 +65,9 @@ class Webhook:
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/events"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}/events"
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from relay.replay import DeadLetters
+from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
@@ -61,6 +63,31 @@ def test_ten_thousand_deferred_over_a_thousand_keys_killed_ten_times(
     assert outbox.value("select count(*) from projection") == 10_000
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
     assert outbox.value("select count(*) from relay.deferred_rows") == 0
+    outbox.assert_exact()
+
+
+def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    outbox.conn.execute("alter table projection add constraint odd check (amount is null)")
+    outbox.fill(2_000, events=3, hosts=20)
+    outbox.drain(outbox.settings())
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 6_000
+    outbox.conn.execute("alter table projection drop constraint odd")
+    letters = DeadLetters(outbox.settings(), outbox.conn)
+    assert letters.replay(letters.find(Filter()), "mended") == 2_000
+
+    def left() -> int:
+        return int(outbox.value("select count(*) from relay.deferred"))
+
+    for goal in (1_900, 1_300, 600):
+        with running(config) as service:
+            wait_until(lambda goal=goal: left() <= goal)  # type: ignore[misc]
+            service.kill()
+        assert left() > 0
+    with running(config):
+        wait_until(lambda: left() == 0)
+    assert letters.purge(letters.find(Filter(), ("replayed",)), None) == 6_000
+    assert outbox.value("select count(*) from projection") == 6_000
     outbox.assert_exact()
 
 
