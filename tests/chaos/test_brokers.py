@@ -11,6 +11,9 @@ from tests.brokers import BROKERS, assert_complete_and_in_order, sending, starte
 from tests.outbox import Outbox, wait_until
 from tests.process import running
 
+PATIENT = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 60}
+"""So that what meets the outage waits in place, and most of it goes the short way."""
+
 
 @pytest.mark.chaos
 @pytest.mark.slow
@@ -23,7 +26,7 @@ def test_a_hundred_thousand_events_with_the_broker_and_relay_killed_twice(
         outbox.fill(20_000, events=5, hosts=64)
         file = outbox.config_file(
             tmp_path / "relay.yaml",
-            **sending(broker, concurrency=16),
+            **sending(broker, concurrency=16, retry=PATIENT),
             batch={"inline_max_events": 1_000_000_000, "max_events": 2_000},
         )
 
@@ -34,7 +37,6 @@ def test_a_hundred_thousand_events_with_the_broker_and_relay_killed_twice(
             with running(file) as service:
                 wait_until(applied(goal), 200)
                 broker.kill()
-                wait_until(lambda: outbox.value("select count(*) from relay.deferred") > 0)
                 broker.start()
                 wait_until(applied(goal + 15_000), 200)
                 service.kill()
