@@ -64,12 +64,12 @@ class Rows:
         """The rows of all parts, one behind the other; within a part they lie in their order."""
         if len(parts) == 1:
             return parts[0]
-        data: list[bytes] = []
+        data: list[memoryview] = []
         moved: list[Rows] = []
         length = 0
         for part in filter(len, parts):
             first, last = int(part.starts[0]), int(part.ends[-1])
-            data.append(part.data[first:last])
+            data.append(memoryview(part.data)[first:last])
             moved.append(Rows(b"", part.starts + (length - first), part.ends + (length - first)))
             length += last - first
         return cls(

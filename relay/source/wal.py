@@ -222,14 +222,14 @@ class WalSource:
                 raise self._error
             taken = [self._first_commits()]
             events, size = taken[0].events, taken[0].held
+            # What came together stays together: cutting and joining copies, and a fuller batch does not pay for that.
             while self._queue and taken[0].joins(self._queue[0]):
-                fitting = self._cut(self._limits.max_events - events, self._limits.max_bytes - size)
-                if fitting is None:
+                events += self._queue[0].events
+                size += self._queue[0].held
+                if events > self._limits.max_events or size > self._limits.max_bytes:
                     break
-                taken.append(fitting)
-                events += fitting.events
-                size += fitting.held
-            return Transactions.joined(taken)
+                taken.append(self._queue.popleft())
+        return Transactions.joined(taken)
 
     def _first_commits(self) -> Transactions:
         """The next commits within the limits of a batch; one that is larger comes alone."""
