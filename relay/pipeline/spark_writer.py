@@ -112,7 +112,7 @@ class SparkWriter:
         spark_batches.finish(conn, batch)
         log.info(
             "written with Spark",
-            extra={"handler": self._name, "batch": batch.number, "events": batch.events},
+            extra={"handler": self._name, "batch": batch.number, "events": sum(batch.sizes)},
         )
         return True
 
@@ -120,10 +120,16 @@ class SparkWriter:
         import pyarrow as pa
         from pyspark.sql import functions
 
-        tasks = min(self._session.slots or 8, 1 + batch.events // TASK_EVENTS, len(batch.portions))
+        wanted = 1 + sum(batch.sizes) // TASK_EVENTS
+        tasks = min(self._session.slots or 8, wanted, len(batch.portions))
         # As Arrow batches of their own the tasks become partitions of their own.
         table = pa.Table.from_batches(
-            [pa.record_batch({"portion": batch.portions[task::tasks]}) for task in range(tasks)]
+            [
+                pa.record_batch(
+                    {"portion": batch.portions[at::tasks], "size": batch.sizes[at::tasks]}
+                )
+                for at in range(tasks)
+            ]
         )
         frame = session.createDataFrame(table).mapInArrow(
             partial(read, self._configuration, self._handler.host_buckets), _SCHEMA
@@ -161,13 +167,22 @@ class SparkWriter:
 def read(
     configuration: bytes, buckets: int, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """The events of portions, as the columns of `SPARK_COLUMNS`."""
+    """The events of portions, as the columns of `SPARK_COLUMNS`.
+
+    Raises LookupError where some are gone: another process has written them, and a part must not replace the whole.
+    """
     settings: Settings = pickle.loads(configuration)  # noqa: S301
     with connect(settings.target_dsn) as conn:
         for batch in batches:
-            for portion in batch.column(0).to_pylist():
+            for portion, size in zip(
+                *(column.to_pylist() for column in batch.columns), strict=True
+            ):
+                found = 0
                 for rows in spark_batches.rows(conn, portion, buckets, _AT_ONCE):
+                    found += len(rows)
                     yield _record_batch(rows)
+                if found != size:
+                    raise LookupError(f"portion {portion} has {found} of {size} events")
 
 
 def _record_batch(rows: Sequence[Any]) -> pa.RecordBatch:

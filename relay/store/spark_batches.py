@@ -23,7 +23,8 @@ class SparkBatch:
 
     number: int
     portions: list[int]
-    events: int
+    sizes: list[int]
+    """How many events each portion has."""
 
 
 def staging(group: str, handler: str) -> str:
@@ -69,7 +70,7 @@ def _begun(conn: Connection, group: str, handler: str) -> SparkBatch | None:
     with conn.cursor(row_factory=class_row(SparkBatch)) as cursor:
         return cursor.execute(
             """
-            select batch as number, array_agg(id order by id) as portions, sum(events)::bigint as events
+            select batch as number, array_agg(id order by id) as portions, array_agg(events order by id) as sizes
               from relay.spark_portions
              where group_id = %s and handler = %s and batch is not null
              group by batch order by batch limit 1
@@ -98,7 +99,7 @@ def _begin(
                  where portion.id = staged.id and staged.total - staged.events < %(events)s
                 returning portion.id, portion.events, portion.batch
             )
-            select batch as number, array_agg(id order by id) as portions, sum(events)::bigint as events
+            select batch as number, array_agg(id order by id) as portions, array_agg(events order by id) as sizes
               from begun group by batch
             """,
             {"group": group, "handler": handler, "events": events, "seconds": seconds},

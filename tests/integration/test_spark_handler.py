@@ -11,8 +11,10 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
+from relay.handlers.spark import writer
 from relay.pipeline.session import Session
 from relay.pipeline.spark_writer import SparkWriter
+from relay.store import spark_batches
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -188,6 +190,25 @@ def test_one_instance_writes_and_another_takes_over(
     wait_until(second._look)
     second._disconnect()
     assert_each_once(outbox, tmp_path / "lake")
+
+
+def test_a_writer_that_comes_too_late_replaces_nothing(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    settings = outbox.settings(**lake(path))
+    outbox.publish(host(1), event(1), event(2))
+    with relaying(outbox.settings(**lake(path, every=3_600)), session):
+        outbox.wait_handled()
+    spark = session.get()
+    batch = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0)
+    assert spark is not None
+    assert batch is not None
+    late = SparkWriter("lake", settings, session)._frame(spark, batch)
+    wait_until(SparkWriter("lake", settings, session)._look)
+    with pytest.raises(Exception, match="has 0 of 2 events"):
+        writer("lake", settings.spark_handlers["lake"])(late, batch.number)
+    assert assert_each_once(outbox, path).num_rows == 2
 
 
 def test_the_rights_that_are_granted_suffice(
