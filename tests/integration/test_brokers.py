@@ -24,6 +24,8 @@ from tests.brokers import (
 )
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
+pytestmark = pytest.mark.brokers
+
 
 @pytest.fixture(params=BROKERS)
 def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
