@@ -228,7 +228,7 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     path = tmp_path / "lake"
-    outbox.fill(4_000, events=5)
+    outbox.fill(2_000, events=5)
     file = outbox.config_file(
         tmp_path / "relay.yaml",
         **lake(path, max_events=3_000),
@@ -249,8 +249,8 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
             wait_until(lambda done=done: done == 0 or any(path.rglob("*.parquet")))  # type: ignore[misc]
             service.kill()
     with running(file) as service:
-        wait_until(lambda: outbox.value("select count(*) from projection") == 20_000)
+        wait_until(lambda: outbox.value("select count(*) from projection") == 10_000)
         written_all(outbox)
         assert service.terminate() == 0
-    assert assert_each_once(outbox, path).num_rows == 20_000
+    assert assert_each_once(outbox, path).num_rows == 10_000
     outbox.assert_exact()
