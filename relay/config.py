@@ -29,9 +29,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from relay.events import EVENT_FIELDS, FIELDS
+from relay.events import FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SparkHandler
+from relay.paths import is_name
 from relay.sections import Name, Number, Section
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
@@ -165,9 +166,7 @@ class Route(Section):
     @classmethod
     def _known_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            head, dot, _ = name.partition(".")
-            in_json = head in ("payload", "metadata") and all(name.split("."))
-            if head not in EVENT_FIELDS or (dot and not in_json):
+            if not is_name(name):
                 raise ValueError(
                     f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
                 )

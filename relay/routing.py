@@ -10,6 +10,7 @@ from typing import Any
 
 from relay.config import Route, Scalar
 from relay.events import Event
+from relay.paths import dig
 
 _LONG_NUMBER = 4_000
 
@@ -63,24 +64,12 @@ def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
         if text is None:
             return False
         try:
-            found, value = _dig(json.loads(text, parse_int=_whole_number), path)
+            found, value = dig(json.loads(text, parse_int=_whole_number), path)
         except (ValueError, RecursionError):
             return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python follows
         return found and any(_matches(value, pattern) for pattern in patterns)
 
     return test
-
-
-def _dig(value: Any, path: Sequence[str]) -> tuple[bool, Any]:
-    """The value at a path of object keys and array positions, and whether there is one."""
-    for step in path:
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return False, None
-    return True, value
 
 
 def _matches(value: Any, pattern: Scalar) -> bool:

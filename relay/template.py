@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from string import Formatter
 
-from relay.events import EVENT_FIELDS, Event
+from relay.events import Event
 from relay.faults import Rejected
-
-_JSON = ("payload", "metadata")
+from relay.paths import JSON_FIELDS, dig, is_name
 
 
 class Template:
@@ -21,7 +20,8 @@ class Template:
         self._parts: list[tuple[str, list[str]]] = []
         for literal, field, form, conversion in Formatter().parse(text):
             path = [] if field is None else field.split(".")
-            if field is not None and (form or conversion or not _is_field(path)):
+            known = field is None or (is_name(field) and field not in JSON_FIELDS)
+            if form or conversion or not known:
                 raise ValueError(
                     f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
                 )
@@ -34,16 +34,9 @@ class Template:
         )
 
 
-def _is_field(path: list[str]) -> bool:
-    head, *rest = path
-    return head in EVENT_FIELDS and all(path) and (head in _JSON) == bool(rest)
-
-
 def _value(event: Event, path: list[str]) -> str:
     head, *rest = path
-    found = getattr(event, head) if rest else event.text(head)
-    for step in rest:
-        found = found.get(step) if isinstance(found, dict) else None
+    _, found = dig(getattr(event, head) if rest else event.text(head), rest)
     if found is None or isinstance(found, dict | list):
         raise Rejected(f"the event has no {'.'.join(path)} for a name")
     return found if isinstance(found, str) else json.dumps(found)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -21,7 +20,8 @@ import pika
 import pytest
 import redis
 
-from tests.outbox import APPEND, Outbox
+from relay.embedded import free_port
+from tests.outbox import APPEND, Outbox, wait_until
 
 CloudEvent = dict[str, Any]
 HASTY = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 0}
@@ -52,9 +52,7 @@ class _Process:
     """A broker that is a process of its own, on a port of its own."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -79,15 +77,11 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-            except OSError:
-                assert time.monotonic() < deadline, "the broker does not come up"
-                time.sleep(0.05)
-            else:
-                return
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self) -> None:
         if self._process is not None:
@@ -203,7 +197,7 @@ class RabbitmqServer(_Process):
             "RABBITMQ_NODENAME": f"relay{self.port}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(self.port),
-            "RABBITMQ_DIST_PORT": str(self.port + 1),
+            "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_MNESIA_BASE": folder,
             "RABBITMQ_LOG_BASE": folder,
             "RABBITMQ_PID_FILE": f"{folder}/pid",

@@ -61,3 +61,9 @@ def spark_session() -> Iterator[Session]:
 def engine(request: pytest.FixtureRequest) -> str:
     """Every semantic test runs on both engines."""
     return str(request.param)
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
+    """The shared Spark session, for the engine that needs one."""
+    return request.getfixturevalue("spark_session") if engine == "spark" else None

@@ -64,6 +64,8 @@ def _to_table(frame: DataFrame, settings: SparkHandler, table: str) -> None:
     if not session.catalog.tableExists(table):
         by = [*settings.partition_by, BATCH_COLUMN]
         frame.limit(0).write.saveAsTable(table, settings.format, "ignore", by, **_options(settings))
+    # Here, not where the session is made: on a Connect server, or with a `conf` of the user, the whole table would go.
+    session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
     columns = session.table(table).columns
     frame.select(*columns).write.options(**_options(settings)).insertInto(table, overwrite=True)
 

@@ -37,8 +37,6 @@ _DEFAULTS = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.execution.pythonUDF.arrow.enabled": "true",
-    # For tables, whose writer takes no option for it: what is written replaces its own partitions and no others.
-    "spark.sql.sources.partitionOverwriteMode": "dynamic",
     # What every reader of Parquet knows; Spark's default is a format of its own.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     # Arrow batches go to the executors as they are, each a partition, and do not become rows in the driver's JVM first.

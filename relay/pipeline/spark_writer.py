@@ -55,6 +55,7 @@ class SparkWriter:
         self._name = name
         self._settings = settings
         self._handler = settings.spark_handlers[name]
+        self._write = writer(name, self._handler)
         self._configuration = pickle.dumps(settings)
         self._session = session
         self._conn: spark_batches.Connection | None = None
@@ -87,22 +88,21 @@ class SparkWriter:
     def _look(self) -> bool:
         """Write a batch if one is due; returns whether one was."""
         try:
-            return self._write_due(self._connected())
+            conn = self._connected()
+            return conn is not None and self._write_due(conn)
         except Exception as error:
             # Whatever it is, such as a place to write to that is wrong or away: the events are safe until it is mended.
             self._disconnect()
             raise TransientFault(first_line(error)) from None
 
-    def _write_due(self, conn: spark_batches.Connection | None) -> bool:
-        if conn is None:
-            return False
+    def _write_due(self, conn: spark_batches.Connection) -> bool:
         group, each = self._settings.group, self._handler
         batch = spark_batches.take(conn, group, self._name, each.max_events, each.every)
         if batch is None:
             return False
         session = self._ready_session()
         try:
-            writer(self._name, each)(self._frame(session, batch), batch.number)
+            self._write(self._frame(session, batch), batch.number)
         except Exception:
             self._session.replace_if_dead(session)
             raise
@@ -172,6 +172,7 @@ def read(
     Raises LookupError where some are gone: another process has written them, and a part must not replace the whole.
     """
     settings: Settings = pickle.loads(configuration)  # noqa: S301
+    schema = _arrow_schema()
     with connect(settings.target_dsn) as conn:
         for batch in batches:
             for portion, size in zip(
@@ -180,12 +181,12 @@ def read(
                 found = 0
                 for rows in spark_batches.rows(conn, portion, buckets, _AT_ONCE):
                     found += len(rows)
-                    yield _record_batch(rows)
+                    yield _record_batch(rows, schema)
                 if found != size:
                     raise LookupError(f"portion {portion} has {found} of {size} events")
 
 
-def _record_batch(rows: Sequence[Any]) -> pa.RecordBatch:
+def _arrow_schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = {
@@ -195,8 +196,14 @@ def _record_batch(rows: Sequence[Any]) -> pa.RecordBatch:
         "timestamp": pa.timestamp("us", "UTC"),
         "date": pa.date32(),
     }
+    return pa.schema([(name, kinds[_TYPES[name]]) for name in SPARK_COLUMNS])
+
+
+def _record_batch(rows: Sequence[Any], schema: pa.Schema) -> pa.RecordBatch:
+    import pyarrow as pa
+
     columns = [
-        pa.array(column, kinds[_TYPES[name]])
-        for name, column in zip(SPARK_COLUMNS, zip(*rows, strict=True), strict=True)
+        pa.array(column, kind)
+        for column, kind in zip(zip(*rows, strict=True), schema.types, strict=True)
     ]
-    return pa.RecordBatch.from_arrays(columns, names=list(SPARK_COLUMNS))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -233,16 +233,9 @@ class WalSource:
 
     def _first_commits(self) -> Transactions:
         """The next commits within the limits of a batch; one that is larger comes alone."""
-        first = self._cut(self._limits.max_events, self._limits.max_bytes)
-        return first or self._cut_at(self._queue[0].first_commit())
-
-    def _cut(self, events: int, size: int) -> Transactions | None:
-        """As many whole commits off the head of the queue as are within the limits."""
-        fitting = self._queue[0].fitting(events, size)
-        return self._cut_at(fitting) if fitting else None
-
-    def _cut_at(self, place: int) -> Transactions:
         head = self._queue.popleft()
+        fitting = head.fitting(self._limits.max_events, self._limits.max_bytes)
+        place = fitting or head.first_commit()
         if place == len(head):
             return head
         self._queue.appendleft(head.part(place, len(head)))

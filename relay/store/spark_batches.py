@@ -118,7 +118,7 @@ def staged(conn: Connection, group: str) -> int:
     with conn.cursor(row_factory=scalar_row) as cursor:
         return int(
             cursor.execute(
-                "select coalesce(sum(events), 0) from relay.spark_portions where group_id = %s",
+                "select sum(events) from relay.spark_portions where group_id = %s",
                 (group,),
             ).fetchone()
             or 0

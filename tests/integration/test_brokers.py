@@ -33,11 +33,6 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
         yield found
 
 
-@pytest.fixture
-def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
-    return request.getfixturevalue("spark_session") if engine == "spark" else None
-
-
 def test_events_arrive_in_order(
     outbox: Outbox, broker: Broker, engine: str, session: Session | None
 ) -> None:

@@ -17,11 +17,6 @@ from tests.process import relay, running
 
 
 @pytest.fixture
-def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
-    return request.getfixturevalue("spark_session") if engine == "spark" else None
-
-
-@pytest.fixture
 def config(outbox: Outbox, tmp_path: Path) -> Path:
     return outbox.config_file(tmp_path / "relay.yaml")
 

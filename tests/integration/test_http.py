@@ -30,11 +30,6 @@ def webhook() -> Iterator[Webhook]:
         yield server
 
 
-@pytest.fixture
-def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
-    return request.getfixturevalue("spark_session") if engine == "spark" else None
-
-
 HASTY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
 
 

@@ -18,12 +18,6 @@ from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
 
-@pytest.fixture
-def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
-    """The shared Spark session, for those who need one."""
-    return request.getfixturevalue("spark_session") if engine == "spark" else None
-
-
 def dead(outbox: Outbox) -> list[tuple[object, ...]]:
     return outbox.conn.execute(
         "select transaction_id, handler, exception, payload from relay.dead_letter_queue order by id"

@@ -25,9 +25,9 @@ faults: list[Exception] = []
 
 
 @pytest.fixture
-def session(request: pytest.FixtureRequest) -> Session:
-    found: Session = request.getfixturevalue("spark_session")
-    return found
+def session(spark_session: Session) -> Session:
+    """Whatever the engine: the writer needs it."""
+    return spark_session
 
 
 def lake(path: Path, **more: Any) -> dict[str, Any]:

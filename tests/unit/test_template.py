@@ -21,10 +21,11 @@ def event(**fields: str) -> Event:
         ("{event_type}-{payload.customer.id}", "order.paid-7"),
         ("{payload.vip}.{payload.amount}", "true.9.50"),
         ("{metadata.trace}", "é"),
+        ("{payload.lines.1.sku}", "b"),
     ],
 )
 def test_a_name_has_the_event_s_values(text: str, name: str) -> None:
-    payload = '{"customer": {"id": 7}, "vip": true, "amount": "9.50"}'
+    payload = '{"customer": {"id": 7}, "vip": true, "amount": "9.50", "lines": [{}, {"sku": "b"}]}'
     one = event(event_type="order.paid", payload=payload, metadata='{"trace": "é"}')
     assert Template(text).fill(one) == name
 
