@@ -231,7 +231,7 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     outbox.fill(2_000, events=5)
     file = outbox.config_file(
         tmp_path / "relay.yaml",
-        **lake(path, max_events=3_000),
+        **lake(path, max_events=2_000),
         batch={"inline_max_events": 1_000_000_000, "max_events": 1_000},
     )
     for done in range(4):
