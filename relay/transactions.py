@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,16 @@ def text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-SPARE = bytes(18)
-"""Behind the last row there is room for what looks at a few octets at once."""
+SPARE = bytes(32)
+"""Behind the last row or message there is room for what looks at a few octets at once."""
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
+    """What stands at each octet, were it of that form: values in the stream begin anywhere."""
+    return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
 
 
 class Rows:
@@ -53,11 +61,11 @@ class Rows:
         self.ends = ends
 
     @classmethod
-    def of(cls, rows: Sequence[bytes], header: int = 0) -> Self:
-        """Put rows into one buffer; each comes behind a header that does not belong to it."""
+    def of(cls, rows: Sequence[bytes]) -> Self:
+        """Put rows into one buffer."""
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         ends = np.cumsum(sizes)
-        return cls(b"".join((*rows, SPARE)), ends - sizes + header, ends)
+        return cls(b"".join((*rows, SPARE)), ends - sizes, ends)
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
@@ -98,6 +106,11 @@ class Rows:
         """The length of each row in bytes."""
         sizes: Places = self.ends - self.starts
         return sizes
+
+    @property
+    def size(self) -> int:
+        """The length of all rows in bytes."""
+        return int(self.sizes.sum())
 
     def part(self, first: int, last: int) -> Rows:
         """Those from the place `first` up to `last`."""

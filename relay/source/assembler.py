@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from struct import Struct
+
+import numpy as np
+from psycopg.abc import Buffer
 
 from relay.events import POSTGRES_EPOCH, Lsn
-from relay.source.grouping import Grouping, Layout
-from relay.source.pgoutput import (
-    Begin,
-    CommitMessage,
-    ProtocolError,
-    Relation,
-    decode,
-)
-from relay.transactions import Transactions
+from relay.source.grouping import ENDS, Ends, Grouping, Layout
+from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
+from relay.source.pgoutput import Message, ProtocolError, Relation, decode
+from relay.transactions import Places, Transactions
 
-_INSERT = b"I"
-_PREFIX = Struct(">cIc")
-_TUPLE = _PREFIX.size
-"""An Insert is its kind, the relation's oid and 'N' before the row."""
-_NO_PREFIX = b"\0"
+_BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
+_ORDER = re.compile(rb"(?:[^BCI]*+B[^BC]*+C)*+[^BCI]*+(?:B[^BC]*+)?")
+"""The kinds of messages: every Begin has its Commit, but for the last one, and there are no rows outside."""
 
 _MICROSECOND = timedelta(microseconds=1)
 _EARLIEST = (datetime.min.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
@@ -32,8 +28,8 @@ _LATEST = (datetime.max.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
 class Assembler:
     """Feed it messages in the order of the stream, and fetch the commits that hold rows of the outbox.
 
-    A commit whose rows exceed `max_bytes` goes to a spool file. Raises ConfigurationError when the outbox has lost the
-    host column, ProtocolError for a malformed message.
+    Each message comes behind a header of so many bytes. A commit whose rows exceed `max_bytes` goes to a spool file.
+    Raises ConfigurationError when the outbox has lost the host column, ProtocolError for a malformed message.
     """
 
     def __init__(
@@ -42,14 +38,17 @@ class Assembler:
         mapping: dict[str, str],
         max_bytes: int,
         spool_directory: Path | None = None,
+        header: int = 0,
     ) -> None:
         self._table = table
         self._mapping = mapping
-        self._grouping = Grouping(mapping, max_bytes, spool_directory, _TUPLE)
-        self._layouts: dict[bytes, Layout | None] = {}
+        self._header = header
+        self._grouping = Grouping(mapping, max_bytes, spool_directory)
+        # What this connection has described: the oids, the oid of the outbox, and its columns.
+        self._described: set[int] = set()
+        self._outbox: int | None = None
+        self._layout: Layout | None = None
         self._xid: int | None = None
-        # How the outbox's inserts begin: as far as is known, and inside a transaction.
-        self._prefix = self._outbox = _NO_PREFIX
 
     @property
     def open(self) -> bool:
@@ -63,74 +62,80 @@ class Assembler:
 
     def reset(self) -> None:
         """Forget the open transaction and the relations: a new connection sends both again."""
-        self._layouts.clear()
-        self._xid = None
-        self._outbox = self._prefix = _NO_PREFIX
+        self._described.clear()
+        self._outbox = self._layout = self._xid = None
         self._grouping.clear()
 
-    def feed(self, messages: Sequence[bytes]) -> Lsn | None:
+    def feed(self, messages: Sequence[Buffer]) -> Lsn | None:
         """Take messages in the order of the stream; returns the end of the last commit without rows, if any."""
+        if not messages:
+            return None
+        gulp = Gulp.of(messages, self._header)
         passed: Lsn | None = None
         first = 0
-        for place, message in enumerate(messages):
-            if message.startswith(self._outbox):
-                continue
-            self._take_rows(messages[first:place])
+        for place in gulp.places(_RELATION).tolist():
+            passed = self._take(gulp.part(first, place)) or passed
+            self._learn(decode(gulp[place]))
             first = place + 1
-            passed = self._take(message) or passed
-        self._take_rows(messages[first:])
-        return passed
+        rest = gulp.part(first, len(messages)) if first else gulp
+        return self._take(rest) or passed
 
     def fetch(self) -> list[Transactions]:
         """The whole commits with rows since the last time, in order."""
         return self._grouping.fetch()
 
-    def _take_rows(self, inserts: Sequence[bytes]) -> None:
-        """Inserts into the outbox, one behind the other."""
-        layout = self._layouts.get(self._outbox)
-        if inserts and layout is not None:
-            self._grouping.add(layout, inserts)
-
-    def _take(self, message: bytes) -> Lsn | None:
-        if message[:1] == _INSERT:
-            self._insert(message)
-            return None
-        match decode(message):
-            case Begin() as begin:
-                self._xid = begin.xid
-                self._outbox = self._prefix
-            case CommitMessage() as commit:
-                return self._commit(commit)
-            case Relation() as relation:
-                self._relation(relation)
-        return None
-
-    def _insert(self, message: bytes) -> None:
-        """The first row of a table in this transaction: those that follow it are told by how they begin."""
-        prefix = message[:_TUPLE]
-        if prefix not in self._layouts:
-            raise ProtocolError("a row of a table that was not described")
-        if self._xid is None:
-            raise ProtocolError("a row outside a transaction")
-        if self._layouts[prefix] is not None:
-            self._outbox = self._prefix = prefix
-            self._take_rows([message])
-
-    def _relation(self, relation: Relation) -> None:
-        prefix = _PREFIX.pack(_INSERT, relation.oid, b"N")
+    def _learn(self, relation: Message) -> None:
+        if not isinstance(relation, Relation):
+            return
+        self._described.add(relation.oid)
         if (relation.namespace, relation.name) == self._table:
             columns = [column.name for column in relation.columns]
-            self._layouts[prefix] = Layout.of(columns, self._mapping, ".".join(self._table))
-        else:
-            self._layouts[prefix] = None
-        self._outbox = self._prefix = _NO_PREFIX
+            self._layout = Layout.of(columns, self._mapping, ".".join(self._table))
+            self._outbox = relation.oid
+        elif relation.oid == self._outbox:
+            self._outbox = None
 
-    def _commit(self, message: CommitMessage) -> Lsn | None:
-        xid, self._xid = self._xid, None
-        self._outbox = _NO_PREFIX
-        if xid is None:
-            return message.end_lsn
-        if not _EARLIEST <= message.ts <= _LATEST:
+    def _take(self, some: Gulp) -> Lsn | None:
+        """Messages between which no table is described."""
+        kinds = some.kinds
+        if not _ORDER.fullmatch(b"B" * self.open + kinds):
+            raise ProtocolError("a row outside a transaction, or transactions within each other")
+        if kinds.translate(None, b"BCI"):
+            self._pass_over(some)
+        commits = some.places(_COMMIT)
+        ours = self._ours(some)
+        ends = self._ends(some, commits)
+        ends["rows"] = ours.searchsorted(commits)
+        return self._grouping.take(self._layout, some.rows(ours), ends)
+
+    def _pass_over(self, some: Gulp) -> None:
+        for place, kind in enumerate(some.kinds):
+            if kind not in b"BCI":
+                decode(some[place])
+
+    def _ours(self, some: Gulp) -> Places:
+        """Where the inserts into the outbox are."""
+        places = some.places(_INSERT)
+        found = some.read(places, INSERT)
+        if found["new"].tobytes().translate(None, b"N"):
+            raise ProtocolError("insert without a new row")
+        tables = set(found["oid"].tolist())
+        if not tables <= self._described:
+            raise ProtocolError("a row of a table that was not described")
+        return places if tables == {self._outbox} else places[found["oid"] == self._outbox]
+
+    def _ends(self, some: Gulp, commits: Places) -> Ends:
+        """The commits, each with the xid that its Begin has told."""
+        xids = some.read(some.places(_BEGIN), BEGIN)["xid"].tolist()
+        if self._xid is not None:
+            xids.insert(0, self._xid)
+        found = some.read(commits, COMMIT)
+        ends = np.empty(len(found), ENDS)
+        for name in ("lsn", "end_lsn", "ts"):
+            ends[name] = found[name]
+        ends["xid"] = xids[: len(found)]
+        self._xid = xids[-1] if len(xids) > len(found) else None
+        times = found["ts"]
+        if times.min(initial=0) < _EARLIEST or times.max(initial=0) > _LATEST:
             raise ProtocolError("commit time out of range")
-        finished = self._grouping.finish(message.commit_lsn, message.end_lsn, message.ts, xid)
-        return None if finished else message.end_lsn
+        return ends

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from relay.events import FIELDS
+from relay.events import FIELDS, POLLED, Lsn
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 from relay.source.tuples import FEW_ROWS, Walked, columns
 from relay.transactions import FACTS, Places, Rows, Transactions, text
 
-_PLACED_AT_ONCE = 1 << 18
-"""How many bytes of a large commit's rows are placed together."""
-
+_PLACED_AT_ONCE = 1_000
+_PLACED_BYTES = 1 << 18
+"""How many of a large commit's rows, and bytes of them, are placed together."""
 
 _NO_OFFSET = np.iinfo(np.int64).max
 
 
-class End(NamedTuple):
-    """Where a commit ends: how many rows there are up to it, and its facts (see `Commit`)."""
+Ends = NDArray[np.void]
+ENDS = np.dtype(
+    [
+        ("rows", np.int64),
+        ("lsn", np.uint64),
+        ("end_lsn", np.uint64),
+        ("ts", np.int64),
+        ("xid", np.int64),
+    ]
+)
+"""Where commits end: how many rows there are up to each, and what `Commit` has of it."""
 
-    rows: int
-    lsn: int
-    end_lsn: int
-    ts: int
-    xid: int
+
+def polled(ends: Sequence[int]) -> Ends:
+    """Where commits end whose rows were read from the table."""
+    return np.array([(rows, *POLLED) for rows in ends], ENDS)
 
 
 class Peeked(NamedTuple):
@@ -52,8 +61,8 @@ class Survey(NamedTuple):
     uniform: Sequence[bool]
     hosts: Sequence[bytes | None]
     ids: Sequence[bytes | None]
-    first_offsets: Sequence[int] | Places
-    last_offsets: Sequence[int] | Places
+    first_offsets: Places
+    last_offsets: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +94,20 @@ class Layout:
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users)
 
-    def survey(self, rows: Rows, ends: Sequence[int]) -> Survey:
-        """Look at the rows of commits that end at some places. Raises as `peek` does."""
-        if len(rows) < FEW_ROWS or None in self.places[:3]:
-            return self._survey(rows, ends)
-        return self._survey_together(rows, np.array(ends))
+    def survey(self, rows: Rows, ends: Places) -> Survey | None:
+        """Look at the rows of commits that end at some places. Raises as `peek` does.
 
-    def _survey(self, rows: Rows, ends: Sequence[int]) -> Survey:
-        peeked = self.peek(rows)
-        found = []
-        for start, end in pairwise((0, *ends)):
-            host, transaction_id = peeked.hosts[start], peeked.transaction_ids[start]
-            offsets = peeked.offsets[start:end]
-            uniform = (
-                transaction_id is not None
-                and peeked.transaction_ids[start:end].count(transaction_id) == end - start
-                and peeked.hosts[start:end].count(host) == end - start
-            )
-            first = min(filter(None, offsets), default=0)
-            found.append((uniform, host, transaction_id, first, max(offsets)))
-        return Survey(*zip(*found, strict=True))
-
-    def _survey_together(self, rows: Rows, ends: Places) -> Survey:
-        host, transaction_id, offset = (place or 0 for place in self.places[:3])
-        walked = Walked(rows, (host, transaction_id, offset))
+        None where looking at them together gains nothing: they are few, or have no transaction_id.
+        """
+        host, transaction_id, offset, _ = self.places
+        if len(rows) < FEW_ROWS or host is None or transaction_id is None:
+            return None
+        walked = Walked(rows, [place for place in self.places[:3] if place is not None])
         starts = np.concatenate(([0], ends[:-1]))
         alike = np.ones(len(rows), np.bool_)
         alike[1:] = walked.repeats(host) & walked.repeats(transaction_id)
         alike[starts] = ~walked.absent(transaction_id)[starts]
-        offsets = walked.numbers(offset)
-        if offsets is None:
-            offsets = np.array(self._numbers(walked.values(offset)))
+        offsets = self._offsets(walked, offset, len(rows))
         known = np.where(offsets == 0, _NO_OFFSET, offsets)
         first = np.minimum.reduceat(known, starts)
         return Survey(
@@ -125,6 +117,12 @@ class Layout:
             np.where(first == _NO_OFFSET, 0, first),
             np.maximum.reduceat(offsets, starts),
         )
+
+    def _offsets(self, walked: Walked, place: int | None, count: int) -> Places:
+        if place is None:
+            return np.zeros(count, np.int64)
+        numbers = walked.numbers(place)
+        return np.array(self._numbers(walked.values(place))) if numbers is None else numbers
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
@@ -198,13 +196,14 @@ class _Groups:
             group.rows.clear()
         self._spool = spool
 
-    def received(self, end: End) -> Transactions:
-        """The rows as a whole commit."""
+    def received(self, end: Ends) -> Transactions:
+        """The rows as a whole commit, which ends there."""
         if self._spool is not None:
             self._spool.seal()
         groups = self._groups.values()
+        _, *commit = end.item()
         facts = [
-            (*end[1:], group.first_offset, group.last_offset, group.events, group.size, place)
+            (*commit, group.first_offset, group.last_offset, group.events, group.size, place)
             for place, group in enumerate(groups)
         ]
         spooled = tuple(group.spooled for group in groups if group.spooled is not None)
@@ -243,64 +242,52 @@ class _Groups:
 class Grouping:
     """Takes the rows of one commit after the other, and looks at those of many commits together.
 
-    Each row comes behind a header of so many bytes. A commit above `max_bytes` goes to a spool file.
+    A commit above `max_bytes` goes to a spool file.
     """
 
     def __init__(
-        self,
-        mapping: dict[str, str],
-        max_bytes: int,
-        spool_directory: Path | None = None,
-        header: int = 0,
+        self, mapping: dict[str, str], max_bytes: int, spool_directory: Path | None = None
     ) -> None:
         self._mapping = mapping
         self._max_bytes = max_bytes
         self._spool_directory = spool_directory
-        self._header = header
         self.clear()
 
     def clear(self) -> None:
         """Forget everything taken so far."""
         self._layout: Layout | None = None
-        self._rows: list[bytes] = []
-        self._unplaced = 0
-        self._limit = self._max_bytes
-        self._open: _Groups | None = None
-        self._ends: list[End] = []
+        self._placed: _Groups | None = None
         self._finished: list[Transactions] = []
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        # Rows that were not looked at yet, and where commits end among them; behind the last end, the open commit's.
+        self._kept: list[Rows] = []
+        self._ends: list[Ends] = []
+        self._count = self._open_rows = self._open_size = 0
 
     @property
     def size(self) -> int:
         """Bytes that the open commit holds in memory."""
-        return self._unplaced + (self._open.size if self._open else 0)
+        return self._open_size + (self._placed.size if self._placed else 0)
 
-    @property
-    def waiting(self) -> int:
-        """How many rows have not been looked at yet."""
-        return len(self._rows)
+    def take(self, layout: Layout | None, rows: Rows, ends: Ends) -> Lsn | None:
+        """Take rows, undecoded, and where commits end among them. Without rows, the layout does not matter.
 
-    def add(self, layout: Layout, rows: Sequence[bytes]) -> None:
-        """Take rows of the open commit, undecoded. Raises ProtocolError where an earlier one is cut short."""
-        if layout is not self._layout:
+        Returns the end of the last commit that has no rows at all, if there is one. Raises ProtocolError where a row is
+        cut short.
+        """
+        if len(rows) and layout is not self._layout:
             self._change(layout)
-        self._rows += rows
-        self._unplaced += sum(map(len, rows)) - self._header * len(rows)
-        if self._unplaced > self._limit:
-            self._place(layout)
-
-    def finish(self, lsn: int, end_lsn: int, ts: int, xid: int) -> bool:
-        """The open commit is whole; returns whether it has rows."""
-        if self._open is None and not self._unplaced:
-            return False
-        if self._open is not None:
-            if self._layout is not None and self._rows:
-                self._place(self._layout)
-            self._finished.append(self._open.received(End(0, lsn, end_lsn, ts, xid)))
-            self._open, self._limit = None, self._max_bytes
-            return True
-        self._ends.append(End(len(self._rows), lsn, end_lsn, ts, xid))
-        self._unplaced = 0
-        return True
+        if self._fits(rows):
+            return self._keep(rows, ends)
+        passed: Lsn | None = None
+        first = 0
+        for place, last in enumerate(ends["rows"].tolist()):
+            passed = self._take_one(rows.part(first, last), ends[place : place + 1]) or passed
+            first = last
+        self._take_one(rows.part(first, len(rows)), ends[:0])
+        return passed
 
     def fetch(self) -> list[Transactions]:
         """The commits that were finished since the last time. Raises ProtocolError where a row is cut short."""
@@ -308,57 +295,109 @@ class Grouping:
         finished, self._finished = self._finished, []
         return finished
 
-    def _change(self, layout: Layout) -> None:
+    def _fits(self, rows: Rows) -> bool:
+        """Whether no commit can be too large to be looked at together with others."""
+        return self._placed is None and self._open_size + rows.size <= self._max_bytes
+
+    def _take_one(self, rows: Rows, end: Ends) -> Lsn | None:
+        """Take rows of one commit, and its end if it has come."""
+        if self._fits(rows):
+            end = end.copy()
+            end["rows"] = len(rows)
+            return self._keep(rows, end)
+        self._look()
+        self._place(rows)
+        if len(end) and self._placed is not None:
+            self._finished.append(self._placed.received(end[0]))
+            self._placed = None
+        return None
+
+    def _keep(self, rows: Rows, ends: Ends) -> Lsn | None:
+        """Put rows and ends aside until they are fetched."""
+        before = self._count
+        if len(rows):
+            self._kept.append(rows)
+            self._count += len(rows)
+        if not len(ends):
+            self._open_rows += len(rows)
+            self._open_size += rows.size
+            return None
+        upto = ends["rows"]
+        whole = upto > np.concatenate(((-self._open_rows,), upto[:-1]))
+        behind = rows.part(int(upto[-1]), len(rows))
+        self._open_rows, self._open_size = len(behind), behind.size
+        found = ends[whole]
+        if len(found):
+            found["rows"] += before
+            self._ends.append(found)
+        return None if len(found) == len(ends) else Lsn(ends["end_lsn"][~whole][-1])
+
+    def _change(self, layout: Layout | None) -> None:
         """The rows that follow are of another shape."""
         self._look()
-        if self._layout is not None and self._rows:
-            self._place(self._layout)
+        if self._open_rows:
+            self._place(Rows.of([]))
         self._layout = layout
 
-    def _place(self, layout: Layout) -> None:
-        """Place the rows of the open commit one by one."""
-        self._look()
-        if self._open is None:
-            self._open = _Groups(self._mapping, layout)
-        self._open.place(layout, Rows.of(self._rows, self._header))
-        self._rows, self._unplaced = [], 0
-        if self._open.size > self._max_bytes:
-            self._open.spill(self._spool_directory)
-        self._limit = min(self._max_bytes - self._open.size, _PLACED_AT_ONCE)
+    def _place(self, rows: Rows) -> None:
+        """Place the rows of the open commit, those that were kept and these, one by one."""
+        if self._layout is None:
+            return
+        if self._placed is None:
+            self._placed = _Groups(self._mapping, self._layout)
+        kept = self._kept
+        self._forget_kept()
+        for part in (*kept, rows):
+            for some in part.portions(_PLACED_AT_ONCE, _PLACED_BYTES):
+                self._placed.place(self._layout, some)
+                if self._placed.size > self._max_bytes:
+                    self._placed.spill(self._spool_directory)
 
     def _look(self) -> None:
         """Group the rows of the commits that are finished; those of the open one stay."""
         if self._layout is None or not self._ends:
             return
-        ends, self._ends = self._ends, []
-        last = ends[-1].rows
-        rows = Rows.of(self._rows[:last], self._header)
-        self._rows = self._rows[last:]
-        survey = self._layout.survey(rows, [end.rows for end in ends])
+        ends = np.concatenate(self._ends) if len(self._ends) > 1 else self._ends[0]
+        self._ends = []
+        rows = Rows.joined(self._kept)
+        last = int(ends["rows"][-1])
+        self._kept = [rows.part(last, len(rows))] if last < len(rows) else []
+        self._count -= last
+        rows = rows.part(0, last)
+        survey = self._layout.survey(rows, ends["rows"])
+        if survey is None:
+            self._place_each(self._layout, rows, ends)
+            return
         commits = _as_transactions(self._layout, rows, ends, survey)
         place = 0
         for uniform, run in groupby(survey.uniform):
             first, place = place, place + len(list(run))
             if uniform:
                 self._finished.append(commits.part(first, place))
-                continue
-            for odd in range(first, place):
-                groups = _Groups(self._mapping, self._layout)
-                groups.place(self._layout, commits.part(odd, odd + 1).rows)
-                self._finished.append(groups.received(ends[odd]))
+            else:
+                start = int(ends["rows"][first - 1]) if first else 0
+                self._place_each(self._layout, rows, ends[first:place], start)
+
+    def _place_each(self, layout: Layout, rows: Rows, ends: Ends, start: int = 0) -> None:
+        """Group the rows of each commit one by one; the first commit begins with the row `start`."""
+        for end in ends:
+            stop = int(end["rows"])
+            groups = _Groups(self._mapping, layout)
+            groups.place(layout, rows.part(start, stop))
+            self._finished.append(groups.received(end))
+            start = stop
 
 
-def _as_transactions(
-    layout: Layout, rows: Rows, ends: Sequence[End], survey: Survey
-) -> Transactions:
+def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> Transactions:
     """Commits as if each were a business transaction of its own."""
     known: dict[bytes, int] = {}
     facts = np.empty(len(ends), FACTS)
-    counts, facts["lsn"], facts["end_lsn"], facts["ts"], facts["xid"] = zip(*ends, strict=True)
+    for name in ("lsn", "end_lsn", "ts", "xid"):
+        facts[name] = ends[name]
     facts["first_offset"] = survey.first_offsets
     facts["last_offset"] = survey.last_offsets
-    facts["events"] = np.diff(counts, prepend=0)
-    facts["size"] = np.add.reduceat(rows.sizes, np.array((0, *counts[:-1])))
+    facts["events"] = np.diff(ends["rows"], prepend=0)
+    facts["size"] = np.add.reduceat(rows.sizes, ends["rows"] - facts["events"])
     facts["hosts"] = [known.setdefault(host or b"", len(known)) for host in survey.hosts]
     hosts = [(text(host),) for host in known]
     return Transactions(layout.columns, facts, survey.ids, hosts, rows)

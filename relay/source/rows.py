@@ -16,15 +16,16 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
 from relay.config import Settings
-from relay.events import POLLED, Lsn
+from relay.events import Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for
-from relay.source.grouping import Grouping, Layout
+from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
-from relay.transactions import Transactions
+from relay.transactions import Rows, Transactions
 
 Connection = psycopg.Connection[Any]
 _FETCHED_AT_ONCE = 1_000
-"""How many rows are grouped together."""
+_FETCHED_BYTES = 1 << 20
+"""How many rows, and bytes of them, are grouped together."""
 
 Floors = Mapping[int, int]
 """The least c_offset of each partition that is still to be applied."""
@@ -245,18 +246,24 @@ class OutboxRows:
         last: tuple[bytes | None, bytes | None] | None = None
         name = self._mapping["transaction_id"]
         place = columns.index(name) if name in columns else None
+        rows: list[bytes] = []
+        size = 0
+        ends: list[int] = []
         for xmin, *cells in self._read(conn, columns, floors, upto):
             transaction_id = None if place is None else cells[place]
             follows = last is not None and (
                 xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
             )
-            if not follows:
-                grouping.finish(*POLLED)
-                if grouping.waiting > _FETCHED_AT_ONCE:
-                    yield from grouping.fetch()
             last = (xmin, transaction_id)
-            grouping.add(layout, [encode_tuple(cells)])
-        grouping.finish(*POLLED)
+            if not follows:
+                ends.append(len(rows))
+            if len(rows) >= _FETCHED_AT_ONCE or size >= _FETCHED_BYTES:
+                grouping.take(layout, Rows.of(rows), polled(ends))
+                yield from grouping.fetch()
+                rows, size, ends = [], 0, []
+            rows.append(encode_tuple(cells))
+            size += len(rows[-1])
+        grouping.take(layout, Rows.of(rows), polled([*ends, len(rows)]))
         yield from grouping.fetch()
 
     def _read(

@@ -11,17 +11,18 @@ from operator import eq
 from struct import Struct
 
 import numpy as np
-from numpy.typing import NDArray
 
 from relay.events import FIELDS, Event, Row
 from relay.source.pgoutput import NULL, TEXT, ProtocolError
-from relay.transactions import Mask, Places, Rows
+from relay.transactions import Mask, Places, Rows, at_each_octet
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
 _U16 = Struct(">H")
 _U32 = Struct(">I")
-_WORD = 8
+_LENGTH = np.dtype(">u4")
+_EIGHT = np.dtype(np.uint64)
+_WORD = _EIGHT.itemsize
 _DIGITS = 18
 """As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
 _ZERO = ord("0")
@@ -86,8 +87,7 @@ class Walked:
         self._data = data = rows.data
         self._octets = np.frombuffer(data, np.uint8)
         self._spans: dict[int, tuple[Places, Places, Mask]] = {}
-        # The length behind a kind stands anywhere: a view of every four bytes in a row as a number.
-        lengths: NDArray[np.uint32] = np.ndarray(len(data) - 3, ">u4", data, strides=(1,))
+        lengths = at_each_octet(data, _LENGTH)
         at = rows.starts + 2
         for place in range(max(wanted, default=-1) + 1):
             if (at >= rows.ends).any():
@@ -131,9 +131,7 @@ class Walked:
         if size < _WORD or not present.all() or (length != size).any():
             values = self.values(place)
             return np.fromiter(map(eq, values[1:], values), np.bool_)
-        words: NDArray[np.uint64] = np.ndarray(
-            len(self._data) - _WORD + 1, "<u8", self._data, strides=(1,)
-        )
+        words = at_each_octet(self._data, _EIGHT)
         same: Mask = np.ones(len(start) - 1, np.bool_)
         for offset in (*range(0, size - _WORD, _WORD), size - _WORD):
             found = words[start + offset]

@@ -19,6 +19,7 @@ from threading import Condition, Event, Thread
 
 import psycopg
 from psycopg import sql
+from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import ExecStatus
 from psycopg.rows import scalar_row
@@ -124,6 +125,7 @@ class WalSource:
             settings.source.mapping,
             settings.batch.max_bytes,
             settings.batch.spool_directory,
+            _DATA_START,
         )
         self._queue: deque[Transactions] = deque()
         self._changed = Condition()
@@ -495,7 +497,7 @@ class WalSource:
         size = 0
         asked = False
         position = Lsn(0)
-        messages: list[bytes] = []
+        messages: list[Buffer] = []
         while size < GULP_BYTES:
             pgconn.consume_input()
             while True:
@@ -505,7 +507,7 @@ class WalSource:
                 size += length
                 kind = data[0]
                 if kind == _XLOG_DATA:
-                    messages.append(bytes(data[_DATA_START:]))
+                    messages.append(data)
                 elif kind == _KEEPALIVE:
                     position = self._assembler.feed(messages) or position
                     messages.clear()

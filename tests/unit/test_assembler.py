@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from operator import attrgetter
 
 import pytest
@@ -503,6 +503,58 @@ def test_commits_that_are_fetched_together_are_the_same(
         fetched = chain.from_iterable(assembler.fetch())
         found = [as_found(list(each)) for _, each in groupby(fetched, attrgetter("commit"))]
     assert found == as_expected(commits)
+
+
+@given(
+    st.lists(
+        st.lists(INSERTS | SHAPES | st.sampled_from(["other", "update", "message"]), max_size=6),
+        max_size=6,
+    ),
+    st.integers(0, 400),
+    st.sets(st.integers(0, 60)),
+    st.integers(0, 30),
+)
+def test_however_the_stream_is_cut_it_is_the_same(
+    commits: list[list[Cells | tuple[str, ...] | str]],
+    max_bytes: int,
+    cuts: set[int],
+    header: int,
+) -> None:
+    noise = {
+        "other": inserted(("id",), OTHER, id=b"x"),
+        "update": wire.update(OUTBOX, [b"9"] * len(COLUMNS)),
+        "message": wire.logical_message(1, 5, "prefix", b"content"),
+    }
+    stream = [described(("id",), OTHER, ("public", "account")), described()]
+    columns: tuple[str, ...] = COLUMNS
+    for number, steps in enumerate(commits, start=1):
+        inside = []
+        for step in steps:
+            match step:
+                case str():
+                    inside.append(noise[step])
+                case tuple():
+                    columns = step
+                    inside.append(described(columns))
+                case _:
+                    inside.append(inserted_row({**step, "id": b"%d" % number}, columns))
+        stream += committed(*inside, number=number)
+    one_by_one = feed(new_assembler(max_bytes), stream)
+    assembler = Assembler(TABLE, MAPPING, max_bytes, header=header)
+    came: list[Undecoded] = []
+    passed = []
+    ends = sorted({len(stream), *(cut for cut in cuts if cut < len(stream))})
+    for first, last in pairwise([0, *ends]):
+        passed.append(
+            assembler.feed([memoryview(bytes(header) + each) for each in stream[first:last]])
+        )
+        came += chain.from_iterable(assembler.fetch())
+    expected = [each for some in one_by_one if isinstance(some, Transactions) for each in some]
+    assert as_found(came) == as_found(expected)
+    assert [each.commit for each in came] == [each.commit for each in expected]
+    empty = [each for each in one_by_one if not isinstance(each, Transactions)]
+    assert max(filter(None, passed), default=None) == max(empty, default=None)
+    assert assembler.size == 0
 
 
 @given(COMMITS, st.integers(0, 400))

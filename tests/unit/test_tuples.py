@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -98,21 +99,22 @@ def expected_of(rows: Sequence[tuple[bytes | None, ...]]) -> tuple[object, ...] 
     return *hosts, *ids, min(numbers - {0}, default=0), max(numbers)
 
 
-@pytest.fixture(params=[0, 1_000], ids=["together", "one by one"])
-def _way_of_surveying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "FEW_ROWS", request.param)
+@pytest.fixture
+def _no_row_is_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "FEW_ROWS", 0)
 
 
 def survey(
-    commits: Sequence[Sequence[tuple[bytes | None, ...]]],
+    commits: Sequence[Sequence[tuple[bytes | None, ...]]], columns: Sequence[str] = PEEKED
 ) -> list[tuple[object, ...] | None]:
     rows = Rows.of([wire.tuple_data(row) for commit in commits for row in commit])
-    ends = list(accumulate(map(len, commits)))
-    found = Layout.of(PEEKED, {}, "outbox").survey(rows, ends)
+    ends = np.fromiter(accumulate(map(len, commits)), np.int64)
+    found = Layout.of(columns, {}, "outbox").survey(rows, ends)
+    assert found is not None
     return [tuple(facts) if uniform else None for uniform, *facts in zip(*found, strict=True)]
 
 
-@pytest.mark.usefixtures("_way_of_surveying")
+@pytest.mark.usefixtures("_no_row_is_few")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(COMMITS)
 def test_a_commit_of_one_transaction_and_host_is_uniform(
@@ -121,11 +123,19 @@ def test_a_commit_of_one_transaction_and_host_is_uniform(
     assert survey(commits) == [expected_of(commit) for commit in commits]
 
 
-@pytest.mark.usefixtures("_way_of_surveying")
+@pytest.mark.usefixtures("_no_row_is_few")
 @pytest.mark.parametrize("offset", [b"", b"x", b"1x", b"1.5", b" 1", b"-", b"0x10", b"\xb2"])
 def test_an_offset_that_is_no_number_is_said(offset: bytes) -> None:
     with pytest.raises(ConfigurationError, match="c_offset"):
         survey([[(b"h", b"t", b"7")], [(b"h", b"t", offset)]])
+
+
+@pytest.mark.usefixtures("_no_row_is_few")
+def test_an_outbox_without_offsets_has_commits_that_are_uniform_too() -> None:
+    assert survey([[(b"h", b"t")] * 2, [(b"h", b"u")]], PEEKED[:2]) == [
+        (b"h", b"t", 0, 0),
+        (b"h", b"u", 0, 0),
+    ]
 
 
 @given(st.lists(st.none() | st.integers(0, 10**18 - 1), min_size=1))
