@@ -184,7 +184,7 @@ def test_concurrent_publishers_lose_nothing(outbox: Outbox, mode: str) -> None:
 
 
 def test_the_index_finds_the_rows_of_a_partition(outbox: Outbox) -> None:
-    outbox.fill(40_000, events=5, hosts=64)
+    outbox.fill(4_000, events=50, hosts=64)
     outbox.conn.execute("vacuum analyze outbox_message_t")
     prefer_index(outbox.conn)
     for rows in (1_000, 10_000, 80_000):
