@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,8 +16,7 @@ from relay.source.pgoutput import Message, ProtocolError, Relation, decode
 from relay.transactions import Places, Transactions
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
-_ORDER = re.compile(rb"(?:[^BCI]*+B[^BC]*+C)*+[^BCI]*+(?:B[^BC]*+)?")
-"""The kinds of messages: every Begin has its Commit, but for the last one, and there are no rows outside."""
+_OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})
 
 _MICROSECOND = timedelta(microseconds=1)
 _EARLIEST = (datetime.min.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
@@ -97,20 +95,29 @@ class Assembler:
 
     def _take(self, some: Gulp) -> Lsn | None:
         """Messages between which no table is described."""
-        kinds = some.kinds
-        if not _ORDER.fullmatch(b"B" * self.open + kinds):
-            raise ProtocolError("a row outside a transaction, or transactions within each other")
-        if kinds.translate(None, b"BCI"):
-            self._pass_over(some)
+        self._check_order(some.kinds)
+        self._pass_over(some)
         commits = some.places(_COMMIT)
         ours = self._ours(some)
         ends = self._ends(some, commits)
         ends["rows"] = ours.searchsorted(commits)
         return self._grouping.take(self._layout, some.rows(ours), ends)
 
+    def _check_order(self, kinds: bytes) -> None:
+        """Begins and Commits come in turn, and rows between them."""
+        marks = (b"B" * self.open + kinds).translate(None, _OTHER_KINDS)
+        turns = marks.translate(None, b"I")
+        if not (b"BC" * len(turns)).startswith(turns):
+            raise ProtocolError("transactions that do not begin and commit in turn")
+        if marks.startswith(b"I") or b"CI" in marks:
+            raise ProtocolError("a row outside a transaction")
+
     def _pass_over(self, some: Gulp) -> None:
+        """Decode what carries no rows, since that finds what is malformed."""
+        if not some.kinds.translate(None, b"BCI"):
+            return
         for place, kind in enumerate(some.kinds):
-            if kind not in b"BCI":
+            if kind in _OTHER_KINDS:
                 decode(some[place])
 
     def _ours(self, some: Gulp) -> Places:
