@@ -429,11 +429,12 @@ def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
     outbox: Outbox, webhook: Webhook, tmp_path: Path
 ) -> None:
     webhook.answers = lambda _, body: Answer(200, after=0.2)
-    for number in range(60):
-        outbox.publish(host(number % 2), event(number))
+    # What is committed together is in one batch.
+    with outbox.conn.transaction():
+        for number in range(60):
+            outbox.publish(host(number % 2), event(number))
     config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook))
     with running(config) as service:
-        # The first batch may be a small one; then this is the second.
         wait_until(lambda: len(webhook.taken) >= 20)
         began = time.monotonic()
         assert service.terminate() == 0
