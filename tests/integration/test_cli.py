@@ -51,7 +51,8 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
         assert status["slot"]["name"] == outbox.slot
         assert status["slot"]["active"] is False
         assert status["slot"]["wal_status"] == "reserved"
-        assert status["slot"]["lag_bytes"] < 100_000
+        # relay itself writes a little after its last report, and whole pages where a checkpoint has just been.
+        assert status["slot"]["lag_bytes"] < 1_000_000
         assert max(p["next_offset"] for p in status["partitions"]) == counts["events"] + 1
         assert len(status["partitions"]) == 8
         assert status["dead_letters"] == 0
