@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from psycopg.abc import Buffer
 
 from relay.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
 
 Places = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
+COMMIT_FACTS = [("lsn", np.uint64), ("end_lsn", np.uint64), ("ts", np.int64), ("xid", np.int64)]
+"""What `Commit` has, in its order."""
 FACTS = np.dtype(
     [
-        ("lsn", np.uint64),
-        ("end_lsn", np.uint64),
-        ("ts", np.int64),
-        ("xid", np.int64),
+        *COMMIT_FACTS,
         ("first_offset", np.int64),
         ("last_offset", np.int64),
         ("events", np.int64),
@@ -61,7 +61,7 @@ class Rows:
         self.ends = ends
 
     @classmethod
-    def of(cls, rows: Sequence[bytes]) -> Self:
+    def of(cls, rows: Sequence[Buffer]) -> Self:
         """Put rows into one buffer."""
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         ends = np.cumsum(sizes)
@@ -119,6 +119,10 @@ class Rows:
     def take(self, chosen: Places | Mask) -> Rows:
         """Those at some places, or those that are marked, in order."""
         return Rows(self.data, self.starts[chosen], self.ends[chosen])
+
+    def behind(self, header: int) -> Rows:
+        """What of each comes behind a header of so many bytes."""
+        return Rows(self.data, self.starts + header, self.ends)
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
         """As many together as reach a count or a size in bytes."""

@@ -16,7 +16,7 @@ from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 from relay.source.tuples import FEW_ROWS, Walked, columns
-from relay.transactions import FACTS, Places, Rows, Transactions, text
+from relay.transactions import COMMIT_FACTS, FACTS, Places, Rows, Transactions, text
 
 _PLACED_AT_ONCE = 1_000
 _PLACED_BYTES = 1 << 18
@@ -26,15 +26,7 @@ _NO_OFFSET = np.iinfo(np.int64).max
 
 
 Ends = NDArray[np.void]
-ENDS = np.dtype(
-    [
-        ("rows", np.int64),
-        ("lsn", np.uint64),
-        ("end_lsn", np.uint64),
-        ("ts", np.int64),
-        ("xid", np.int64),
-    ]
-)
+ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
 """Where commits end: how many rows there are up to each, and what `Commit` has of it."""
 
 
@@ -264,7 +256,7 @@ class Grouping:
         # Rows that were not looked at yet, and where commits end among them; behind the last end, the open commit's.
         self._kept: list[Rows] = []
         self._ends: list[Ends] = []
-        self._count = self._open_rows = self._open_size = 0
+        self._open_size = 0
 
     @property
     def size(self) -> int:
@@ -314,18 +306,16 @@ class Grouping:
 
     def _keep(self, rows: Rows, ends: Ends) -> Lsn | None:
         """Put rows and ends aside until they are fetched."""
-        before = self._count
+        before = sum(map(len, self._kept))
+        ended = int(self._ends[-1]["rows"][-1]) if self._ends else 0
         if len(rows):
             self._kept.append(rows)
-            self._count += len(rows)
         if not len(ends):
-            self._open_rows += len(rows)
             self._open_size += rows.size
             return None
         upto = ends["rows"]
-        whole = upto > np.concatenate(((-self._open_rows,), upto[:-1]))
-        behind = rows.part(int(upto[-1]), len(rows))
-        self._open_rows, self._open_size = len(behind), behind.size
+        whole = upto > np.concatenate(((ended - before,), upto[:-1]))
+        self._open_size = rows.part(int(upto[-1]), len(rows)).size
         found = ends[whole]
         if len(found):
             found["rows"] += before
@@ -335,7 +325,7 @@ class Grouping:
     def _change(self, layout: Layout | None) -> None:
         """The rows that follow are of another shape."""
         self._look()
-        if self._open_rows:
+        if self._kept:
             self._place(Rows.of([]))
         self._layout = layout
 
@@ -362,7 +352,6 @@ class Grouping:
         rows = Rows.joined(self._kept)
         last = int(ends["rows"][-1])
         self._kept = [rows.part(last, len(rows))] if last < len(rows) else []
-        self._count -= last
         rows = rows.part(0, last)
         survey = self._layout.survey(rows, ends["rows"])
         if survey is None:
@@ -392,7 +381,7 @@ def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> 
     """Commits as if each were a business transaction of its own."""
     known: dict[bytes, int] = {}
     facts = np.empty(len(ends), FACTS)
-    for name in ("lsn", "end_lsn", "ts", "xid"):
+    for name, _ in COMMIT_FACTS:
         facts[name] = ends[name]
     facts["first_offset"] = survey.first_offsets
     facts["last_offset"] = survey.last_offsets

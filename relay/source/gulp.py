@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from psycopg.abc import Buffer
 
 from relay.source.pgoutput import ProtocolError
-from relay.transactions import SPARE, Places, Rows, at_each_octet
+from relay.transactions import Places, Rows, at_each_octet
 
 BEGIN = np.dtype([("kind", "u1"), ("lsn", ">u8"), ("ts", ">i8"), ("xid", ">u4")])
 COMMIT = np.dtype(
@@ -32,30 +32,27 @@ class Gulp:
     Raises ProtocolError where one is cut short.
     """
 
-    __slots__ = ("_data", "_ends", "_starts", "kinds")
+    __slots__ = ("_messages", "kinds")
 
-    def __init__(self, data: bytes, starts: Places, ends: Places) -> None:
-        self._data = data
-        self._starts = starts
-        self._ends = ends
-        kinds = np.frombuffer(data, np.uint8)[starts]
-        if (ends - starts < _SHORTEST[kinds]).any():
+    def __init__(self, messages: Rows) -> None:
+        self._messages = messages
+        kinds = np.frombuffer(messages.data, np.uint8)[messages.starts]
+        if (messages.sizes < _SHORTEST[kinds]).any():
             raise ProtocolError("malformed pgoutput message")
         self.kinds: bytes = kinds.tobytes()
 
     @classmethod
     def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
         """Messages that each come behind a header of so many bytes."""
-        sizes = np.fromiter(map(len, messages), np.int64, len(messages))
-        ends = sizes.cumsum()
-        return cls(b"".join((*messages, SPARE)), ends - sizes + header, ends)
+        return cls(Rows.of(messages).behind(header))
 
     def __getitem__(self, place: int) -> bytes:
-        return self._data[self._starts[place] : self._ends[place]]
+        found = self._messages
+        return found.data[found.starts[place] : found.ends[place]]
 
     def part(self, first: int, last: int) -> Gulp:
         """Those from the place `first` up to `last`."""
-        return Gulp(self._data, self._starts[first:last], self._ends[first:last])
+        return Gulp(self._messages.part(first, last))
 
     def places(self, kind: int) -> Places:
         """Where the messages of a kind are."""
@@ -64,8 +61,8 @@ class Gulp:
 
     def read(self, places: Places, form: np.dtype[np.void]) -> NDArray[np.void]:
         """What messages begin with."""
-        return at_each_octet(self._data, form)[self._starts[places]]
+        return at_each_octet(self._messages.data, form)[self._messages.starts[places]]
 
     def rows(self, places: Places) -> Rows:
         """The rows of Inserts."""
-        return Rows(self._data, self._starts[places] + INSERT.itemsize, self._ends[places])
+        return self._messages.take(places).behind(INSERT.itemsize)

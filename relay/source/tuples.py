@@ -109,11 +109,9 @@ class Walked:
         if not present.any():
             return [None] * len(present)
         data = self._data
-        size = int(stop[0] - start[0])
-        if 0 < size <= _EVEN_BYTES and present.all() and (stop - start == size).all():
-            even: list[bytes | None] = at_each_octet(data, np.dtype((np.void, size)))[
-                start
-            ].tolist()
+        size = self._even_size(place)
+        if 0 < size <= _EVEN_BYTES:
+            even: list[bytes | None] = at_each_octet(data, np.dtype(f"V{size}"))[start].tolist()
             return even
         spans = zip(start.tolist(), stop.tolist(), strict=True)
         found: list[bytes | None] = [data[first:last] for first, last in spans]
@@ -133,10 +131,9 @@ class Walked:
 
     def repeats(self, place: int) -> Mask:
         """Where the column has the value of the row before, or, as there, none."""
-        start, stop, present = self._spans[place]
-        length = stop - start
-        size = int(length[0])
-        if size < _WORD or not present.all() or (length != size).any():
+        start, _, _ = self._spans[place]
+        size = self._even_size(place)
+        if size < _WORD:
             values = self.values(place)
             return np.fromiter(map(eq, values[1:], values), np.bool_)
         words = at_each_octet(self._data, _EIGHT)
@@ -145,6 +142,13 @@ class Walked:
             found = words[start + offset]
             same &= found[1:] == found[:-1]
         return same
+
+    def _even_size(self, place: int) -> int:
+        """The length that the column's value has in every row; 0 where there is no such length."""
+        start, stop, present = self._spans[place]
+        length = stop - start
+        size = int(length[0])
+        return size if present.all() and (length == size).all() else 0
 
     def numbers(self, place: int) -> Places | None:
         """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""

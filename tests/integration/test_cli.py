@@ -46,7 +46,10 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
             assert relay("status", "--config", config, "--check").returncode == 0
             assert service.terminate() == 0
         outbox.assert_exact()
+        behind = "select pg_current_wal_lsn() - confirmed_flush_lsn from pg_replication_slots where slot_name = %s"
+        least = outbox.value(behind, (outbox.slot,))
         status = json.loads(relay("status", "--config", config, "--json").stdout)
+        assert least <= status["slot"]["lag_bytes"] <= outbox.value(behind, (outbox.slot,))
         assert status["source_mode"] == "wal"
         assert status["slot"]["name"] == outbox.slot
         assert status["slot"]["active"] is False

@@ -420,7 +420,10 @@ INSERTS = st.fixed_dictionaries(
 COMMITS = st.lists(st.lists(INSERTS | SHAPES, max_size=12), max_size=5)
 
 
-def as_messages(commits: Sequence[Sequence[Cells | tuple[str, ...]]]) -> Iterator[bytes]:
+def as_messages(
+    commits: Sequence[Sequence[Cells | tuple[str, ...] | bytes]],
+) -> Iterator[bytes]:
+    """Rows, new shapes of the table, and messages as they are."""
     columns: tuple[str, ...] = COLUMNS
     yield described(columns)
     for number, steps in enumerate(commits, start=1):
@@ -429,6 +432,8 @@ def as_messages(commits: Sequence[Sequence[Cells | tuple[str, ...]]]) -> Iterato
             if isinstance(step, tuple):
                 columns = step
                 inside.append(described(columns))
+            elif isinstance(step, bytes):
+                inside.append(step)
             else:
                 inside.append(inserted_row({**step, "id": b"%d.%d" % (number, position)}, columns))
         yield from committed(*inside, number=number)
@@ -505,40 +510,28 @@ def test_commits_that_are_fetched_together_are_the_same(
     assert found == as_expected(commits)
 
 
+NOISE = st.sampled_from(
+    [
+        inserted(("id",), OTHER, id=b"x"),
+        wire.update(OUTBOX, [b"9"] * len(COLUMNS)),
+        wire.logical_message(1, 5, "prefix", b"content"),
+    ]
+)
+
+
 @given(
-    st.lists(
-        st.lists(INSERTS | SHAPES | st.sampled_from(["other", "update", "message"]), max_size=6),
-        max_size=6,
-    ),
+    st.lists(st.lists(INSERTS | SHAPES | NOISE, max_size=6), max_size=6),
     st.integers(0, 400),
     st.sets(st.integers(0, 60)),
     st.integers(0, 30),
 )
 def test_however_the_stream_is_cut_it_is_the_same(
-    commits: list[list[Cells | tuple[str, ...] | str]],
+    commits: list[list[Cells | tuple[str, ...] | bytes]],
     max_bytes: int,
     cuts: set[int],
     header: int,
 ) -> None:
-    noise = {
-        "other": inserted(("id",), OTHER, id=b"x"),
-        "update": wire.update(OUTBOX, [b"9"] * len(COLUMNS)),
-        "message": wire.logical_message(1, 5, "prefix", b"content"),
-    }
-    stream = [described(("id",), OTHER, ("public", "account")), described()]
-    columns: tuple[str, ...] = COLUMNS
-    for number, steps in enumerate(commits, start=1):
-        inside = []
-        for step in steps:
-            match step:
-                case str():
-                    inside.append(noise[step])
-                case tuple():
-                    columns = step
-                    inside.append(described(columns))
-                case _:
-                    inside.append(inserted_row({**step, "id": b"%d" % number}, columns))
-        stream += committed(*inside, number=number)
+    stream = [described(("id",), OTHER, ("public", "account")), *as_messages(commits)]
     one_by_one = feed(new_assembler(max_bytes), stream)
     assembler = Assembler(TABLE, MAPPING, max_bytes, header=header)
     came: list[Undecoded] = []

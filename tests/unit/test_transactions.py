@@ -31,9 +31,7 @@ def of(commits: Commits) -> Transactions:
             ids.append(transaction_id)
             hosts.append(host)
             rows += [b"##" + row for row in tuples]
-    both = Rows.of(rows)
-    alone = Rows(both.data, both.starts + 2, both.ends)
-    return Transactions(("c",), np.array(facts, FACTS), ids, hosts, alone)
+    return Transactions(("c",), np.array(facts, FACTS), ids, hosts, Rows.of(rows).behind(2))
 
 
 def plain(each: Undecoded) -> Plain:
