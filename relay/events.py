@@ -117,6 +117,11 @@ def timestamp(microseconds: int) -> str:
     return f"{text.rstrip('0') if moment.microsecond else text}+00"
 
 
+def microseconds(moment: datetime) -> int:
+    """How long after POSTGRES_EPOCH a moment is. Raises TypeError for one without a time zone."""
+    return (moment - POSTGRES_EPOCH) // timedelta(microseconds=1)
+
+
 POLLED = Commit(Lsn(0), Lsn(0), 0, 0)
 """The commit of rows that were read from the table, which does not tell where in the WAL they came from."""
 

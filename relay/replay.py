@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import psycopg
 
 from relay.config import Settings
-from relay.events import COMMIT_FIELDS, POLLED, POSTGRES_EPOCH, Commit, Lsn
+from relay.events import COMMIT_FIELDS, POLLED, Commit, Lsn, microseconds
 from relay.faults import ConfigurationError
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
@@ -28,7 +28,6 @@ Edits = Mapping[int, str]
 """Letters as `relay dlq export` writes them, by their ids; what counts is the payload."""
 
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in COMMIT_FIELDS]
-_MICROSECOND = timedelta(microseconds=1)
 
 
 class DeadLetters:
@@ -183,5 +182,5 @@ def _commit(letter: dict[str, str | None]) -> Commit:
     lsn, moment = letter["commit_lsn"], letter["commit_ts"]
     if lsn is None or moment is None:
         return POLLED
-    ts = (datetime.fromisoformat(moment) - POSTGRES_EPOCH) // _MICROSECOND
+    ts = microseconds(datetime.fromisoformat(moment))
     return Commit(Lsn.parse(lsn), Lsn.parse(lsn), ts, int(letter["xid"] or 0))

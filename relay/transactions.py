@@ -16,6 +16,8 @@ from relay.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
 
 Places = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Values = Sequence[bytes | None]
+"""A column's values as they came."""
 
 COMMIT_FACTS = [("lsn", np.uint64), ("end_lsn", np.uint64), ("ts", np.int64), ("xid", np.int64)]
 """What `Commit` has, in its order."""
@@ -256,6 +258,16 @@ class Transactions:
         return 0 if self.spooled is not None else int(self.facts["size"].sum())
 
     @property
+    def touching(self) -> list[int]:
+        """The places in `hosts` that are theirs: what was cut out of a larger whole has the rest's beside them."""
+        return list(dict.fromkeys(self.facts["hosts"].tolist()))
+
+    @property
+    def distinct_hosts(self) -> list[str]:
+        """Every host that one of them touches."""
+        return list(dict.fromkeys(host for place in self.touching for host in self.hosts[place]))
+
+    @property
     def end(self) -> Lsn:
         """Where the last commit ends."""
         return Lsn(self.facts["end_lsn"][-1])
@@ -330,7 +342,7 @@ class Transactions:
 class ColumnDecoder(Decoder, Protocol):
     """Reads undecoded rows one by one, and some columns of many."""
 
-    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
         """The values of some of FIELDS in many rows, field by field."""
 
 

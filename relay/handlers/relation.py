@@ -3,13 +3,12 @@
 A table does not keep the order of its rows: PostgreSQL puts a row where there is room. So the table behind it numbers
 them, and `batch` is a view that sorts.
 
-Source: PostgreSQL documentation, "COPY", text format.
+Source: PostgreSQL documentation, "COPY".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from psycopg.rows import scalar_row
 
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.faults import Action, ConfigurationError, action_for
-from relay.handlers import Connection
-from relay.transactions import Places, Routed, Rows
+from relay.handlers import Connection, copy_binary
+from relay.transactions import Places, Routed, Rows, Values
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -54,7 +53,7 @@ _READ = """
          or exists (select from needed where refobjid = attrelid and refobjsubid = attnum))
      order by attnum
 """
-_COPY = sql.SQL("copy pg_temp.relay_batch ({}) from stdin")
+_COPY = sql.SQL("copy pg_temp.relay_batch ({}) from stdin (format {})")
 _NULL = rb"\N"
 _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
@@ -102,12 +101,29 @@ def chunks(routed: Routed) -> Iterator[Chunk]:
 
 def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
     """Fill the empty relation; fields that are not named stay null."""
-    columns = ("relay_order", *fields)
-    statement = _COPY.format(sql.SQL(", ").join(map(sql.Identifier, columns)))
-    numbers = count()
-    with conn.cursor() as cursor, cursor.copy(statement) as copy:
-        for chunk in found:
-            copy.write(_encoded(chunk, fields, numbers))
+    first = 0
+    for chunk in found:
+        columns = dict(zip(fields, _columns(chunk, fields), strict=True))
+        fill(conn, columns, len(chunk.rows), first)
+        first += len(chunk.rows)
+
+
+def fill(conn: Connection, columns: Mapping[str, Values], count: int, first: int = 0) -> None:
+    """Add so many rows of values as text, the first with the number `first`."""
+    numbers = np.arange(first, first + count)
+    binary = copy_binary.rows(numbers, columns, SQL_TYPES)
+    if binary is None:
+        _copy(conn, columns, "text", _lines(numbers, columns.values()))
+    else:
+        order, data = binary
+        _copy(conn, order, "binary", copy_binary.START, data, copy_binary.END)
+
+
+def _copy(conn: Connection, fields: Iterable[str], form: str, *data: bytes) -> None:
+    names = sql.SQL(", ").join(map(sql.Identifier, ("relay_order", *fields)))
+    with conn.cursor() as cursor, cursor.copy(_COPY.format(names, sql.Identifier(form))) as copy:
+        for some in data:
+            copy.write(some)
 
 
 def clear(conn: Connection, truncate: bool = False) -> None:
@@ -126,14 +142,14 @@ def clear(conn: Connection, truncate: bool = False) -> None:
         ) from None
 
 
-def _encoded(chunk: Chunk, fields: Sequence[str], numbers: Iterator[int]) -> bytes:
+def _lines(numbers: Places, columns: Iterable[Values]) -> bytes:
     """Lines of COPY's text format, numbered."""
-    order = map(b"%d".__mod__, islice(numbers, len(chunk.rows)))
-    lines = zip(order, *map(_escaped, _columns(chunk, fields)), strict=True)
+    order = map(b"%d".__mod__, numbers.tolist())
+    lines = zip(order, *map(_escaped, columns), strict=True)
     return b"\n".join((*map(b"\t".join, lines), b""))
 
 
-def _escaped(column: Sequence[bytes | None]) -> Sequence[bytes]:
+def _escaped(column: Values) -> Sequence[bytes]:
     """A column's values as COPY's text format writes them; few columns hold what has to be escaped."""
     text = b"".join(filter(None, column))
     if not any(special in text for special in _ESCAPES):
@@ -147,10 +163,10 @@ def _escape(value: bytes) -> bytes:
     return value
 
 
-def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Values]:
     stored = [field for field in fields if field not in COMMIT_FIELDS]
     columns = chunk.routed.decoder.columns(chunk.rows, stored)
-    found: dict[str, Sequence[bytes | None]] = dict(zip(stored, columns, strict=True))
+    found: dict[str, Values] = dict(zip(stored, columns, strict=True))
     of_commit = [field for field in fields if field in COMMIT_FIELDS]
     found.update(zip(of_commit, _commit_columns(chunk, of_commit), strict=True))
     return [found[field] for field in fields]

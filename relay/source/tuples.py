@@ -14,7 +14,7 @@ import numpy as np
 
 from relay.events import FIELDS, Event, Row
 from relay.source.pgoutput import NULL, TEXT, ProtocolError
-from relay.transactions import Mask, Places, Rows, at_each_octet
+from relay.transactions import Mask, Places, Rows, Values, at_each_octet
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
@@ -28,8 +28,6 @@ _EVEN_BYTES = 64
 _DIGITS = 18
 """As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
 _ZERO = ord("0")
-
-Values = Sequence[bytes | None]
 
 
 def values(rows: Rows, places: Collection[int]) -> dict[int, Values]:
@@ -182,7 +180,7 @@ class RowDecoder:
         self._last = len(names) - 1
         self._order = tuple(-1 if found is None else found for found in self._places.values())
 
-    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Sequence[bytes | None]]:
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
         """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
         return columns(rows, [self._places[field] for field in fields])
 

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.events import EVENT_FIELDS
+from relay.events import EVENT_FIELDS, SQL_TYPES
 from relay.handlers import relation
 from tests.outbox import Outbox, event, host
 
@@ -92,3 +92,43 @@ def test_a_statement_may_read_nothing_of_the_rows(outbox: Outbox) -> None:
     handler = {"type": "sql", "each": "batch", "statement": statement}
     outbox.drain(outbox.settings(handlers={"counts": handler}, routes=[{"handlers": ["counts"]}]))
     assert outbox.column("select events from counts") == [2]
+
+
+ODD: dict[str, dict[str, str | None]] = {
+    "usual": {},
+    "nulls": {"user_id": None, "metadata": None, "deliver_at": None},
+    "times": {"event_ts": "infinity", "deliver_at": "0044-03-15 12:00:00.25+00 BC"},
+    "uuid": {"user_id": "{A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11}"},
+    "numbers": {"aggregate_version": "-9223372036854775808", "transaction_count": "-2147483648"},
+    "texts": {"aggregate_id": 'tab\tline\nback\\slash\r\\N "ü"', "aggregate_type": ""},
+    "json": {"payload": r'{"tab\t": "\\N", "ü": [null, 1e2]}', "metadata": "[]"},
+}
+BASE: dict[str, str | None] = {
+    **{field: str(host(1)) for field in ("id", "host_id", "user_id", "transaction_id")},
+    **dict.fromkeys(("aggregate_version", "c_offset", "transaction_ordinal", "xid"), "7"),
+    **dict.fromkeys(("event_ts", "deliver_at", "commit_ts"), "2026-11-22 01:02:03.004+00"),
+    **dict.fromkeys(("payload", "metadata"), '{"a": 1}'),
+    "transaction_count": "8",
+    "aggregate_id": "1",
+    "aggregate_type": "Order",
+    "event_type": "order.placed",
+    "commit_lsn": "1A/2B",
+}
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in ODD), list(ODD), ["nulls", "usual"]])
+def test_what_is_loaded_is_what_the_server_reads(
+    conn: psycopg.Connection[Any], kinds: list[str]
+) -> None:
+    rows = [{**BASE, **ODD[kind]} for kind in kinds]
+    columns = {
+        field: [None if (value := row[field]) is None else value.encode() for row in rows]
+        for field in EVENT_FIELDS
+    }
+    with conn.transaction():
+        relation.fill(conn, columns, len(rows))
+        loaded = conn.execute("select to_jsonb(batch) from batch").fetchall()
+    texts = ", ".join(f"(%({field})s::{SQL_TYPES[field]}) as {field}" for field in EVENT_FIELDS)
+    for row, (found,) in zip(rows, loaded, strict=True):
+        query = f"select to_jsonb(typed) from (select {texts}) as typed"
+        assert conn.execute(query.encode(), row).fetchone() == (found,)
