@@ -106,11 +106,13 @@ class Applier:
         with self._pool.connection() as conn, conn.transaction():
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
-            cursors = offsets.lock(conn, self._group, task.partitions)
+            cursors, holding = offsets.lock(
+                conn, self._group, task.partitions, task.transactions.distinct_hosts
+            )
             fresh = _fresh(task, cursors)
             if not len(fresh):
                 return TaskOutcome(task.partitions, skipped=task.events)
-            dead, waiting = self._deliver(conn, fresh, run)
+            dead, waiting = self._deliver(conn, fresh, holding, run)
             offsets.advance(conn, self._group, _advances(fresh, task.touched))
         events = fresh.events
         return _outcome(task, events, task.events - events, waiting, dead)
@@ -131,7 +133,9 @@ class Applier:
         dead: list[DeadTransaction] = []
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
-                buried, parked = self._deliver(conn, transactions, run)
+                hosts = transactions.distinct_hosts
+                _, holding = offsets.lock(conn, self._group, list(floors), hosts)
+                buried, parked = self._deliver(conn, transactions, holding, run)
                 events += transactions.events
                 waiting += parked
                 dead += buried
@@ -157,13 +161,13 @@ class Applier:
             yield Transactions.joined(portion)
 
     def _deliver(
-        self, conn: Connection, transactions: Transactions, run: Run
+        self, conn: Connection, transactions: Transactions, holding: set[str], run: Run
     ) -> tuple[list[DeadTransaction], int]:
         """Run the handlers of transactions, but park those that have to wait.
 
         Returns what was dead-lettered, and how many events wait.
         """
-        waits = self._waiting.split(conn, transactions)
+        waits = self._waiting.split(conn, transactions, holding)
         flowing = np.delete(np.arange(len(transactions)), list(waits)).tolist()
         left = transactions.take(np.array(flowing, np.int64)) if waits else transactions
         found = self._handling.handle(conn, left, run, {})
@@ -290,6 +294,11 @@ def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
     transaction touches moved together when it was applied, so they agree.
     """
     end, last = task.transactions.facts["end_lsn"], task.transactions.facts["last_offset"]
+    furthest = max(cursor.applied_lsn for cursor in cursors.values())
+    handover = max(cursor.handover_offset for cursor in cursors.values())
+    # As a rule everything is new, and then no partition has to be looked at by itself.
+    if end[0] > furthest and last.min() >= handover:
+        return task.transactions
     fresh = np.zeros(len(end), np.bool_)
     for partitions, here in _by_partitions(task.transactions, task.touched):
         for cursor in map(cursors.__getitem__, partitions):

@@ -61,9 +61,8 @@ class Planner:
         A transaction whose hosts lie in several partitions joins these into one task, so that both
         its atomicity and the order per host hold.
         """
-        # A batch that was cut out of a larger one still has the hosts of the rest beside it.
-        there = np.unique(transactions.facts["hosts"]).tolist()
-        self._learn(host for place in there for host in transactions.hosts[place])
+        self._learn(transactions.distinct_hosts)
+        there = transactions.touching
         touched: list[tuple[int, ...]] = [()] * len(transactions.hosts)
         for place in there:
             touched[place] = self._touched(transactions.hosts[place])
@@ -82,10 +81,9 @@ class Planner:
             return (self._known[hosts[0]],)
         return tuple(sorted({self._known[host] for host in hosts}))
 
-    def _learn(self, hosts: Iterable[str]) -> None:
-        needed = dict.fromkeys(hosts)
+    def _learn(self, hosts: Collection[str]) -> None:
         unknown = []
-        for host in needed:
+        for host in hosts:
             if host in self._known:
                 self._known.move_to_end(host)
             else:
@@ -95,13 +93,12 @@ class Planner:
         for host, value in zip(unknown, self._hashtext(unknown), strict=True):
             self._known[host] = partition_of(value, self._partitions)
         # The hosts of this batch are the newest, so that forgetting the oldest never takes one that is needed now.
-        while len(self._known) > max(CACHED_HOSTS, len(needed)):
+        while len(self._known) > max(CACHED_HOSTS, len(hosts)):
             self._known.popitem(last=False)
 
 
 def _task(transactions: Transactions, touched: Sequence[tuple[int, ...]]) -> Task:
-    there = np.unique(transactions.facts["hosts"])
-    partitions = set().union(*(touched[hosts] for hosts in there))
+    partitions = set().union(*(touched[place] for place in transactions.touching))
     return Task(tuple(sorted(partitions)), transactions, touched)
 
 

@@ -76,16 +76,15 @@ class Waiting:
         """The ordering keys of a single transaction that was routed."""
         return self._ordering.keys(one.hosts[int(one.facts["hosts"][0])], parts)
 
-    def split(self, conn: Connection, transactions: Transactions) -> dict[int, Wait]:
-        """The transactions that have to wait, by place.
+    def split(
+        self, conn: Connection, transactions: Transactions, holding: set[str]
+    ) -> dict[int, Wait]:
+        """The transactions that have to wait, by place. `holding` are the hosts of which one that waits holds a key.
 
         What lies behind a transaction that holds its key waits until that is gone, in order. What is to be delivered
         at a later time waits for it, and is overtaken.
         """
         waits = self._until(transactions)
-        there = np.unique(transactions.facts["hosts"]).tolist()
-        hosts = {host for place in there for host in transactions.hosts[place]}
-        holding = deferred.holding_hosts(conn, self._group, hosts) if hosts else set()
         if holding:
             waits |= self._behind(conn, transactions, waits, holding)
         return waits

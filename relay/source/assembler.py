@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 from psycopg.abc import Buffer
 
-from relay.events import POSTGRES_EPOCH, Lsn
+from relay.events import Lsn, microseconds
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
 from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
 from relay.source.pgoutput import Message, ProtocolError, Relation, decode
@@ -18,9 +18,8 @@ from relay.transactions import Places, Transactions
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
 _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})
 
-_MICROSECOND = timedelta(microseconds=1)
-_EARLIEST = (datetime.min.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
-_LATEST = (datetime.max.replace(tzinfo=UTC) - POSTGRES_EPOCH) // _MICROSECOND
+_EARLIEST = microseconds(datetime.min.replace(tzinfo=UTC))
+_LATEST = microseconds(datetime.max.replace(tzinfo=UTC))
 
 
 class Assembler:

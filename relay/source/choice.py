@@ -224,6 +224,9 @@ def _gap(transactions: Transactions, expected: int) -> tuple[int, int | None]:
     facts = transactions.facts[transactions.facts["last_offset"] != 0]
     if not len(facts):
         return 0, None if expected == _NEVER else expected
+    if len(facts) == 1:  # at the head of the stream, where each array operation is felt
+        start, end = int(facts["first_offset"][0]), int(facts["last_offset"][0])
+        return start if start > expected else 0, max(expected, end + 1)
     commits = np.flatnonzero(np.diff(facts["end_lsn"], prepend=0))
     first = np.minimum.reduceat(facts["first_offset"], commits)
     last = np.maximum.reduceat(facts["last_offset"], commits)

@@ -457,7 +457,7 @@ class WalSource:
                 asked = False
                 if "stream" in ready:
                     last_heard = time.monotonic()
-                    asked = self._gulp(pgconn, selector)
+                    asked = self._gulp(pgconn)
                 now = time.monotonic()
                 silent = now - last_heard if reading else 0.0
                 if silent > stream.dead_after:
@@ -471,7 +471,7 @@ class WalSource:
             self._report(pgconn)
             self._leave(stream)
 
-    def _gulp(self, pgconn: psycopg.pq.abc.PGconn, selector: selectors.BaseSelector) -> bool:
+    def _gulp(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
         """Empty the socket, then take in what came; returns whether the server asks for a status.
 
         Waking the walsender's reader for every message is what slows the walsender down. So while the stream is behind,
@@ -479,7 +479,7 @@ class WalSource:
         """
         asked = False
         while True:
-            size, wanted = self._drain(pgconn, selector)
+            size, wanted = self._drain(pgconn)
             asked = asked or wanted
             if size < BUSY_BYTES or asked:
                 return asked
@@ -490,15 +490,15 @@ class WalSource:
             if size < GULP_BYTES:
                 time.sleep(NAP_SECONDS)
 
-    def _drain(
-        self, pgconn: psycopg.pq.abc.PGconn, selector: selectors.BaseSelector
-    ) -> tuple[int, bool]:
+    def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
         """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
-        size = 0
+        size, before, length = 0, -1, 0
         asked = False
         position = Lsn(0)
         messages: list[Buffer] = []
-        while size < GULP_BYTES:
+        # Until a look at the socket brings nothing more.
+        while length == 0 and before < size < GULP_BYTES:
+            before = size
             pgconn.consume_input()
             while True:
                 length, data = pgconn.get_copy_data(1)
@@ -515,8 +515,6 @@ class WalSource:
                     asked = asked or bool(wanted)
                     if not self._assembler.open:
                         position = Lsn(reached)
-            if length < 0 or not any(key.data == "stream" for key, _ in selector.select(0)):
-                break
         position = self._assembler.feed(messages) or position
         self._finished(self._assembler.fetch(), position)
         if length < 0:

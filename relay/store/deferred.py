@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import psycopg
-from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
 from relay.events import Lsn
@@ -68,26 +67,15 @@ class Due:
     size: int
 
 
-def holding_hosts(conn: Connection, group: str, hosts: Collection[str]) -> set[str]:
-    """Those of the hosts of which a transaction of the group holds a key."""
-    return _holding(conn, group, "hosts", hosts)
-
-
 def held(conn: Connection, group: str, keys: Collection[str]) -> set[str]:
     """Those of the keys that a transaction of the group holds."""
-    return _holding(conn, group, "keys", keys)
-
-
-def _holding(conn: Connection, group: str, column: str, asked: Collection[str]) -> set[str]:
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
-            sql.SQL(
-                """
-                select distinct value from relay.deferred, unnest({column}) as value
-                 where group_id = %(group)s and holds and {column} && %(asked)s::text[] and value = any(%(asked)s)
-                """
-            ).format(column=sql.Identifier(column)),
-            {"group": group, "asked": list(asked)},
+            """
+            select distinct key from relay.deferred, unnest(keys) as key
+             where group_id = %(group)s and holds and keys && %(asked)s::text[] and key = any(%(asked)s)
+            """,
+            {"group": group, "asked": list(keys)},
         )
         return set(cursor)
 

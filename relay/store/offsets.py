@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg.rows import class_row, scalar_row
+from psycopg.rows import scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
@@ -35,40 +35,33 @@ class Advance:
     applied_lsn: Lsn
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    partition_id: int
-    next_offset: int
-    applied_lsn: str
-    handover_offset: int
-
-
 _SELECT = """
-    select partition_id, next_offset, applied_lsn::text as applied_lsn, handover_offset
+    select partition_id, next_offset, applied_lsn::text, handover_offset
       from relay.consumer_offsets
      where group_id = %s and topic_id = %s
 """
 
 
-def _cursors(rows: Sequence[_Row]) -> list[Cursor]:
+def _cursors(rows: Iterable[tuple[Any, ...]]) -> list[Cursor]:
+    """Of rows that begin with a cursor's columns."""
     return [
-        Cursor(row.partition_id, row.next_offset, Lsn.parse(row.applied_lsn), row.handover_offset)
-        for row in rows
+        Cursor(partition, next_offset, Lsn.parse(lsn), handover)
+        for partition, next_offset, lsn, handover, *_ in rows
     ]
 
 
 def lock(
-    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
-) -> Mapping[int, Cursor]:
-    """Lock the partitions' rows to the end of the transaction, in order, and return where they stand.
+    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], hosts: Collection[str]
+) -> tuple[Mapping[int, Cursor], set[str]]:
+    """Lock the partitions' rows to the end of the transaction, in order.
 
-    Raises ConfigurationError if one is not there: the group was not initialised, or has another number of partitions.
+    Returns where they stand, and those of the hosts of which a waiting transaction holds a key. Raises
+    ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
-    with conn.cursor(row_factory=class_row(_Row)) as cursor:
-        rows = cursor.execute(
-            _SELECT + " and partition_id = any(%s) order by partition_id for update",
-            (group, TOPIC, list(partitions)),
-        ).fetchall()
+    *rows, (*_, holding) = conn.execute(
+        "select * from relay.lock_partitions(%s, %s, %s, %s::text[])",
+        (group, TOPIC, list(partitions), list(hosts)),
+    )
     found = {cursor.partition_id: cursor for cursor in _cursors(rows)}
     missing = [partition for partition in partitions if partition not in found]
     if missing:
@@ -76,18 +69,17 @@ def lock(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    return found
+    return found, set(holding or ())
 
 
 def claim(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
 ) -> Mapping[int, Cursor] | None:
     """Lock the partitions' rows to the end of the transaction if nobody else holds one of them; else None."""
-    with conn.cursor(row_factory=class_row(_Row)) as cursor:
-        rows = cursor.execute(
-            _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
-            (group, TOPIC, list(partitions)),
-        ).fetchall()
+    rows = conn.execute(
+        _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
+        (group, TOPIC, list(partitions)),
+    ).fetchall()
     if len(rows) < len(partitions):
         return None
     return {cursor.partition_id: cursor for cursor in _cursors(rows)}
@@ -154,10 +146,7 @@ def replace(conn: psycopg.Connection[Any], group: str, partitions: int, offset: 
 
 def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order."""
-    with conn.cursor(row_factory=class_row(_Row)) as cursor:
-        return _cursors(
-            cursor.execute(_SELECT + " order by partition_id", (group, TOPIC)).fetchall()
-        )
+    return _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
 
 
 def create(

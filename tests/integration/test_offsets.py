@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from relay.config import Settings
+from relay.events import Lsn
+from relay.store import offsets
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
+
+PARK = """
+    insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
+                                first_offset, last_offset, events, size)
+    values (%s, '{}', true, now(), %s, '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
+"""
 
 
 def total(outbox: Outbox) -> int:
@@ -175,3 +185,26 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
         outbox.wait_handled()
         outbox.wait_drained()
     outbox.assert_exact()
+
+
+def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox) -> None:
+    group, parked = outbox.settings().group, str(host(1))
+    hosts = [parked, str(host(2))]
+    with (
+        ThreadPoolExecutor(1) as thread,
+        psycopg.connect(outbox.dsn) as second,
+        psycopg.connect(outbox.dsn) as first,
+    ):
+        cursors, holding = offsets.lock(first, group, [1, 0], hosts)
+        assert list(cursors) == [0, 1]
+        assert holding == set()
+        waiting = thread.submit(offsets.lock, second, group, [1], hosts)
+        pid = second.info.backend_pid
+        wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
+        first.execute(PARK, (group, [parked]))
+        offsets.advance(first, group, [offsets.Advance(1, 7, Lsn(70))])
+        first.commit()
+        cursors, holding = waiting.result(30)
+    assert cursors[1].next_offset == 7
+    assert holding == {parked}
+    outbox.conn.execute("delete from relay.deferred")
