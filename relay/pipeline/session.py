@@ -57,7 +57,7 @@ _LOCAL = {
 
 
 _WARM_UP = bytes(100_000)
-_WARM_UP_JOBS = 5
+_WARM_UP_JOBS = 10
 
 
 class Session:
@@ -172,8 +172,11 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
     import pyarrow as pa
 
     import relay
+    from relay.garbage import collect_seldom
     from relay.pipeline.spark import prepare
 
+    # A worker looks for garbage after each task, in all that it has loaded.
+    collect_seldom()
     for batch in batches:
         if configuration and batch.column("connects")[0].as_py():
             prepare(configuration)
