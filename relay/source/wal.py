@@ -53,9 +53,9 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
 GULP_BYTES = 4 * 1024 * 1024
 """How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
-BUSY_BYTES = 64 * 1024
+BUSY_BYTES = 128 * 1024
 """A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
-NAP_SECONDS = 0.005
+NAP_SECONDS = 0.01
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 ACTIVE_WAIT_SECONDS = 1.0
@@ -278,7 +278,7 @@ class WalSource:
             log.warning(
                 "replication connection lost; reconnecting", extra={"fault": describe(error)}
             )
-            self._closing.wait(NAP_SECONDS * 20)
+            self._closing.wait(NAP_SECONDS * 10)
         finally:
             stream.conn.close()
 
@@ -425,7 +425,7 @@ class WalSource:
         """Another server or timeline: what was received from the former is applied before positions begin anew."""
         log.warning("the source is another server or timeline; c_offset decides what is new")
         while not self._progress.settled and not self._closing.is_set():
-            self._closing.wait(NAP_SECONDS * 20)
+            self._closing.wait(NAP_SECONDS * 10)
         self._progress = Progress()
 
     def _receive(self, stream: _Stream) -> None:
