@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from threading import Event
 from typing import Any, Protocol
@@ -67,6 +67,10 @@ class Pipeline:
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
+        # One for all batches: each is a cycle, and while those are looked for nothing else goes on.
+        self._retrying = until_it_works(self._stopping, self._say)
+        self._in_hand = 0
+        self._said = ""
 
     @cached_property
     def _spark(self) -> Engine:
@@ -127,13 +131,24 @@ class Pipeline:
         self._guarded_events -= handled
         return outcome
 
-    def _until_it_works(self, attempt: Any, batch: Batch) -> None:
+    def _until_it_works(self, attempt: Callable[[], None], batch: Batch) -> None:
+        self._in_hand, self._said = batch.number, ""
         try:
-            until_it_works(self._stopping, _say(batch.number))(attempt)
+            self._retrying(attempt)
         except Exception as error:
             if is_transient(error):
                 raise Interrupted from None
             raise
+
+    def _say(self, state: RetryCallState) -> None:
+        """Log why the batch in hand has to wait, once for each reason."""
+        error = state.outcome.exception() if state.outcome else None
+        text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
+        if text != self._said:
+            self._said = text
+            log.warning(
+                "the batch waits to be tried again", extra={"batch": self._in_hand, "fault": text}
+            )
 
     def _engine(self, batch: Batch) -> Engine:
         if batch.spooled or batch.events <= self._limit:
@@ -173,17 +188,3 @@ def _sort(
             todo.append(task)
             faults.append(result.text)
     return todo, faults
-
-
-def _say(batch: int) -> Any:
-    # Of the batch only its number: what waits to try again is a cycle, and those are looked for seldom.
-    said = [""]
-
-    def say(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
-        if text != said[0]:
-            said[0] = text
-            log.warning("the batch waits to be tried again", extra={"batch": batch, "fault": text})
-
-    return say

@@ -455,6 +455,24 @@ def held() -> Counter[str]:
     return Counter(name for name in names if name in ("Batch", "Transactions", "JavaObject"))
 
 
+def test_small_batches_leave_nothing_for_the_collector(outbox: Outbox) -> None:
+    # At hundreds of batches a second it would soon have much to look at, and nothing goes on meanwhile.
+    batches = 50
+    gc.collect()
+    gc.disable()
+    try:
+        with relaying(outbox.settings("inline")):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+            gc.collect()
+            for number in range(batches):
+                outbox.publish(host(number % 3), event(1))
+                outbox.wait_handled()
+            assert gc.collect() < batches
+    finally:
+        gc.enable()
+
+
 def test_a_batch_is_let_go_when_it_is_done(
     outbox: Outbox, engine: str, session: Session | None
 ) -> None:
