@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
@@ -285,6 +285,11 @@ class Transactions:
             self.spooled and self.spooled[first:last],
         )
 
+    def besides(self, places: Collection[int]) -> Sequence[int]:
+        """The places of all others, in order."""
+        every = range(len(self))
+        return [place for place in every if place not in places] if places else every
+
     def take(self, places: Places) -> Transactions:
         """Those at the places, in their order."""
         events = self.facts["events"]
@@ -327,9 +332,9 @@ class Transactions:
     def fitting(self, events: int, size: int) -> int:
         """How many of the first ones are whole commits within both limits."""
         facts = self.facts
-        fits = (np.cumsum(facts["events"]) <= events) & (np.cumsum(facts["size"]) <= size)
-        if fits.all():
+        if facts["events"].sum() <= events and facts["size"].sum() <= size:
             return len(facts)
+        fits = (np.cumsum(facts["events"]) <= events) & (np.cumsum(facts["size"]) <= size)
         beyond = int(np.argmin(fits))
         return int(np.flatnonzero(facts["end_lsn"] == facts["end_lsn"][beyond])[0])
 

@@ -168,7 +168,7 @@ class Applier:
         Returns what was dead-lettered, and how many events wait.
         """
         waits = self._waiting.split(conn, transactions, holding)
-        flowing = np.delete(np.arange(len(transactions)), list(waits)).tolist()
+        flowing = transactions.besides(waits)
         left = transactions.take(np.array(flowing, np.int64)) if waits else transactions
         found = self._handling.handle(conn, left, run, {})
         fates = {flowing[place]: fate for place, fate in found.items()}

@@ -109,7 +109,7 @@ class Handling:
         """
         deliverable, parts, refused = self._routing.route(transactions)
         fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
-        places = np.delete(np.arange(len(transactions)), list(refused)).tolist()
+        places = transactions.besides(refused)
         known = {new: histories[old] for new, old in enumerate(places) if old in histories}
         # All together they are applied or not, so that nothing has to be taken out.
         simple = self._outside.names if run == self.together else self._may_hold
@@ -133,7 +133,7 @@ class Handling:
         places = np.arange(len(transactions))
         while True:
             if fates:
-                places = np.delete(np.arange(len(transactions)), list(fates))
+                places = np.array(transactions.besides(fates), np.int64)
                 rest, parts, _ = self._routing.route(transactions.take(places))
                 known = {
                     new: histories[old]

@@ -61,7 +61,7 @@ class Routing:
         chosen = list(self._choices(transactions, decoder))
         distinct = set(chosen)
         if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
-            left = np.delete(np.arange(len(transactions)), list(refused))
+            left = np.array(transactions.besides(refused), np.int64)
             return *self.route(transactions.take(left))[:2], refused
         parts = {
             name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
@@ -80,10 +80,11 @@ class Routing:
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
             timed = decoder.present(rows, "deliver_at")
-            (values,) = decoder.columns(rows.take(timed), ["deliver_at"])
-            for place, value in zip((timed + first).tolist(), values, strict=True):
-                if value:
-                    yield place, text(value)
+            if len(timed):
+                (values,) = decoder.columns(rows.take(timed), ["deliver_at"])
+                for place, value in zip((timed + first).tolist(), values, strict=True):
+                    if value:
+                        yield place, text(value)
             first += len(rows)
 
     def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:

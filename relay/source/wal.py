@@ -194,16 +194,17 @@ class WalSource:
         None after `timeout` seconds, or `stop()`. Raises RelayError.
         """
         taken = self._take(timeout)
-        if taken is None:
+        if not taken:
             return None
+        transactions = Transactions.joined(taken)
         self._batches += 1
         return Batch(
             number=self._batches,
-            transactions=taken,
-            end=taken.end,
-            events=taken.events,
-            size=taken.held,
-            spooled=taken.spooled is not None,
+            transactions=transactions,
+            end=transactions.end,
+            events=transactions.events,
+            size=transactions.held,
+            spooled=transactions.spooled is not None,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
@@ -213,16 +214,18 @@ class WalSource:
             self._buffered -= batch.size
         self._bell.ring()
 
-    def _take(self, timeout: float) -> Transactions | None:
+    def _take(self, timeout: float) -> list[Transactions]:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._queue or self._error or self._stopping.is_set(), timeout
             )
             if self._stopping.is_set() or not (self._queue or self._error):
-                return None
+                return []
             if self._error is not None and not self._queue:
                 raise self._error
             taken = [self._first_commits()]
+            if not self._queue:
+                return taken
             events, size = taken[0].events, taken[0].held
             # What came together stays together: cutting and joining copies, and a fuller batch does not pay for that.
             while self._queue and taken[0].joins(self._queue[0]):
@@ -231,7 +234,7 @@ class WalSource:
                 if events > self._limits.max_events or size > self._limits.max_bytes:
                     break
                 taken.append(self._queue.popleft())
-        return Transactions.joined(taken)
+            return taken
 
     def _first_commits(self) -> Transactions:
         """The next commits within the limits of a batch; one that is larger comes alone."""
@@ -494,7 +497,7 @@ class WalSource:
         """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
         size, before, length = 0, -1, 0
         asked = False
-        position = Lsn(0)
+        reached = Lsn(0)
         messages: list[Buffer] = []
         # Until a look at the socket brings nothing more.
         while length == 0 and before < size < GULP_BYTES:
@@ -509,14 +512,14 @@ class WalSource:
                 if kind == _XLOG_DATA:
                     messages.append(data)
                 elif kind == _KEEPALIVE:
-                    position = self._assembler.feed(messages) or position
-                    messages.clear()
-                    reached, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                    position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                    reached = Lsn(position)
                     asked = asked or bool(wanted)
-                    if not self._assembler.open:
-                        position = Lsn(reached)
-        position = self._assembler.feed(messages) or position
-        self._finished(self._assembler.fetch(), position)
+        passed = self._assembler.feed(messages) or Lsn(0)
+        # Of what a keepalive speaks everything came before it, but for the transaction that is still open.
+        self._finished(
+            self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
+        )
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked
