@@ -40,6 +40,8 @@ def text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
+_PORTION_BYTES = 1024 * 1024
+"""What is pickled at once: a stream that compresses holds as much, and blocks of this size go back to the system."""
 SPARE = bytes(32)
 """Behind the last row or message there is room for what looks at a few octets at once."""
 
@@ -70,23 +72,26 @@ class Rows:
         return cls(b"".join((*rows, SPARE)), ends - sizes, ends)
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, one behind the other; within a part they lie in their order."""
+    def joined(cls, parts: list[Rows]) -> Rows:
+        """The rows of all parts, one behind the other; within a part they lie in their order.
+
+        Takes the parts out of the list, so that hardly anything is in memory twice.
+        """
         if len(parts) == 1:
-            return parts[0]
-        data: list[memoryview] = []
-        moved: list[Rows] = []
-        length = 0
-        for part in filter(len, parts):
+            return parts.pop()
+        data = BytesIO()
+        starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        while parts:
+            part = parts.pop(0)
+            if not len(part):
+                continue
             first, last = int(part.starts[0]), int(part.ends[-1])
-            data.append(memoryview(part.data)[first:last])
-            moved.append(Rows(b"", part.starts + (length - first), part.ends + (length - first)))
-            length += last - first
-        return cls(
-            b"".join((*data, SPARE)),
-            np.concatenate([part.starts for part in moved] or [np.zeros(0, np.int64)]),
-            np.concatenate([part.ends for part in moved] or [np.zeros(0, np.int64)]),
-        )
+            moved = data.tell() - first
+            starts.append(part.starts + moved)
+            ends.append(part.ends + moved)
+            data.write(memoryview(part.data)[first:last])
+        data.write(SPARE)
+        return cls(data.getvalue(), np.concatenate(starts), np.concatenate(ends))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -98,10 +103,8 @@ class Rows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What travels is what belongs to these rows, not the whole buffer; and not all of them as objects at once.
-        data = BytesIO()
-        data.writelines(self)
-        data.write(SPARE)
-        return _rows_of_sizes, (data.getvalue(), self.sizes)
+        portions = self.portions(len(self), _PORTION_BYTES)
+        return _rows_of_portions, ([b"".join(each) for each in portions], self.sizes)
 
     @property
     def sizes(self) -> Places:
@@ -137,9 +140,9 @@ class Rows:
             first = last
 
 
-def _rows_of_sizes(data: bytes, sizes: Places) -> Rows:
+def _rows_of_portions(portions: Sequence[bytes], sizes: Places) -> Rows:
     ends = np.cumsum(sizes)
-    return Rows(data, ends - sizes, ends)
+    return Rows(b"".join((*portions, SPARE)), ends - sizes, ends)
 
 
 def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
@@ -195,10 +198,10 @@ class Transactions:
         return cls((), np.zeros(0, FACTS), (), (), Rows.of([]))
 
     @classmethod
-    def joined(cls, parts: Sequence[Transactions]) -> Transactions:
-        """All parts, one behind the other; they are of one layout and in memory."""
+    def joined(cls, parts: list[Transactions]) -> Transactions:
+        """All parts, one behind the other, taken out of the list; they are of one layout and in memory."""
         if len(parts) == 1:
-            return parts[0]
+            return parts.pop()
         known: dict[tuple[str, ...], int] = {}
         facts = np.empty(sum(map(len, parts)), FACTS)
         first = 0
@@ -208,13 +211,11 @@ class Transactions:
             some[:] = part.facts
             places = np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])
             some["hosts"] = places[part.facts["hosts"]]
-        return cls(
-            parts[0].columns,
-            facts,
-            [transaction_id for part in parts for transaction_id in part.ids],
-            tuple(known),
-            Rows.joined([part.rows for part in parts]),
-        )
+        columns = parts[0].columns
+        ids = [transaction_id for part in parts for transaction_id in part.ids]
+        rows = [part.rows for part in parts]
+        parts.clear()
+        return cls(columns, facts, ids, tuple(known), Rows.joined(rows))
 
     def joins(self, other: Transactions) -> bool:
         """Whether the other ones may follow in the same batch."""

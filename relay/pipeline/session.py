@@ -23,6 +23,7 @@ from tenacity import (
 
 from relay import config
 from relay.faults import ConfigurationError
+from relay.garbage import collect_seldom, return_arrow_blocks
 from relay.java import java_home
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Session:
             return
         import pyarrow as pa
 
+        return_arrow_blocks()
         _clear_remains()
         session = _open(self._settings)
         if not self._settings.remote:
@@ -172,7 +174,6 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
     import pyarrow as pa
 
     import relay
-    from relay.garbage import collect_seldom
     from relay.pipeline.spark import prepare
 
     # A worker looks for garbage after each task, in all that it has loaded.

@@ -20,7 +20,7 @@ import pyarrow as pa
 from relay.batch import Work
 from relay.config import Settings
 from relay.faults import Action, RelayError, TaskFault
-from relay.garbage import collect_seldom, return_large_blocks
+from relay.garbage import collect_seldom, return_arrow_blocks, return_large_blocks
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
@@ -83,19 +83,19 @@ class SparkEngine:
 
 def _packed(number: int, task: Work) -> pa.RecordBatch:
     """A row with a task, around the very bytes that compressing made: a batch is large enough once."""
-    work = pickle.dumps(task)
-    packed = pa.compress(work, _CODEC)
-    ends = pa.py_buffer(struct.pack("=ii", 0, packed.size))
-    column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, packed])
-    return pa.record_batch(
-        {"task": pa.array([number], pa.int32()), "size": [len(work)], "work": column}
-    )
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, _CODEC) as stream:
+        pickle.dump(task, stream)
+    work = sink.getvalue()
+    ends = pa.py_buffer(struct.pack("=ii", 0, work.size))
+    column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, work])
+    return pa.record_batch({"task": pa.array([number], pa.int32()), "work": column})
 
 
 def _unpacked(batch: pa.RecordBatch) -> Iterator[tuple[int, Work]]:
-    for number, size, work in zip(*batch.columns, strict=True):
-        data = pa.decompress(work.as_buffer(), size.as_py(), _CODEC)
-        yield number.as_py(), pickle.loads(data)  # noqa: S301
+    for number, work in zip(*batch.columns, strict=True):
+        with pa.CompressedInputStream(work.as_buffer(), _CODEC) as stream:
+            yield number.as_py(), pickle.load(stream)  # noqa: S301
 
 
 # On the executors.
@@ -110,6 +110,7 @@ def _applier(configuration: bytes) -> Applier:
         quiet_libraries()
         collect_seldom()
         return_large_blocks()
+        return_arrow_blocks()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
         applier = _appliers[configuration] = Applier(settings, connections=1)
     return applier

@@ -36,7 +36,7 @@ def transaction(number: int, *hosts: str) -> Transactions:
 
 
 def together(*found: Transactions) -> Transactions:
-    return Transactions.joined(found) if found else Transactions.none()
+    return Transactions.joined(list(found)) if found else Transactions.none()
 
 
 def touches(task: Task) -> list[tuple[int, ...]]:

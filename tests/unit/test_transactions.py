@@ -61,9 +61,19 @@ def test_parts_are_joined_to_the_whole(commits: Commits, data: st.DataObject) ->
     cuts = sorted(data.draw(st.lists(st.integers(0, len(transactions)), max_size=3)))
     bounds = [0, *cuts, len(transactions)]
     parts = [transactions.part(*pair) for pair in pairwise(bounds)]
-    assert list(map(plain, Transactions.joined(parts))) == expected(commits)
     copied = [pickle.loads(pickle.dumps(part)) for part in parts]
+    assert list(map(plain, Transactions.joined(parts))) == expected(commits)
     assert list(map(plain, Transactions.joined(copied))) == expected(commits)
+    assert parts == copied == []
+
+
+def test_many_rows_travel_in_portions() -> None:
+    rows = [bytes([number]) * 300_000 for number in range(10)]
+    everything = Rows.of(rows)
+    assert len(everything.__reduce__()[1][0]) > 1
+    assert list(pickle.loads(pickle.dumps(everything))) == rows
+    some = everything.take(np.array([1, 8, 9], np.int64))
+    assert list(pickle.loads(pickle.dumps(some))) == [rows[1], rows[8], rows[9]]
 
 
 @given(COMMITS.filter(bool), st.data())
