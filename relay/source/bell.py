@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,8 @@ class Bell:
         self._clapper, self._sound = socket.socketpair()
         self._clapper.setblocking(False)
         self._sound.setblocking(False)
+        self._ear = select.poll()
+        self._ear.register(self._sound, select.POLLIN)
 
     def fileno(self) -> int:
         """What a selector watches."""
@@ -28,6 +31,10 @@ class Bell:
             pass  # it is ringing already
         except OSError:
             log.debug("nobody waits any more")
+
+    def wait(self, timeout: float) -> None:
+        """Until it has rung, or some seconds have passed."""
+        self._ear.poll(timeout * 1000)
 
     def hush(self) -> None:
         """However often it rang, it was heard."""

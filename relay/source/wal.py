@@ -51,11 +51,12 @@ _DATA_START = 25  # an XLogData message is its kind, two positions and a clock b
 _KEEPALIVE_BODY = Struct(">QqB")
 _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
-GULP_BYTES = 4 * 1024 * 1024
+GULP_BYTES = 2 * 1024 * 1024
 """How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
 BUSY_BYTES = 128 * 1024
 """A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
 NAP_SECONDS = 0.01
+"""How long the stream is left alone at most, while it is behind and while a batch is in hand."""
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 ACTIVE_WAIT_SECONDS = 1.0
@@ -461,6 +462,9 @@ class WalSource:
                 if "stream" in ready:
                     last_heard = time.monotonic()
                     asked = self._gulp(pgconn)
+                    if not self._progress.settled:
+                        # What comes now is not needed before, and to take it in would keep the service waiting.
+                        self._bell.wait(NAP_SECONDS)
                 now = time.monotonic()
                 silent = now - last_heard if reading else 0.0
                 if silent > stream.dead_after:
