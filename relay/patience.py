@@ -27,7 +27,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def until_it_works(stopping: Event, say: Callable[[RetryCallState], None]) -> Retrying:
-    """Calls again after a transient fault, first soon and then seldom; `stopping`, once set, lets the last one out."""
+    """Calls again after a transient fault, first soon and then seldom; `stopping`, once set, lets the last one out.
+
+    To be made once and called often: each is a reference cycle, and while those are looked for nothing else goes on.
+    """
     return Retrying(
         retry=retry_if_exception(is_transient),
         wait=wait_exponential_jitter(

@@ -67,7 +67,6 @@ class Pipeline:
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
-        # One for all batches: each is a cycle, and while those are looked for nothing else goes on.
         self._retrying = until_it_works(self._stopping, self._say)
         self._in_hand = 0
         self._said = ""

@@ -51,6 +51,7 @@ class Poller:
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._floors: dict[int, int] = {}
         self._stopping = Event()
+        self._retrying = until_it_works(self._stopping, say_once(log, "cannot look for events yet"))
         self._looks = 0
 
     def stop(self) -> None:
@@ -73,9 +74,8 @@ class Poller:
 
         Waits for as long as a database is away.
         """
-        retrying = until_it_works(self._stopping, say_once(log, "cannot look for events yet"))
         try:
-            return retrying(self._look, before)
+            return self._retrying(self._look, before)
         except psycopg.Error:
             if self._stopping.is_set():
                 return None

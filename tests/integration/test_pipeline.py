@@ -455,13 +455,15 @@ def held() -> Counter[str]:
     return Counter(name for name in names if name in ("Batch", "Transactions", "JavaObject"))
 
 
-def test_small_batches_leave_nothing_for_the_collector(outbox: Outbox) -> None:
+@pytest.mark.parametrize("mode", ["wal", "poll"])
+def test_small_batches_leave_nothing_for_the_collector(outbox: Outbox, mode: str) -> None:
     # At hundreds of batches a second it would soon have much to look at, and nothing goes on meanwhile.
     batches = 50
     gc.collect()
     gc.disable()
     try:
-        with relaying(outbox.settings("inline")):
+        source = {**outbox.config()["source"], "mode": mode}
+        with relaying(outbox.settings("inline", source=source)):
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
             gc.collect()
