@@ -291,8 +291,9 @@ class Transactions:
         every = range(len(self))
         return [place for place in every if place not in places] if places else every
 
-    def take(self, places: Places) -> Transactions:
-        """Those at the places, in their order."""
+    def take(self, chosen: Places | Sequence[int]) -> Transactions:
+        """Those at some places, in their order."""
+        places = np.asarray(chosen, np.int64)
         events = self.facts["events"]
         wanted = events[places]
         # Within each transaction the rows go on from its first one.

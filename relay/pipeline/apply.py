@@ -169,7 +169,7 @@ class Applier:
         """
         waits = self._waiting.split(conn, transactions, holding)
         flowing = transactions.besides(waits)
-        left = transactions.take(np.array(flowing, np.int64)) if waits else transactions
+        left = transactions.take(flowing) if waits else transactions
         found = self._handling.handle(conn, left, run, {})
         fates = {flowing[place]: fate for place, fate in found.items()}
         waits |= {

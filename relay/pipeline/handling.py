@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import psycopg
 
 from relay import handlers
@@ -130,16 +129,11 @@ class Handling:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begun anew."""
         fates: Fates = {}
         rest, known, delivered = transactions, histories, False
-        places = np.arange(len(transactions))
         while True:
+            places = transactions.besides(fates)
             if fates:
-                places = np.array(transactions.besides(fates), np.int64)
                 rest, parts, _ = self._routing.route(transactions.take(places))
-                known = {
-                    new: histories[old]
-                    for new, old in enumerate(places.tolist())
-                    if old in histories
-                }
+                known = {new: histories[old] for new, old in enumerate(places) if old in histories}
             with conn.transaction() as savepoint:
                 found = self._judged(run(conn, rest, parts), known)
                 behind = self._behind(rest, found)
@@ -152,7 +146,7 @@ class Handling:
                     delivered = True
                 if again:
                     raise psycopg.Rollback(savepoint)
-            fates |= {int(places[place]): fate for place, fate in found.items()}
+            fates |= {places[place]: fate for place, fate in found.items()}
             if not again:
                 return fates
 

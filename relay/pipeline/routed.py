@@ -61,8 +61,8 @@ class Routing:
         chosen = list(self._choices(transactions, decoder))
         distinct = set(chosen)
         if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
-            left = np.array(transactions.besides(refused), np.int64)
-            return *self.route(transactions.take(left))[:2], refused
+            left = transactions.take(transactions.besides(refused))
+            return *self.route(left)[:2], refused
         parts = {
             name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
             for name in dict.fromkeys(chain.from_iterable(distinct))
