@@ -71,7 +71,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     except psycopg.errors.InsufficientPrivilege as error:
         message = error.diag.message_primary
         yield Finding(
-            Level.ERROR, "target", f"target.dsn: {message}: grant it, see sql/target/002_grants.sql"
+            Level.ERROR, "target", f"target.dsn: {message}: grant it, see sql/target/001_target.sql"
         )
 
 

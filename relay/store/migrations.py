@@ -25,7 +25,7 @@ def files(side: Side) -> list[Path]:
 
 
 def name_of(file: Path) -> str:
-    """The name under which a file is recorded, such as `source/001_outbox.sql`."""
+    """The name under which a file is recorded, such as `source/001_source.sql`."""
     return f"{file.parent.name}/{file.name}"
 
 

@@ -1,4 +1,5 @@
--- The transactional outbox, for databases that do not have one of their own. Needs source/001_offsets.sql.
+-- The transactional outbox and relay.publish, for databases that do not have an outbox of their own. Needs
+-- source/001_source.sql.
 
 create table if not exists public.outbox_message_t (
     id                  uuid primary key default gen_random_uuid(),
@@ -14,9 +15,97 @@ create table if not exists public.outbox_message_t (
     c_offset            bigint unique,
     transaction_id      uuid,
     transaction_ordinal int,
-    transaction_count   int
+    transaction_count   int,
+    deliver_at          timestamptz
 );
 
+-- A table of this name may have been there before.
+alter table public.outbox_message_t add column if not exists deliver_at timestamptz;
+
+comment on column public.outbox_message_t.deliver_at is
+    'when the event is to be delivered; null: at once';
+
 select relay.attach('public.outbox_message_t');
+
+-- Events of one business transaction, written inside the caller's own database transaction.
+create or replace function relay.publish(
+    host_id        uuid,
+    user_id        uuid,
+    events         jsonb,
+    transaction_id uuid default null
+) returns uuid
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    business_id  uuid := coalesce(publish.transaction_id, gen_random_uuid());
+    how_many     int;
+    first_offset bigint;
+    malformed    bigint;
+begin
+    if jsonb_typeof(publish.events) is distinct from 'array' or jsonb_array_length(publish.events) = 0 then
+        raise invalid_parameter_value using
+            message = 'relay.publish: events must be a JSON array of at least one event',
+            hint = 'Pass [{"event_type": ..., "aggregate_type": ..., "aggregate_id": ..., "payload": {...}}, ...].';
+    end if;
+
+    select min(ordinal) into malformed
+      from jsonb_array_elements(publish.events) with ordinality as element (event, ordinal)
+     where jsonb_typeof(event) <> 'object'
+        or not (event ?& array['event_type', 'aggregate_type', 'aggregate_id', 'payload'])
+        or event ->> 'event_type' is null;
+    if malformed is not null then
+        raise invalid_parameter_value using
+            message = format('relay.publish: event %s of the array lacks one of event_type, aggregate_type, '
+                             'aggregate_id, payload', malformed),
+            hint = 'Each event is an object with these four keys; event_type may not be null.';
+    end if;
+
+    how_many := jsonb_array_length(publish.events);
+    first_offset := relay.reserve_offsets(how_many);
+
+    insert into public.outbox_message_t (
+        id, host_id, user_id, aggregate_id, aggregate_version, aggregate_type, event_type, event_ts,
+        payload, metadata, c_offset, transaction_id, transaction_ordinal, transaction_count, deliver_at)
+    select coalesce((event ->> 'id')::uuid, gen_random_uuid()),
+           publish.host_id,
+           publish.user_id,
+           event ->> 'aggregate_id',
+           (event ->> 'aggregate_version')::bigint,
+           event ->> 'aggregate_type',
+           event ->> 'event_type',
+           coalesce((event ->> 'event_ts')::timestamptz, clock_timestamp()),
+           event -> 'payload',
+           nullif(event -> 'metadata', 'null'),
+           first_offset + ordinal - 1,
+           business_id,
+           ordinal::int,
+           how_many,
+           (event ->> 'deliver_at')::timestamptz
+      from jsonb_array_elements(publish.events) with ordinality as element (event, ordinal)
+     order by ordinal;
+
+    return business_id;
+end
+$$;
+
+comment on function relay.publish(uuid, uuid, jsonb, uuid) is
+    'Publishes the events of one business transaction and returns its transaction_id. Commits with the caller.';
+
+-- Least privilege on relay's own outbox; the roles come from source/001_source.sql.
+
+revoke all on function relay.publish(uuid, uuid, jsonb, uuid) from public;
+
+do $$
+begin
+    if exists (select from pg_roles where rolname = 'relay_publisher') then
+        grant execute on function relay.publish(uuid, uuid, jsonb, uuid) to relay_publisher;
+        grant insert on public.outbox_message_t to relay_publisher;
+    end if;
+    if exists (select from pg_roles where rolname = 'relay') then
+        grant select on public.outbox_message_t to relay;
+    end if;
+end
+$$;
 
 insert into relay.migrations (name) values ('outbox/001_outbox.sql') on conflict do nothing;

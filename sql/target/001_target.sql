@@ -1,0 +1,265 @@
+-- Progress and dead letters. Installs in the database that the handlers write to, because effects, dead letters and
+-- offsets commit in one transaction.
+
+create schema if not exists relay;
+
+create table if not exists relay.migrations (
+    name       text primary key,
+    applied_at timestamptz not null default now()
+);
+
+create table if not exists relay.consumer_offsets (
+    group_id        text        not null,
+    topic_id        int         not null,
+    partition_id    int         not null,
+    next_offset     bigint      not null default 1,
+    applied_lsn     pg_lsn      not null default '0/0',
+    handover_offset bigint      not null default 1,
+    updated_at      timestamptz not null default now(),
+    primary key (group_id, topic_id, partition_id)
+) with (fillfactor = 50);
+
+comment on column relay.consumer_offsets.next_offset is
+    'one more than the greatest c_offset applied in this partition';
+comment on column relay.consumer_offsets.applied_lsn is
+    'end of the last WAL commit applied in this partition; commits up to here are recognised as redelivered';
+comment on column relay.consumer_offsets.handover_offset is
+    'rows below this c_offset were applied by another way than this WAL (polling, an earlier system) and are skipped';
+
+create table if not exists relay.dead_letter_queue (
+    id             bigint generated always as identity primary key,
+    group_id       text        not null,
+    host_id        uuid,
+    user_id        uuid,
+    c_offset       bigint,
+    transaction_id uuid,
+    event_id       uuid,
+    event_type     text,
+    payload        jsonb,
+    original_payload jsonb,
+    metadata       jsonb,
+    handler        text,
+    exception      text        not null,
+    attempts       int         not null default 1,
+    status         text        not null default 'dead',
+    commit_lsn     pg_lsn,
+    aggregate_id        text,
+    aggregate_type      text,
+    aggregate_version   bigint,
+    event_ts            timestamptz,
+    transaction_ordinal int,
+    transaction_count   int,
+    commit_ts           timestamptz,
+    xid                 bigint,
+    created_dt     timestamptz not null default now()
+);
+
+comment on column relay.dead_letter_queue.original_payload is
+    'the payload as it was published, where it was edited';
+comment on column relay.dead_letter_queue.status is
+    'dead, replaying, replayed or discarded: the same for all events of a transaction';
+
+create index if not exists dead_letter_queue_transaction on relay.dead_letter_queue (group_id, transaction_id);
+
+create table if not exists relay.dead_letter_actions (
+    id             bigint generated always as identity primary key,
+    group_id       text        not null,
+    letters        bigint[]    not null,
+    transaction_id uuid,
+    action         text        not null,
+    reason         text,
+    acted_by       text        not null default session_user,
+    acted_at       timestamptz not null default clock_timestamp()
+);
+create index if not exists dead_letter_actions_letters on relay.dead_letter_actions using gin (letters);
+
+comment on table relay.dead_letter_actions is
+    'one row for each action on a dead transaction: replay, replayed, died again, edit, discard, purge';
+
+-- What a group remembers of its source, so that a change of server or a lost slot is recognised.
+
+create table if not exists relay.groups (
+    group_id          text primary key,
+    system_identifier text,
+    timeline          int,
+    slot_recreations  timestamptz[] not null default '{}',
+    running           boolean       not null default false,
+    source_mode       text,
+    source_reason     text,
+    source_since      timestamptz,
+    instance          text
+);
+
+comment on column relay.groups.timeline is
+    'of the server that applied_lsn of this group''s offsets belongs to, with system_identifier';
+comment on column relay.groups.slot_recreations is
+    'when relay had to create the slot anew within the last hour';
+
+comment on column relay.groups.source_mode is
+    'how events come, wal or poll, with the reason, since when, and to which instance: the last to change it';
+
+comment on column relay.groups.running is
+    'set when an instance starts and reset when one ends cleanly: still set at the next start, one has died';
+
+create table if not exists relay.suspects (
+    group_id text        not null,
+    suspect  text        not null,
+    attempts int         not null default 1,
+    noted_at timestamptz not null default now(),
+    primary key (group_id, suspect)
+);
+
+comment on table relay.suspects is
+    'transactions that a process had in hand when it died, and how often; written only after a crash';
+
+-- Business transactions that wait: for a time, for another attempt, or behind one of the same ordering key that does.
+
+create table if not exists relay.deferred (
+    id              bigint generated always as identity primary key,
+    group_id        text        not null,
+    keys            text[]      not null,
+    holds           boolean     not null,
+    blocked         boolean     not null default false,
+    retry_at        timestamptz not null,
+    attempts        int         not null default 0,
+    first_failed_at timestamptz,
+    handler         text,
+    reason          text,
+    letters         bigint[]    not null default '{}',
+    transaction_id  text,
+    hosts           text[]      not null,
+    columns         text[]      not null,
+    commit_lsn      pg_lsn      not null,
+    end_lsn         pg_lsn      not null,
+    commit_ts       bigint      not null,
+    xid             bigint      not null,
+    first_offset    bigint      not null,
+    last_offset     bigint      not null,
+    events          bigint      not null,
+    size            bigint      not null,
+    deferred_at     timestamptz not null default now()
+);
+create index if not exists deferred_due on relay.deferred (group_id, retry_at) where not blocked;
+create index if not exists deferred_keys on relay.deferred using gin (keys) where holds;
+create index if not exists deferred_hosts on relay.deferred using gin (hosts) where holds;
+
+comment on column relay.deferred.keys is
+    'what the handlers of the transaction order by; it waits for every older row that holds one of them';
+comment on column relay.deferred.holds is
+    'whether later transactions of its keys wait for it; one that only waits for its time is overtaken';
+comment on column relay.deferred.blocked is
+    'its attempts are exhausted: it is a dead letter, and holds its keys until that is replayed or discarded';
+comment on column relay.deferred.letters is
+    'the dead letters that are replayed by it';
+comment on column relay.deferred.commit_ts is
+    'in microseconds since 2000-01-01';
+
+create table if not exists relay.deferred_rows (
+    deferred_id bigint not null references relay.deferred on delete cascade,
+    portion     int    not null,
+    sizes       int[]  not null,
+    data        bytea  not null,
+    primary key (deferred_id, portion)
+);
+
+comment on table relay.deferred_rows is
+    'the rows of the outbox as the WAL brought them (TupleData messages), one behind the other';
+
+-- Events on their way to a DataFrame writer: they commit with the other effects of their transactions, and are written
+-- from here in batches that stay the same however often they are tried.
+
+create table if not exists relay.spark_portions (
+    id        bigint generated always as identity primary key,
+    group_id  text        not null,
+    handler   text        not null,
+    events    bigint      not null,
+    staged_at timestamptz not null default now(),
+    batch     bigint
+);
+
+comment on table relay.spark_portions is
+    'the events that one target transaction routed to a handler of type spark';
+comment on column relay.spark_portions.batch is
+    'the batch that it is written with; null until that is decided, and never changed after';
+
+create sequence if not exists relay.spark_batches;
+
+-- No foreign key to the portion: it would be looked up for each event.
+create table if not exists relay.spark_events (
+    portion             bigint not null,
+    id                  uuid,
+    host_id             uuid,
+    user_id             uuid,
+    aggregate_id        text,
+    aggregate_version   bigint,
+    aggregate_type      text,
+    event_type          text,
+    event_ts            timestamptz,
+    payload             jsonb,
+    metadata            jsonb,
+    c_offset            bigint,
+    transaction_id      uuid,
+    transaction_ordinal int,
+    transaction_count   int,
+    deliver_at          timestamptz,
+    commit_lsn          pg_lsn,
+    commit_ts           timestamptz,
+    xid                 bigint
+);
+create index if not exists spark_events_portion on relay.spark_events (portion);
+
+-- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own those of
+-- the hosts of which a waiting transaction holds a key. Each statement of the function sees what was committed while the
+-- one before waited for a lock; a single statement would not.
+create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
+returns table (partition_id int, next_offset bigint, applied_lsn text, handover_offset bigint, holding text[])
+language plpgsql
+as $$
+begin
+    return query
+        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[]
+          from relay.consumer_offsets as o
+         where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions)
+         order by o.partition_id for update;
+    return query
+        select null::int, null::bigint, null::text, null::bigint, array_agg(distinct host)
+          from relay.deferred, unnest(hosts) as host
+         where group_id = the_group and holds and hosts && asked and host = any (asked);
+end
+$$;
+
+-- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
+
+do $$
+begin
+    if not exists (select from pg_roles where rolname = 'relay') then
+        create role relay nologin replication;
+    end if;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not create roles; create relay yourself, then run this file again';
+end
+$$;
+
+do $$
+begin
+    if exists (select from pg_roles where rolname = 'relay') then
+        grant usage on schema relay to relay;
+        grant select on relay.migrations to relay;
+        -- A group that is split into another number of partitions gets other rows.
+        grant select, insert, update, delete on relay.consumer_offsets to relay;
+        grant select, insert, update, delete on relay.dead_letter_queue to relay;
+        grant select, insert on relay.dead_letter_actions to relay;
+        grant select, insert, update on relay.groups to relay;
+        grant select, insert, update, delete on relay.suspects to relay;
+        grant select, insert, update, delete on relay.deferred, relay.deferred_rows to relay;
+        grant select, insert, update, delete on relay.spark_portions to relay;
+        grant select, insert, delete on relay.spark_events to relay;
+        grant usage on sequence relay.spark_batches to relay;
+        grant execute on function relay.lock_partitions(text, int, int[], text[]) to relay;
+        -- Handlers load events into a temporary relation, which a database may have reserved.
+        execute format('grant temporary on database %I to relay', current_database());
+    end if;
+end
+$$;
+
+insert into relay.migrations (name) values ('target/001_target.sql') on conflict do nothing;
