@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import psycopg
 import typer
-from rich.table import Table
 
 from relay import __version__
 from relay.cli_dlq import dlq
 from relay.cli_options import AdminOption, ConfigOption, JsonOption, YesOption, out
+from relay.cli_tables import print_facts, print_table
 from relay.config import load
 from relay.faults import ConfigurationError, RelayError
 from relay.logs import LogFormat, configure
@@ -166,35 +166,32 @@ def status(
 
 
 def _print_status(found: Any) -> None:
-    slot = found.slot
-    facts = Table(show_header=False, box=None)
-    facts.add_row("source", found.source_mode)
+    facts: list[tuple[str, object]] = [("source", found.source_mode)]
     if found.source_reason:
-        facts.add_row("reason", found.source_reason)
-    facts.add_row("active", found.active or "nobody")
+        facts.append(("reason", found.source_reason))
+    facts.append(("active", found.active or "nobody"))
     standby = [name for name in found.instances if name != found.active]
     if standby:
-        facts.add_row("others", ", ".join(standby))
+        facts.append(("others", ", ".join(standby)))
+    slot = found.slot
     if slot is None:
-        facts.add_row("slot", "missing: run `relay init`")
+        facts.append(("slot", "missing: run `relay init`"))
     else:
-        facts.add_row("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+        facts.append(("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})"))
         if slot.invalidation_reason:
-            facts.add_row("invalidated", slot.invalidation_reason)
-        facts.add_row(
-            "WAL",
-            f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, {slot.lag_bytes} bytes behind",
-        )
-    facts.add_row("dead letters", str(found.dead_letters))
+            facts.append(("invalidated", slot.invalidation_reason))
+        confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}"
+        facts.append(("WAL", f"{confirmed}, {slot.lag_bytes} bytes behind"))
+    facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
-    facts.add_row("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked")
+    facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
     if found.staged:
-        facts.add_row("to be written with Spark", f"{found.staged} events")
-    out.print(facts)
-    table = Table("partition", "next offset", "applied LSN")
-    for cursor in found.partitions:
-        table.add_row(str(cursor.partition_id), str(cursor.next_offset), str(cursor.applied_lsn))
-    out.print(table)
+        facts.append(("to be written with Spark", f"{found.staged} events"))
+    print_facts(facts)
+    print_table(
+        ("partition", "next offset", "applied LSN"),
+        ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
+    )
 
 
 @app.command()
@@ -253,16 +250,13 @@ def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> No
     if as_json:
         print(json.dumps([asdict(position) for position in found], indent=2))
         return
-    table = Table("partition", "next offset", "behind", "applied LSN", "handover offset")
-    for position in found:
-        table.add_row(
-            str(position.partition_id),
-            str(position.next_offset),
-            str(position.behind),
-            position.applied_lsn,
-            str(position.handover_offset),
-        )
-    out.print(table)
+    print_table(
+        ("partition", "next offset", "behind", "applied LSN", "handover offset"),
+        (
+            (p.partition_id, p.next_offset, p.behind, p.applied_lsn, p.handover_offset)
+            for p in found
+        ),
+    )
 
 
 @offsets.command("seek")

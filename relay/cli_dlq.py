@@ -13,9 +13,9 @@ from uuid import UUID
 
 import psycopg
 import typer
-from rich.table import Table
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, out
+from relay.cli_tables import print_facts, print_table
 from relay.config import load
 from relay.faults import ConfigurationError
 from relay.store import dead_letters
@@ -46,6 +46,9 @@ StatusOption = Annotated[
 ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
+
+
+_JSON_FIELDS = ("payload", "original_payload", "metadata")
 
 
 class _Opened(NamedTuple):
@@ -79,7 +82,6 @@ def _approved(found: Sequence[DeadTransaction], what: str, dry_run: bool, yes: b
     print(f"{len(found)} transactions with {events} events {what}")
     if dry_run:
         _print(found)
-    if dry_run or not found:
         return False
     if not yes:
         typer.confirm("Go on?", abort=True)
@@ -87,30 +89,33 @@ def _approved(found: Sequence[DeadTransaction], what: str, dry_run: bool, yes: b
 
 
 def _print(found: Sequence[DeadTransaction]) -> None:
-    table = Table(
-        "id",
-        "transaction",
-        "host",
-        "events",
-        "event type",
-        "handler",
-        "exception",
-        "status",
-        "since",
+    headings = (
+        *("id", "transaction", "host", "events", "event type", "handler", "exception"),
+        *("status", "since"),
     )
-    for item in found:
-        table.add_row(
-            str(item.id),
-            item.transaction_id or "-",
-            item.host_id or "-",
-            str(item.events),
-            item.event_type or "-",
-            item.handler or "-",
-            item.exception.splitlines()[0][:80],
-            item.status,
-            item.created_dt.isoformat(" ", "seconds"),
-        )
-    out.print(table)
+    print_table(
+        headings,
+        (
+            (
+                item.id,
+                item.transaction_id or "-",
+                item.host_id or "-",
+                item.events,
+                item.event_type or "-",
+                item.handler or "-",
+                item.exception.splitlines()[0][:80],
+                item.status,
+                item.created_dt.isoformat(" ", "seconds"),
+            )
+            for item in found
+        ),
+    )
+
+
+def _say_none(wanted: Filter, group: str, what: str = "dead letter") -> None:
+    """Say on standard error that there is nothing, and whether filters are the reason."""
+    narrowed = "" if wanted == Filter() else " that matches the filters"
+    print(f"there is no {what} in group {group!r}{narrowed}", file=sys.stderr)
 
 
 @dlq.command("list")
@@ -134,8 +139,10 @@ def dlq_list(
         found = dead_letters.transactions(opened.conn, opened.group, limit, wanted)
     if as_json:
         print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
-    else:
+    elif found:
         _print(found)
+    else:
+        _say_none(wanted, opened.group)
 
 
 @dlq.command("show")
@@ -159,12 +166,13 @@ def dlq_show(
     if as_json:
         print(json.dumps(found, indent=2))
         return
+    indent = 2 if out.is_terminal else None
     for letter in found:
-        facts = Table(show_header=False, title=f"dead letter {letter['id']}", title_justify="left")
-        for key, value in letter.items():
-            is_json = key in ("payload", "original_payload", "metadata")
-            facts.add_row(key, json.dumps(value, indent=2) if is_json else str(value))
-        out.print(facts)
+        print(f"dead letter {letter['id']}")
+        print_facts(
+            (key, json.dumps(value, indent=indent) if key in _JSON_FIELDS else value)
+            for key, value in letter.items()
+        )
     for action in done:
         at = action.acted_at.isoformat(" ", "seconds")
         print(f"{at} {action.action} by {action.acted_by}: {action.reason or 'no reason given'}")
@@ -199,7 +207,9 @@ def dlq_replay(
     edits = read_edits(edit) if edit else None
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
-        if _approved(found, "will be applied again", dry_run, yes):
+        if not found:
+            _say_none(wanted, opened.group, "transaction to be applied again")
+        elif _approved(found, "will be applied again", dry_run, yes):
             print(f"{opened.letters.replay(found, reason, edits)} transactions are replayed")
 
 
@@ -223,7 +233,9 @@ def dlq_discard(
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
-        if _approved(found, "will be given up", dry_run, yes):
+        if not found:
+            _say_none(wanted, opened.group, "transaction to be given up")
+        elif _approved(found, "will be given up", dry_run, yes):
             print(f"{opened.letters.discard(found, reason)} transactions are discarded")
 
 
@@ -249,6 +261,8 @@ def dlq_export(
         found = dead_letters.transactions(
             opened.conn, opened.group, wanted=wanted, newest_first=False
         )
+        if not found:
+            _say_none(wanted, opened.group)
         with file.open("w", encoding="utf-8") if file else _standard_output() as stream:
             for each in found:
                 for letter in dead_letters.letters(opened.conn, opened.group, each.letters):
@@ -280,5 +294,7 @@ def dlq_purge(
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything), ("replayed", "discarded"))
-        if _approved(found, "will be deleted", dry_run, yes):
+        if not found:
+            _say_none(wanted, opened.group, "replayed or discarded dead letter")
+        elif _approved(found, "will be deleted", dry_run, yes):
             print(f"{opened.letters.purge(found, reason)} letters are deleted")

@@ -103,8 +103,29 @@ def test_dead_letters_are_listed_and_shown(config: Path, outbox: Outbox) -> None
     )
     assert [item["payload"] for item in shown] == [{"amount": -1}, {"amount": 2}]
     assert relay("dlq", "show", str(letter["id"]), "--config", str(config)).returncode == 0
-    assert str(bad)[:8] in relay("dlq", "list", "--config", str(config), COLUMNS="200").stdout
+    piped = relay("dlq", "list", "--config", str(config), COLUMNS="40").stdout
+    headings, row = (line.split("\t") for line in piped.splitlines())
+    assert row[headings.index("transaction")] == str(bad)
+    assert row[headings.index("host")] == str(host(1))
     assert "no dead letter 99" in relay("dlq", "show", "99", "--config", str(config)).stderr
+
+
+def test_filters_that_match_nothing_say_so(config: Path) -> None:
+    for command, what in (
+        ("list", "dead letter"),
+        ("export", "dead letter"),
+        ("replay", "transaction to be applied again"),
+        ("discard", "transaction to be given up"),
+        ("purge", "replayed or discarded dead letter"),
+    ):
+        result = relay("dlq", command, "--handler", "nobody", "--config", str(config))
+        assert result.returncode == 0
+        assert result.stdout == ""
+        said = f"there is no {what} in group 'default' that matches the filters\n"
+        assert result.stderr == said
+    assert relay("dlq", "list", "--config", str(config)).stderr == (
+        "there is no dead letter in group 'default'\n"
+    )
 
 
 def test_neither_payloads_nor_passwords_are_logged(outbox: Outbox, tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Tables for people at a terminal, tab-separated lines for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from relay.cli_options import out
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows below their headings. At a terminal long cells are folded; piped, each row is one whole line."""
+    if not out.is_terminal:
+        for row in (headings, *rows):
+            print("\t".join(_line(cell) for cell in row))
+        return
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_line(cell)) for cell in row))
+    out.print(table)
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print names with their values, one below the other. Piped, each pair is one whole line."""
+    if not out.is_terminal:
+        for name, value in facts:
+            print(f"{_line(name)}\t{_line(value)}")
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(Text(_line(name)), Text(_line(value, kept="\n")))
+    out.print(table)
+
+
+def _line(cell: object, kept: str = "") -> str:
+    """A cell with its control characters as escapes, but those `kept`: a value must not move the terminal's cursor."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))
