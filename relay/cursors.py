@@ -17,7 +17,7 @@ from relay.pipeline.runner import Pipeline
 from relay.preflight import reach
 from relay.source.index import ensure_index
 from relay.source.poll import Poller
-from relay.source.rows import OutboxRows
+from relay.source.rows import OutboxRows, prefer_index
 from relay.source.slot import slot_state
 from relay.source.wal import first_offset_behind
 from relay.store import offsets, presence
@@ -27,7 +27,10 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One partition as `relay offsets show` prints it; `behind` counts c_offsets of all partitions up to the newest."""
+    """One partition as `relay offsets show` prints it.
+
+    `behind` counts the c_offsets, of all partitions, from its first unread row to the newest; 0 without unread rows.
+    """
 
     partition_id: int
     next_offset: int
@@ -47,19 +50,26 @@ class Move:
 
 def positions(settings: Settings) -> list[Position]:
     """Where the group's partitions stand. Raises ConfigurationError if a database cannot be reached."""
-    with reach(settings.source_dsn, "source.dsn") as source:
-        following = OutboxRows(settings).next_offset(source)
     with reach(settings.target_dsn, "target.dsn") as target:
-        return [
-            Position(
-                cursor.partition_id,
-                cursor.next_offset,
-                str(cursor.applied_lsn),
-                cursor.handover_offset,
-                max(0, following - cursor.next_offset),
-            )
-            for cursor in offsets.all_cursors(target, settings.group)
-        ]
+        cursors = offsets.all_cursors(target, settings.group)
+    if not cursors:
+        return []
+    rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+    floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
+    with reach(settings.source_dsn, "source.dsn") as source:
+        prefer_index(source)
+        following = rows.next_offset(source)
+        unread = rows.heads(source, floors, following - 1)
+    return [
+        Position(
+            cursor.partition_id,
+            cursor.next_offset,
+            str(cursor.applied_lsn),
+            cursor.handover_offset,
+            following - unread.get(cursor.partition_id, following),
+        )
+        for cursor in cursors
+    ]
 
 
 def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:

@@ -20,6 +20,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.garbage import collect_seldom, return_large_blocks
+from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.pipeline.session import Session
@@ -53,6 +54,7 @@ class Service:
             SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
         ]
         self._catch_up = CatchUp()
+        self._summary = Summary()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 
@@ -76,6 +78,7 @@ class Service:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
             self._presence.start()
+            self._summary.start()
             died = self._begin()
             if died:
                 self._pipeline.guard()
@@ -99,6 +102,7 @@ class Service:
             self._pipeline.close()
             self._presence.close()
             self._catch_up.close()
+            self._summary.close()
             self._last_resort.cancel()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
 
@@ -125,6 +129,7 @@ class Service:
         self._source.ack(batch, outcome)
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)
+        self._summary.note(batch, outcome)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.stop()
@@ -153,7 +158,9 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
                     "fault": dead.fault,
                 },
             )
-    log.info(
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    log.debug(
         "batch",
         extra={
             "batch": batch.number,

@@ -90,6 +90,8 @@ def running(config: Path, *arguments: str, **environment: str) -> Iterator[Runni
                 str(config),
                 "--log-format",
                 "json",
+                "--log-level",
+                "debug",
                 *arguments,
             ],
             stderr=stream,

@@ -105,7 +105,8 @@ class Relay:
     def __init__(self, dsn: str, log: Log) -> None:
         with log.file.open("wb") as file:
             self._process = subprocess.Popen(
-                command("run", "--log-format", "json"),
+                # Each batch is a line at debug.
+                command("run", "--log-format", "json", "--log-level", "debug"),
                 env=environment(dsn),
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -40,11 +40,14 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
         counts = json.loads(published.stdout)
         assert counts["transactions"] == 50
         assert outbox.value("select count(*) from outbox_message_t") == counts["events"]
-        with running(Path(config)) as service:
+        with running(Path(config), "--log-level", "info") as service:
             service.wait_said("streaming")
             outbox.wait_drained()
             assert relay("status", "--config", config, "--check").returncode == 0
             assert service.terminate() == 0
+            assert not service.said("batch")
+            relayed = [line["events"] for line in service.lines() if line["message"] == "relayed"]
+            assert sum(relayed) == counts["events"]
         outbox.assert_exact()
         behind = "select pg_current_wal_lsn() - confirmed_flush_lsn from pg_replication_slots where slot_name = %s"
         least = outbox.value(behind, (outbox.slot,))

@@ -64,6 +64,22 @@ def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode
         wait_until(lambda: total(outbox) == 152 + 202)
 
 
+def test_a_partition_without_unread_rows_is_not_behind(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    outbox.publish(host(1), event(1))
+    outbox.publish(host(2), event(2), event(3))
+    outbox.drain(outbox.settings())
+
+    def behind() -> set[int]:
+        shown = relay("offsets", "show", "--json", "--config", str(config))
+        return {position["behind"] for position in json.loads(shown.stdout)}
+
+    assert behind() == {0}
+    outbox.publish(host(1), event(4))
+    outbox.publish(host(2), event(5), event(6))
+    assert behind() == {0, 3, 2}
+
+
 def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     outbox.publish(host(1), event(1, event_ts="2026-01-01T00:00:00Z"))

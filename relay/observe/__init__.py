@@ -1,0 +1,1 @@
+"""What a running relay tells about itself."""

@@ -1,0 +1,86 @@
+"""What the batches of the last seconds came to, as one log line; nothing is logged while there are none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from threading import Event, Lock, Thread
+
+from relay.batch import Batch, Outcome
+from relay.events import POSTGRES_EPOCH
+
+log = logging.getLogger(__name__)
+
+SUMMARY_SECONDS = 10.0
+_EPOCH = POSTGRES_EPOCH.timestamp()
+
+
+class Summary:
+    """Adds up batches and logs the sums every `interval` seconds in which there were any.
+
+    Batches are noted by one thread; a thread of its own logs.
+    """
+
+    def __init__(self, interval: float = SUMMARY_SECONDS) -> None:
+        self._interval = interval
+        self._sums: Counter[str] = Counter()
+        self._lag: dict[str, float | int] = {}
+        self._lock = Lock()
+        self._noted = Event()
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name="summary", daemon=True)
+
+    def start(self) -> None:
+        """Begin to log."""
+        self._thread.start()
+
+    def note(self, batch: Batch, outcome: Outcome) -> None:
+        """Add a batch that is durable."""
+        with self._lock:
+            self._sums.update(
+                batches=1,
+                events=batch.events,
+                transactions=len(batch.transactions),
+                applied=outcome.applied,
+                skipped=outcome.skipped,
+                deferred=outcome.deferred,
+                dead=sum(dead.events for dead in outcome.dead),
+            )
+            self._lag = _lag(batch)
+        self._noted.set()
+
+    def close(self) -> None:
+        """Log what is left and end."""
+        self._closing.set()
+        self._noted.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._say()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._noted.wait()
+            if not self._closing.wait(self._interval):
+                self._say()
+
+    def _say(self) -> None:
+        with self._lock:
+            sums, self._sums = self._sums, Counter()
+            lag = self._lag
+            self._noted.clear()
+        if sums["events"]:
+            # Of polled rows only those who read them know the transactions.
+            transactions = sums["transactions"] or None
+            log.info("relayed", extra={**sums, "transactions": transactions, **lag})
+
+
+def _lag(batch: Batch) -> dict[str, float | int]:
+    """How far the batch was behind: the age of its last commit in seconds, or for polled rows how many are left."""
+    if batch.window is not None:
+        return {"lag_rows": batch.window.left}
+    if not len(batch.transactions):
+        return {}
+    committed = _EPOCH + int(batch.transactions.facts["ts"][-1]) / 1_000_000
+    # The clock of the source may be ahead of this machine's.
+    return {"lag_seconds": round(max(0.0, time.time() - committed), 3)}

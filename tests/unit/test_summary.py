@@ -1,0 +1,73 @@
+"""The summary line: sums of the batches since the last one, and silence while there are none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from threading import Event
+
+import numpy as np
+import pytest
+
+from relay.batch import Batch, DeadTransaction, Outcome, TaskOutcome, Window
+from relay.events import POSTGRES_EPOCH, Lsn
+from relay.observe.summary import Summary
+from relay.transactions import FACTS, Rows, Transactions
+
+
+def batch(number: int, seconds_ago: float) -> Batch:
+    """A batch of one transaction with three events."""
+    committed = int((time.time() - seconds_ago - POSTGRES_EPOCH.timestamp()) * 1_000_000)
+    facts = np.array([(1, 1, committed, 1, 0, 0, 3, 0, 0)], FACTS)
+    transactions = Transactions(("host_id",), facts, [None], [("h",)], Rows.of([b""] * 3))
+    return Batch(number, transactions, Lsn(1), events=3, size=0)
+
+
+OUTCOME = Outcome(
+    "inline",
+    [TaskOutcome((0,), applied=1, dead=(DeadTransaction(None, Lsn(1), 2, "h", "KeyError"),))],
+)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
+    return [vars(record) for record in caplog.records if record.getMessage() == "relayed"]
+
+
+def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    summary = Summary()
+    summary.start()
+    summary.note(batch(1, seconds_ago=90), OUTCOME)
+    summary.note(batch(2, seconds_ago=60), OUTCOME)
+    summary.close()
+    (line,) = lines(caplog)
+    sums = {"batches": 2, "events": 6, "transactions": 2, "applied": 2, "deferred": 0, "dead": 4}
+    assert {name: line[name] for name in sums} == sums
+    assert line["lag_seconds"] == pytest.approx(60, abs=5)
+
+
+def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    summary = Summary()
+    window = Window(upto=9, spread=[], rows=9, left=70)
+    summary.note(Batch(1, Transactions.none(), Lsn(0), 9, 0, window=window), OUTCOME)
+    summary.close()
+    (line,) = lines(caplog)
+    assert (line["events"], line["lag_rows"], line["transactions"]) == (9, 70, None)
+
+
+def test_a_line_comes_by_itself_and_none_while_idle(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    said = Event()
+    watcher = logging.Handler()
+    watcher.emit = lambda record: said.set()  # type: ignore[method-assign]
+    logging.getLogger("relay.observe.summary").addHandler(watcher)
+    try:
+        summary = Summary(interval=0.01)
+        summary.start()
+        summary.note(batch(1, seconds_ago=0), OUTCOME)
+        assert said.wait(30)
+        summary.close()
+    finally:
+        logging.getLogger("relay.observe.summary").removeHandler(watcher)
+    assert len(lines(caplog)) == 1
