@@ -205,6 +205,17 @@ class NatsHandler(BrokerHandler):
         list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
     ]
     tls: Tls = Field(default_factory=Tls)
+    """Where the configuration has it, `nats://` is encrypted too."""
+    tls_first: bool = False
+    """TLS begins before the server says anything, which the server has to be set up for (`handshake_first`)."""
+
+    @model_validator(mode="after")
+    def _encrypted_where_asked(self) -> NatsHandler:
+        if not self.tls_first and "tls" not in self.model_fields_set:
+            return self
+        if any(urlsplit(server.get_secret_value()).scheme == "ws" for server in self.servers):
+            raise ValueError("servers: ws:// is not encrypted, which tls asks for; write wss://")
+        return self
 
 
 class RabbitmqHandler(BrokerHandler):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from threading import Thread
+from typing import Any
 
-import nats
 from nats.aio.client import Client
 from nats.errors import BadSubjectError, Error, MaxPayloadError
 from nats.js.errors import APIError
@@ -26,8 +26,48 @@ _TOO_LARGE = 10054
 """The error code of JetStream for a message above what the stream takes."""
 
 
+class NoTls(Error):
+    """The server offers no TLS although the configuration asks for it; nothing was sent."""
+
+
+class _SecureClient(Client):
+    """A client that sends nothing in plain text where TLS is asked for.
+
+    The server's INFO comes in plain text, and nats-py goes on without TLS unless INFO demands it. Where TLS is asked
+    for, this client starts it if the server can, and refuses before CONNECT, which carries the password, otherwise.
+    So do nats.go and nats-core; source: nats-io/nats.py, pull request 912, "Enforce TLS intent against server
+    capabilities".
+    """
+
+    def __init__(self, always_tls: bool) -> None:
+        """`always_tls` asks for TLS from `nats://` too; `tls://` asks for it by itself."""
+        super().__init__()
+        self._always_tls = always_tls
+
+    def abandon(self) -> None:
+        """Close the socket of a connection that failed, which `connect` leaves open.
+
+        `close` would wait for ever for the end of a TLS handshake that has failed.
+        """
+        transport: Any = self._transport
+        if transport:
+            transport.close()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._asks_for_tls():
+            if not (info.get("tls_required") or info.get("tls_available")):
+                raise NoTls("the server offers no TLS, which tls:// or the key tls asks for")
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
+    def _asks_for_tls(self) -> bool:
+        server = self._current_server
+        scheme = server.uri.scheme if server else None
+        return scheme == "tls" or (scheme == "nats" and self._always_tls)
+
+
 class Nats:
-    """One connection, made anew when it is lost."""
+    """One connection, opened again when it is lost."""
 
     def __init__(self, name: str, settings: NatsHandler) -> None:
         """Raises ConfigurationError where a certificate cannot be used."""
@@ -55,6 +95,8 @@ class Nats:
         except APIError as error:
             kind = Rejected if error.err_code == _TOO_LARGE else Undelivered
             raise kind(f"JetStream {error.err_code}") from None
+        except NoTls as error:
+            raise Undelivered(str(error)) from None
         except (Error, OSError, TimeoutError) as error:
             raise Undelivered(type(error).__name__) from None
 
@@ -72,16 +114,27 @@ class Nats:
     async def _connected(self) -> Client:
         async with self._connecting:
             if self._client is None or self._client.is_closed:
-                self._client = await nats.connect(
-                    [server.get_secret_value() for server in self._settings.servers],
-                    connect_timeout=self._settings.timeout,
-                    # Each server is asked twice, at once: waiting is not for the client.
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,
-                    reconnect_time_wait=0,
-                    tls=self._tls,
-                )
+                self._client = await self._connect()
             return self._client
+
+    async def _connect(self) -> Client:
+        settings = self._settings
+        client = _SecureClient(always_tls="tls" in settings.model_fields_set)
+        options: dict[str, Any] = {
+            "connect_timeout": settings.timeout,
+            # Each server is asked twice, at once: waiting is not for the client.
+            "allow_reconnect": False,
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0,
+            "tls": self._tls,
+            "tls_handshake_first": settings.tls_first,
+        }
+        try:
+            await client.connect([each.get_secret_value() for each in settings.servers], **options)
+        except BaseException:
+            client.abandon()
+            raise
+        return client
 
     async def _end(self) -> None:
         if self._client is not None:

@@ -319,6 +319,7 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: nats, topic: t}", "servers: is required"),
         ("{type: nats, topic: t, servers: []}", "servers: "),
         ("{type: nats, topic: t, servers: [h]}", "servers.0: must be an address such as nats://"),
+        ("{type: nats, topic: t, servers: ['ws://h'], tls: {}}", "servers: ws:// is not encrypted"),
         ("{type: rabbitmq, topic: t, url: 'amq://h'}", "url: must be an address such as amqp://"),
         ("{type: kafka, topic: t}", "bootstrap: is required"),
         ("{type: kafka, topic: t, bootstrap: ['h:9092'], key: ''}", "key: "),
