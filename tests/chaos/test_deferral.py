@@ -20,7 +20,7 @@ CHANCE = random.Random()
 HASTY = {"wait": 0.3, "max_wait": 1.0, "jitter": 0.2, "defer_after": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(900)
 def test_ten_thousand_deferred_over_a_thousand_keys_killed_ten_times(
     outbox: Outbox, tmp_path: Path

@@ -40,7 +40,7 @@ def test_two_hundred_thousand_events_drain_exactly(
     outbox.assert_exact()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(600)
 def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
     outbox: Outbox, tmp_path: Path
@@ -71,7 +71,7 @@ def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
     outbox.assert_exact()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(600)
 def test_killed_at_twenty_random_moments(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(

@@ -138,7 +138,7 @@ def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> Non
     outbox.assert_exact()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(900)
 def test_a_million_events_in_one_transaction_stay_out_of_memory(
     outbox: Outbox, tmp_path: Path
