@@ -17,7 +17,7 @@ from relay.java import java_home
 from relay.source.index import has_index
 from relay.source.slot import publication_tables, require_ours, slot_state
 from relay.store import migrations, offsets
-from relay.store.connections import connect
+from relay.store.connections import connect, pin_text_form
 
 OLDEST_SERVER = 140000
 
@@ -64,7 +64,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     if settings.needs_spark and not settings.spark.remote:
         yield _caught("spark", "there is a Java for Spark", java_home)
     try:
-        with reach(settings.target_dsn, "target.dsn") as conn:
+        with reach(settings.target_dsn, "target.dsn", pinned=False) as conn:
             yield from _target(conn, settings, built)
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "target", str(error))
@@ -83,10 +83,15 @@ def require(settings: Settings) -> None:
 
 
 @contextmanager
-def reach(dsn: str, key: str) -> Iterator[Connection]:
-    """A connection, or ConfigurationError with the server's own words and the key to look at."""
+def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
+    """A connection, or ConfigurationError with the server's own words and the key to look at.
+
+    `pinned` fixes how the session prints values. Handlers' statements are checked without, as they run without.
+    """
     try:
         conn = connect(dsn)
+        if pinned:
+            pin_text_form(conn)
     except psycopg.OperationalError as error:
         first = str(error).strip().splitlines()[0].removeprefix("connection failed: ")
         raise ConfigurationError(

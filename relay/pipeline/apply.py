@@ -24,7 +24,7 @@ from relay.faults import describe
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
-from relay.source.rows import OutboxRows, prefer_index
+from relay.source.rows import OutboxRows, prepare_reading
 from relay.store import dead_letters, deferred, offsets
 from relay.store.connections import open_pool
 from relay.store.deferred import Due, Wait
@@ -75,7 +75,7 @@ class Applier:
     @cached_property
     def _source(self) -> ConnectionPool[Connection]:
         """Only ranges read the source themselves."""
-        return open_pool(self._settings.source_dsn, self._connections, prefer_index)
+        return open_pool(self._settings.source_dsn, self._connections, prepare_reading)
 
     def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
         """Apply the task and commit. Whatever it raises has left no trace in the target.

@@ -20,7 +20,7 @@ from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.patience import say_once, until_it_works
 from relay.source.listener import Listener
-from relay.source.rows import OutboxRows, prefer_index
+from relay.source.rows import OutboxRows, prepare_reading
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
 from relay.transactions import Transactions
@@ -46,7 +46,7 @@ class Poller:
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.source_dsn, 1, prefer_index
+            settings.source_dsn, 1, prepare_reading
         )
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._floors: dict[int, int] = {}

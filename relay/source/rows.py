@@ -20,6 +20,7 @@ from relay.events import Lsn
 from relay.faults import Action, ConfigurationError, RelayError, action_for
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
+from relay.store.connections import pin_text_form
 from relay.transactions import Rows, Transactions
 
 Connection = psycopg.Connection[Any]
@@ -53,6 +54,12 @@ def prefer_index(conn: Connection) -> None:
     filter; at 1.1 the planner chose the latter, from 0.5 downwards the former.
     """
     conn.execute("set random_page_cost = 0.3")
+
+
+def prepare_reading(conn: Connection) -> None:
+    """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
+    pin_text_form(conn)
+    prefer_index(conn)
 
 
 class OutboxRows:

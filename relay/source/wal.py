@@ -20,7 +20,6 @@ from threading import Condition, Event, Thread
 import psycopg
 from psycopg import sql
 from psycopg.abc import Buffer
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import ExecStatus
 from psycopg.rows import scalar_row
 from tenacity import (
@@ -42,6 +41,7 @@ from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
+from relay.store.connections import pin_text_form
 from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,6 @@ IDLE_REPORT_SECONDS = 0.2
 ACTIVE_WAIT_SECONDS = 1.0
 DEFAULT_SENDER_TIMEOUT = 60.0
 STATUS_SHARE = 0.6
-
-SESSION_OPTIONS = "-c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres -c bytea_output=hex"
-"""Pins the text form of values, whatever the server's or the role's defaults are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +310,6 @@ class WalSource:
             cursor_factory=psycopg.ClientCursor,
             autocommit=True,
             client_encoding="UTF8",
-            options=_session_options(self._settings.source_dsn),
             application_name="relay",
             connect_timeout=10,
             # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
@@ -322,6 +318,7 @@ class WalSource:
             keepalives_count=3,
         )
         try:
+            pin_text_form(conn)
             return self._start_replication(conn, source.slot, source.publication)
         except BaseException as error:
             stranger = (
@@ -582,12 +579,6 @@ def first_offset_behind(settings: Settings, lsn: Lsn, until: Lsn) -> int | None:
     finally:
         source.close()
     return None
-
-
-def _session_options(dsn: str) -> str:
-    """The pinned settings behind those that the user's connection string brings."""
-    own = conninfo_to_dict(dsn).get("options") or ""
-    return f"{own} {SESSION_OPTIONS}".strip()
 
 
 def _sender_timeout(conn: psycopg.Connection[object]) -> float:

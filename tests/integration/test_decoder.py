@@ -22,7 +22,8 @@ from relay.install import initialise
 from relay.source.assembler import Assembler
 from relay.source.slot import ensure_publication, ensure_slot
 from relay.source.tuples import RowDecoder
-from relay.source.wal import SESSION_OPTIONS, WalSource
+from relay.source.wal import WalSource
+from relay.store.connections import pin_text_form
 from relay.transactions import Transactions, Undecoded
 from tests.postgres import Server
 
@@ -53,9 +54,8 @@ class Decoded:
         self.mapping = self.settings.source.mapping
         self.table = sql.Identifier(*self.settings.source.table_name)
         # The session that decodes is set up as relay's replication connection is.
-        self.conn = psycopg.connect(
-            dsn, autocommit=True, client_encoding="UTF8", options=SESSION_OPTIONS
-        )
+        self.conn = psycopg.connect(dsn, autocommit=True, client_encoding="UTF8")
+        pin_text_form(self.conn)
         self.assembler = Assembler(self.settings.source.table_name, self.mapping, UNLIMITED)
 
     def __enter__(self) -> Self:
