@@ -38,10 +38,6 @@ def main() -> None:
         app()
     except RelayError as error:
         _fail(str(error), error.exit_status)
-    except psycopg.errors.UndefinedTable as error:
-        _fail(f"{_first_line(error)}: relay is not installed in this database: run `relay init`", 2)
-    except psycopg.errors.UndefinedFunction as error:
-        _fail(f"{_first_line(error)}: relay is not installed in this database: run `relay init`", 2)
     except psycopg.Error as error:
         _fail(f"the database refuses: {_first_line(error)}", 1)
     except BrokenPipeError:
@@ -212,15 +208,16 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Publish business transactions: {host_id, user_id, events: [...]}, an array of them, or one on each line."""
-    from relay.preflight import reach
-    from relay.publish import business_transactions, parse
+    from relay.preflight import reach_source
+    from relay.publish import business_transactions, parse, require_own_outbox
     from relay.publish import publish as publish_all
 
     settings = load(config)
     transactions = (
         business_transactions(generate, hosts, seed) if generate else iter(parse(*_input(file)))
     )
-    with reach(settings.source_dsn, "source.dsn") as conn:
+    require_own_outbox(settings)
+    with reach_source(settings) as conn:
         count, events = publish_all(conn, transactions)
     if as_json:
         print(json.dumps({"transactions": count, "events": events}))

@@ -59,11 +59,11 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _opened(config: Path | None) -> Iterator[_Opened]:
-    from relay.preflight import reach
+    from relay.preflight import reach_target
     from relay.replay import DeadLetters
 
     settings = load(config)
-    with reach(settings.target_dsn, "target.dsn") as conn:
+    with reach_target(settings) as conn:
         yield _Opened(conn, settings.group, DeadLetters(settings, conn))
 
 

@@ -38,6 +38,8 @@ from relay.sections import Name, Number, Section
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = "RELAY_"
+OWN_OUTBOX = "public.outbox_message_t"
+"""The outbox that `relay init` makes, and that `relay.publish` inserts into."""
 
 
 def _dsn(value: Any) -> Any:
@@ -73,7 +75,7 @@ class Source(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
-    table: str = "public.outbox_message_t"
+    table: str = OWN_OUTBOX
     columns: dict[str, str] = Field(default_factory=dict)
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
@@ -96,6 +98,11 @@ class Source(Section):
                     f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}"
                 )
         return value
+
+    @property
+    def owns_table(self) -> bool:
+        """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
+        return self.table == OWN_OUTBOX
 
     @property
     def table_name(self) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError
 from relay.pipeline.runner import Pipeline
-from relay.preflight import reach
+from relay.preflight import reach, reach_source, reach_target
 from relay.source.index import ensure_index
 from relay.source.poll import Poller
 from relay.source.rows import OutboxRows, prefer_index
@@ -50,13 +50,13 @@ class Move:
 
 def positions(settings: Settings) -> list[Position]:
     """Where the group's partitions stand. Raises ConfigurationError if a database cannot be reached."""
-    with reach(settings.target_dsn, "target.dsn") as target:
+    with reach_target(settings) as target:
         cursors = offsets.all_cursors(target, settings.group)
     if not cursors:
         return []
     rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
     floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
-    with reach(settings.source_dsn, "source.dsn") as source:
+    with reach_source(settings) as source:
         prefer_index(source)
         following = rows.next_offset(source)
         unread = rows.heads(source, floors, following - 1)
@@ -77,9 +77,9 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
 
     Raises ConfigurationError for a place that does not exist, or while an instance runs.
     """
-    with reach(settings.target_dsn, "target.dsn") as target, _stopped(target, settings):
+    with reach_target(settings) as target, _stopped(target, settings):
         cursors = _chosen(settings, offsets.all_cursors(target, settings.group), partition)
-        with reach(settings.source_dsn, "source.dsn") as source:
+        with reach_source(settings) as source:
             rows = OutboxRows(settings)
             offset = _resolve(settings, source, rows, to)
             moves = [
@@ -93,7 +93,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
 def seek(settings: Settings, offset: int, partition: int | None) -> None:
     """Let the group, or one partition, go on at a c_offset. Raises ConfigurationError while an instance runs."""
     with (
-        reach(settings.target_dsn, "target.dsn") as target,
+        reach_target(settings) as target,
         _stopped(target, settings),
         target.transaction(),
     ):
@@ -108,7 +108,7 @@ def repartition(settings: Settings, partitions: int, admin_dsn: str | None) -> i
     applied must be the same for every host before hosts can move. A crash before the end changes nothing but that.
     Raises ConfigurationError while an instance runs.
     """
-    with reach(settings.target_dsn, "target.dsn") as target, _stopped(target, settings):
+    with reach_target(settings) as target, _stopped(target, settings):
         cursors = offsets.all_cursors(target, settings.group)
         if not cursors:
             raise ConfigurationError(

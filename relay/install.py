@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings, Source
+from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach, require_logical_wal, require_table
 from relay.source.index import drop_indexes, ensure_index
@@ -17,8 +17,6 @@ from relay.source.slot import drop_publication, drop_slot, ensure_publication, e
 from relay.store import migrations, offsets
 
 Connection = psycopg.Connection[Any]
-
-OWN_TABLE = Source().table
 
 
 def initialise(
@@ -41,7 +39,7 @@ def initialise(
             if settings.source.mode != "poll":
                 require_logical_wal(source)
             done += _install(source, settings)
-            done += _installed(migrations.install(target, "target"))
+            done += _installed(migrations.install(target, "target", "target.dsn"))
             offsets.require_partition_count(
                 offsets.partition_count(target, settings.group), settings.group, settings.partitions
             )
@@ -98,9 +96,9 @@ def _counter(source: Connection) -> int:
 
 
 def _install(source: Connection, settings: Settings) -> list[str]:
-    installed = migrations.install(source, "source")
-    if settings.source.table == OWN_TABLE:
-        installed += migrations.install(source, "outbox")
+    installed = migrations.install(source, "source", "source.dsn")
+    if settings.source.owns_table:
+        installed += migrations.install(source, "outbox", "source.dsn")
         require_table(source, settings)
     else:
         require_table(source, settings)

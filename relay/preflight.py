@@ -101,6 +101,28 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
         yield conn
 
 
+def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
+    """The parts of the schema that the source must have."""
+    return ("source", "outbox") if settings.source.owns_table else ("source",)
+
+
+@contextmanager
+def reach_source(settings: Settings) -> Iterator[Connection]:
+    """A connection to the source, which has this program's schema; ConfigurationError otherwise."""
+    with reach(settings.source_dsn, "source.dsn") as conn:
+        for side in source_sides(settings):
+            migrations.require(conn, side, "source.dsn")
+        yield conn
+
+
+@contextmanager
+def reach_target(settings: Settings) -> Iterator[Connection]:
+    """A connection to the target, which has this program's schema; ConfigurationError otherwise."""
+    with reach(settings.target_dsn, "target.dsn") as conn:
+        migrations.require(conn, "target", "target.dsn")
+        yield conn
+
+
 def require_logical_wal(conn: Connection) -> None:
     """Raise ConfigurationError if the server does not write what logical decoding needs."""
     if conn.info.server_version < OLDEST_SERVER:
@@ -151,8 +173,16 @@ def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
     return Finding(Level.OK, subject, fine)
 
 
+def _schema(conn: Connection, side: migrations.Side, key: str) -> Finding:
+    return _caught(
+        "schema", f"{side}: relay's tables are this program's", migrations.require, conn, side, key
+    )
+
+
 def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     source = settings.source
+    for side in source_sides(settings):
+        yield _schema(conn, side, "source.dsn")
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
@@ -288,14 +318,9 @@ def _routes(settings: Settings) -> Iterator[Finding]:
 def _target(
     conn: Connection, settings: Settings, built: dict[str, handlers.Handler]
 ) -> Iterator[Finding]:
-    pending = migrations.pending(conn, "target")
-    if pending:
-        yield Finding(
-            Level.ERROR,
-            "schema",
-            f"target.dsn: relay's tables are not installed ({pending[0]}): run `relay init`",
-        )
-    else:
+    schema = _schema(conn, "target", "target.dsn")
+    yield schema
+    if schema.level is Level.OK:
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)

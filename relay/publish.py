@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 
+from relay.config import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]
@@ -102,6 +103,15 @@ def _is_id(value: Any, optional: bool) -> bool:
     except (ValueError, AttributeError, TypeError):
         return False
     return True
+
+
+def require_own_outbox(settings: Settings) -> None:
+    """Raise ConfigurationError if the outbox is not relay's own: `relay.publish` inserts into no other."""
+    if not settings.source.owns_table:
+        raise ConfigurationError(
+            f"source.table: `relay publish` and relay.publish write to {OWN_OUTBOX} only: insert into "
+            f"{settings.source.table} with your own statements, or remove source.table and run `relay init`"
+        )
 
 
 def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, int]:

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import Any
 
 from relay.config import Settings
-from relay.preflight import reach
+from relay.preflight import reach_source, reach_target
 from relay.source.slot import SlotState, slot_state
-from relay.store import dead_letters, deferred, groups, migrations, offsets, presence, spark_batches
+from relay.store import dead_letters, deferred, groups, offsets, presence, spark_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,15 @@ class Status:
 
 
 def read(settings: Settings) -> Status:
-    """Look at both databases. Raises ConfigurationError if one cannot be reached."""
-    with reach(settings.source_dsn, "source.dsn") as source:
+    """Look at both databases. Raises ConfigurationError if one cannot be reached or has another schema."""
+    with reach_source(settings) as source:
         slot = slot_state(source, settings.source.slot)
-    with reach(settings.target_dsn, "target.dsn") as target:
-        installed = not migrations.pending(target, "target")
-        cursors = offsets.all_cursors(target, settings.group) if installed else []
-        dead = dead_letters.count(target, settings.group) if installed else 0
-        waiting = deferred.count(target, settings.group) if installed else deferred.Waiting(0, 0)
-        staged = spark_batches.staged(target, settings.group) if installed else 0
-        group = groups.read(target, settings.group) if installed else None
+    with reach_target(settings) as target:
+        cursors = offsets.all_cursors(target, settings.group)
+        dead = dead_letters.count(target, settings.group)
+        waiting = deferred.count(target, settings.group)
+        staged = spark_batches.staged(target, settings.group)
+        group = groups.read(target, settings.group)
         running = presence.instances(target, settings.group)
     return Status(
         source_mode=(group and group.source_mode) or _configured(settings),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
 import psycopg
+
+from relay import __version__
+from relay.faults import ConfigurationError
 
 LOCK = 0x72656C6179  # "relay"
 
@@ -29,33 +34,93 @@ def name_of(file: Path) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-def applied(conn: psycopg.Connection[Any]) -> set[str]:
-    """The names of the files that this database has had; empty where relay was never installed."""
+def digest_of(file: Path) -> str:
+    """The SHA-256 of a file in hexadecimal, which tells editions of it apart."""
+    return sha256(file.read_bytes()).hexdigest()
+
+
+def recorded(conn: psycopg.Connection[Any]) -> dict[str, str | None]:
+    """The files that this database has had, each with its digest; empty where relay was never installed.
+
+    A file that was applied with psql has no digest. Raises psycopg.errors.InsufficientPrivilege.
+    """
     row = conn.execute("select to_regclass('relay.migrations') is not null").fetchone()
     if not row or not row[0]:
-        return set()
-    return {name for (name,) in conn.execute("select name from relay.migrations")}
+        return {}
+    # An edition without digests is answered, too.
+    return dict(
+        conn.execute(
+            "select m.name, to_jsonb(m) ->> 'digest' from relay.migrations as m"
+        ).fetchall()
+    )
 
 
-def pending(conn: psycopg.Connection[Any], side: Side) -> list[str]:
-    """The names of the files that this database has still to get."""
-    done = applied(conn)
-    return [name_of(file) for file in files(side) if name_of(file) not in done]
+def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
+    """Raise ConfigurationError, with what to run, unless the database has this program's schema.
 
-
-def install(conn: psycopg.Connection[Any], side: Side) -> list[str]:
-    """Apply what is pending, all in one transaction under an advisory lock; returns the names that were applied.
-
-    The connection must be in autocommit mode. Installing twice changes nothing; two at once wait for each other.
-    Raises psycopg.Error, with nothing applied.
+    `key` is the configuration key of the database. Two small queries.
     """
-    installed = []
+    try:
+        found = recorded(conn)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"{key}: {error.diag.message_primary}: connect as the role relay or a member of it, "
+            f"or run `grant relay to {conn.info.user}`"
+        ) from None
+    _require_compatible(found, side, key, conn.info.dbname)
+    missing = _missing(found, side)
+    if not missing:
+        return
+    if len(missing) == len(files(side)):
+        raise ConfigurationError(
+            f"{key}: relay is not installed in the database {conn.info.dbname!r} ({missing[0]}): run `relay init`"
+        )
+    raise ConfigurationError(
+        f"{key}: relay's schema in the database {conn.info.dbname!r} is older than this program, relay {__version__} "
+        f"({missing[0]} is missing): stop relay and run `relay init`"
+    )
+
+
+def _missing(found: Mapping[str, str | None], side: Side) -> list[str]:
+    return [name_of(file) for file in files(side) if name_of(file) not in found]
+
+
+def _require_compatible(
+    found: Mapping[str, str | None], side: Side, key: str, database: str
+) -> None:
+    """Raise ConfigurationError if the schema is one that `relay init` cannot turn into this program's."""
+    digests = {name_of(file): digest_of(file) for file in files(side)}
+    altered = [name for name in digests if found.get(name) not in (None, digests[name])]
+    unknown = sorted(name for name in found if name.startswith(f"{side}/") and name not in digests)
+    if altered or (unknown and _missing(found, side)):
+        raise ConfigurationError(
+            f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
+            f"({(altered or unknown)[0]}), which `relay init` does not migrate: save dead letters with that edition's "
+            "`relay dlq export`, then run `relay uninstall` and `relay init`"
+        )
+    if unknown:
+        raise ConfigurationError(
+            f"{key}: relay's schema in the database {database!r} is newer than this program, relay {__version__} "
+            f"({unknown[-1]}): install the relay that it belongs to, or a later one"
+        )
+
+
+def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:
+    """Apply what is missing, all in one transaction under an advisory lock; returns the names that were applied.
+
+    `key` is the configuration key of the database. Installing twice changes nothing; two at once wait for each other.
+    Raises psycopg.Error, or ConfigurationError for a schema that cannot be migrated, with nothing applied.
+    """
     with conn.transaction():
         conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
-        done = applied(conn)
+        found = recorded(conn)
+        _require_compatible(found, side, key, conn.info.dbname)
+        installed = _missing(found, side)
         for file in files(side):
-            name = name_of(file)
-            if name not in done:
+            if name_of(file) in installed:
                 conn.execute(file.read_bytes())
-                installed.append(name)
+                conn.execute(
+                    "update relay.migrations set digest = %s where name = %s",
+                    (digest_of(file), name_of(file)),
+                )
     return installed

@@ -5,8 +5,12 @@ create schema if not exists relay;
 
 create table if not exists relay.migrations (
     name       text primary key,
+    digest     text,
     applied_at timestamptz not null default now()
 );
+
+comment on column relay.migrations.digest is
+    'SHA-256 of the file, in hexadecimal; null where psql applied it';
 
 create table if not exists relay.consumer_offsets (
     group_id        text        not null,

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from threading import Thread
+from typing import get_args
 
 import psycopg
 import pytest
@@ -143,7 +144,7 @@ def test_two_installations_at_once_wait_for_each_other(database: str) -> None:
         try:
             with psycopg.connect(database, autocommit=True) as conn:
                 for side in ("source", "outbox", "target"):
-                    migrations.install(conn, side)
+                    migrations.install(conn, side, "source.dsn")
         except BaseException as error:
             failures.append(error)
 
@@ -166,8 +167,9 @@ def test_the_files_are_plain_sql_for_psql(database: str) -> None:
                     capture_output=True,
                 )
     with psycopg.connect(database, autocommit=True) as conn:
-        assert migrations.pending(conn, "source") == []
-        assert migrations.install(conn, "target") == []
+        for side in get_args(migrations.Side):
+            migrations.require(conn, side, "source.dsn")
+        assert migrations.install(conn, "target", "target.dsn") == []
 
 
 def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str) -> None:
