@@ -12,9 +12,19 @@ import typer
 
 from relay import __version__
 from relay.cli_dlq import dlq
-from relay.cli_options import AdminOption, ConfigOption, JsonOption, YesOption, out
+from relay.cli_options import (
+    AdminFileOption,
+    AdminOption,
+    ConfigOption,
+    JsonOption,
+    TargetAdminFileOption,
+    TargetAdminOption,
+    YesOption,
+    out,
+)
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
+from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError, RelayError
 from relay.logs import LogFormat, configure
 
@@ -76,6 +86,9 @@ def root(
 def init(
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
     start: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +101,12 @@ def init(
     """Install schema, publication, slot and group; doing it twice changes nothing."""
     from relay.install import initialise
 
-    done = initialise(load(config), admin_dsn, start=start)
+    done = initialise(
+        load(config),
+        administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
+        administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
+        start=start,
+    )
     for line in done:
         print(f"created {line}")
     if not done:
@@ -289,12 +307,14 @@ def offsets_repartition(
     partitions: Annotated[int, typer.Option(min=1, max=1024, help="How many from now on.")],
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""
     from relay.cursors import repartition
 
     settings = load(config)
-    offset = repartition(settings, partitions, admin_dsn)
+    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    offset = repartition(settings, partitions, admin)
     print(
         f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
         "in the configuration"
@@ -319,13 +339,20 @@ def demo(
 
 @app.command()
 def uninstall(
-    config: ConfigOption = None, admin_dsn: AdminOption = None, yes: YesOption = False
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
+    yes: YesOption = False,
 ) -> None:
     """Drop slot, publication and schema, progress and dead letters included; the outbox and its rows stay."""
     from relay.install import remove
 
     settings = load(config)
+    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
     if not yes:
         typer.confirm("Progress and dead letters of every group will be gone. Go on?", abort=True)
-    for line in remove(settings, admin_dsn):
+    for line in remove(settings, source_admin, target_admin):
         print(f"dropped {line}")

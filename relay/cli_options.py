@@ -22,6 +22,27 @@ ConfigOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 AdminOption = Annotated[
     str | None,
-    typer.Option("--admin-dsn", metavar="DSN", help="Connect to the source as an administrator."),
+    typer.Option(
+        "--admin-dsn",
+        metavar="DSN",
+        envvar="RELAY_ADMIN_DSN",
+        help="Connect to the source as an administrator. A password here is seen by `ps`.",
+    ),
+]
+AdminFileOption = Annotated[
+    Path | None, typer.Option("--admin-dsn-file", metavar="FILE", help="The same, from a file.")
+]
+TargetAdminOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target-admin-dsn",
+        metavar="DSN",
+        envvar="RELAY_TARGET_ADMIN_DSN",
+        help="Connect to a target of its own as an administrator.",
+    ),
+]
+TargetAdminFileOption = Annotated[
+    Path | None,
+    typer.Option("--target-admin-dsn-file", metavar="FILE", help="The same, from a file."),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from psycopg import ProgrammingError
-from psycopg.conninfo import conninfo_to_dict
 from pydantic import (
     BeforeValidator,
     Field,
@@ -29,11 +27,12 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from relay.dsn import check_dsn
 from relay.events import FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SparkHandler
 from relay.paths import is_name
-from relay.sections import Name, Number, Section
+from relay.sections import Name, Number, Section, resolve_secret
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
@@ -43,18 +42,10 @@ OWN_OUTBOX = "public.outbox_message_t"
 
 
 def _dsn(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            conninfo_to_dict(value)
-        except ProgrammingError:
-            # libpq's message quotes the string, which may hold a password.
-            raise ValueError(
-                "is not a PostgreSQL connection string; write postgresql://user@host:5432/database"
-            ) from None
-    return value
+    return check_dsn(value) if isinstance(value, str) else value
 
 
-Dsn = Annotated[SecretStr, BeforeValidator(_dsn)]
+Dsn = Annotated[SecretStr, BeforeValidator(_dsn), BeforeValidator(resolve_secret)]
 
 
 Scalar = str | int | float | bool

@@ -151,7 +151,9 @@ def _start_group(
     return done
 
 
-def remove(settings: Settings, admin_dsn: str | None = None) -> list[str]:
+def remove(
+    settings: Settings, admin_dsn: str | None = None, target_admin_dsn: str | None = None
+) -> list[str]:
     """Drop the slot, the publication and relay's schema in both databases; the outbox and its rows stay.
 
     Raises ConfigurationError if a relay is still running.
@@ -170,7 +172,7 @@ def remove(settings: Settings, admin_dsn: str | None = None) -> list[str]:
         source.execute("drop schema if exists relay cascade")
         done.append(f"publication {settings.source.publication} and schema relay in the source")
     if not settings.one_database:
-        with reach(settings.target_dsn, "target.dsn") as target:
+        with reach(target_admin_dsn or settings.target_dsn, "target.dsn") as target:
             target.execute("drop schema if exists relay cascade")
         done.append("schema relay in the target")
     return done

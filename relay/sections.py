@@ -26,7 +26,16 @@ Seconds = Annotated[float, Field(gt=0), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
 
 
-def _secret(value: Any) -> Any:
+def read_secret_file(path: str) -> str:
+    """The text of a file without the white space around it. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the file {path} cannot be read ({type(error).__name__})") from None
+
+
+def resolve_secret(value: Any) -> Any:
+    """The text that a value, `{env: NAME}` or `{file: PATH}` stands for. Raises ValueError."""
     if not isinstance(value, dict):
         return str(value) if isinstance(value, int | float) else value
     if len(value) != 1 or not isinstance(next(iter(value.values())), str):
@@ -37,12 +46,9 @@ def _secret(value: Any) -> Any:
             raise ValueError(f"the environment has no variable {place}: set it for relay")
         return os.environ[place]
     if kind == "file":
-        try:
-            return Path(place).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the file {place} cannot be read ({type(error).__name__})") from None
+        return read_secret_file(place)
     raise ValueError("must be a text, {env: NAME} or {file: PATH}")
 
 
-Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+Secret = Annotated[SecretStr, BeforeValidator(resolve_secret)]
 """A value that is not to be shown. It is resolved here, since executors have neither the environment nor the files."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from tests.outbox import PROJECTION, Outbox, event, host
@@ -188,6 +190,39 @@ def test_bad_dsn(outbox: Outbox, tmp_path: Path) -> None:
     line = refused(config)
     assert "source.dsn: is not a PostgreSQL connection string" in line
     assert "word" not in line
+
+
+def test_administrators_come_from_the_environment_or_a_file(
+    database: str, server: Server, tmp_path: Path
+) -> None:
+    """Nobody has to write a password into a command line, for a target of its own neither."""
+    nowhere = "postgresql://relay@127.0.0.1:1/x"
+    target = server.create_database(f"admin_{os.getpid()}")
+    config = tmp_path / "relay.yaml"
+    slot = "admin_test"
+    config.write_text(
+        json.dumps({"source": {"dsn": nowhere, "slot": slot}, "target": {"dsn": nowhere + "2"}})
+    )
+    (tmp_path / "target").write_text(target + "\n")
+    options = ["--config", str(config), "--target-admin-dsn-file", str(tmp_path / "target")]
+    try:
+        for command in (["init"], ["uninstall", "--yes"]):
+            result = relay(*command, *options, RELAY_ADMIN_DSN=database)
+            assert result.returncode == 0, result.stderr
+            with psycopg.connect(target) as conn:
+                found = conn.execute("select to_regclass('relay.dead_letter_queue')").fetchone()
+            assert (found != (None,)) == (command == ["init"])
+    finally:
+        server.drop_database(f"admin_{os.getpid()}")
+
+
+def test_a_bad_dsn_of_an_administrator_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "relay.yaml").write_text("{}")
+    result = relay("init", "--admin-dsn", "postgresql://u:p@s3cret@127.0.0.1:1/x", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("relay: --admin-dsn: is not a PostgreSQL connection string")
+    assert len(result.stderr.splitlines()) == 1
+    assert "s3cret" not in result.stderr + result.stdout
 
 
 def test_unreachable_server(outbox: Outbox, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from relay.config import Settings, load
+from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 from relay.handlers import build_outside
 
@@ -382,6 +383,15 @@ def test_a_key_that_stands_twice_is_not_dropped_silently() -> None:
         f"host=h passwrd={SECRET}",
         f"host=h password='{SECRET}",
         SECRET,
+        f"postgresql://u:{SECRET}",
+        f"postgresql://u:{SECRET}:x@h:{SECRET}/db",
+        f"postgresql://u:a@{SECRET}@h/db",
+        f"postgresql://u:{SECRET}@@h/db",
+        f"postgresql://u:a%40b@{SECRET}@h/db",
+        f"postgresql://u:{SECRET}/b@h/db",
+        f"postgresql://u:1/{SECRET}@h/db",
+        f"postgresql://u:a@b/{SECRET}@h/db",
+        f"postgresql://u:1/{SECRET}?a@h/db",
     ],
 )
 @pytest.mark.parametrize("key", ["source", "target"])
@@ -389,6 +399,40 @@ def test_a_bad_dsn_is_refused_without_its_password(dsn: str, key: str) -> None:
     (line,) = refused(json.dumps({key: {"dsn": dsn}}))
     assert line.startswith(f"shop.yaml: {key}.dsn: is not a PostgreSQL connection string")
     assert SECRET not in line
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://u:a%40b%2Fc@h:5432,i/d%40b",
+        "postgresql://u:a?b#c[d@h/db",
+        "postgresql:///db?host=/run/postgresql&user=a@tenant",
+        "postgresql://%40socket/db",
+        "host=h,i port=5432, password=a@b/c",
+        "postgresql:///",
+    ],
+)
+def test_a_dsn_that_escapes_what_it_has_to_is_taken(dsn: str, read: Load) -> None:
+    assert read(json.dumps({"source": {"dsn": dsn}})).source_dsn == dsn
+
+
+def test_a_dsn_may_be_in_a_file_or_in_a_variable(
+    monkeypatch: pytest.MonkeyPatch, read: Load
+) -> None:
+    Path("dsn").write_text(f"postgresql://u:{SECRET}@file/db\n")
+    monkeypatch.setenv("TARGET", f"postgresql://u:{SECRET}@variable/db")
+    settings = read("{source: {dsn: {file: dsn}}, target: {dsn: {env: TARGET}}}")
+    assert settings.source_dsn == f"postgresql://u:{SECRET}@file/db"
+    assert settings.target_dsn == f"postgresql://u:{SECRET}@variable/db"
+    monkeypatch.setenv("RELAY_SOURCE__DSN__FILE", "dsn")
+    assert load(None).source_dsn == settings.source_dsn
+
+
+@pytest.mark.parametrize("dsn", ["{file: none}", "{env: NONE}", "{file: empty}", "''"])
+def test_a_dsn_that_is_not_there_is_no_default(dsn: str) -> None:
+    Path("empty").write_text("\n")
+    (line,) = refused(f"source: {{dsn: {dsn}}}")
+    assert line.startswith("shop.yaml: source.dsn: ")
 
 
 @pytest.mark.parametrize(
@@ -415,6 +459,32 @@ def test_settings_do_not_show_their_passwords(read: Load) -> None:
     assert settings.source_dsn == settings.target_dsn == dsn
     for shown in (repr(settings), str(settings), settings.model_dump_json(), repr(settings.source)):
         assert SECRET not in shown
+
+
+def test_the_dsn_of_an_administrator_is_read_from_a_file_too() -> None:
+    Path("dsn").write_text("host=admin\n")
+    assert administrator_dsn(None, Path("dsn"), "--admin-dsn") == "host=admin"
+    assert administrator_dsn("host=admin", None, "--admin-dsn") == "host=admin"
+    assert administrator_dsn(None, None, "--admin-dsn") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "start"),
+    [
+        (f"postgresql://u:p@{SECRET}@h", None, "--admin-dsn: is not"),
+        (None, "dsn", "--admin-dsn-file: is not"),
+        (None, "none", "--admin-dsn-file: the file none cannot be read"),
+        ("host=h", "dsn", "--admin-dsn: is given twice"),
+    ],
+)
+def test_a_bad_dsn_of_an_administrator_is_not_shown(
+    text: str | None, file: str | None, start: str
+) -> None:
+    Path("dsn").write_text(f"postgresql://u:p@{SECRET}@h")
+    with pytest.raises(ConfigurationError) as raised:
+        administrator_dsn(text, Path(file) if file else None, "--admin-dsn")
+    assert str(raised.value).startswith(start)
+    assert SECRET not in str(raised.value)
 
 
 # The environment.
