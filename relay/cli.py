@@ -144,7 +144,9 @@ def run(
     ] = "info",
 ) -> None:
     """Relay in the foreground until SIGTERM or SIGINT."""
-    from relay.preflight import require
+    from threading import Event
+
+    from relay.preflight import require_when_reachable
     from relay.service import Service, leave_on_signals
 
     leave_on_signals()
@@ -152,7 +154,7 @@ def run(
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)
     settings = load(config)
-    require(settings)
+    require_when_reachable(settings, Event())
     Service(settings).run_in_foreground()
 
 

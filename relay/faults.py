@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from enum import Enum
 from pathlib import Path
@@ -28,6 +29,10 @@ class ConfigurationError(RelayError):
     """Bad usage, configuration or surroundings: nothing gets better by trying again. Exit status 2."""
 
     exit_status = 2
+
+
+class Unreachable(ConfigurationError):
+    """A database cannot be reached now. A command ends with it; a service that starts waits."""
 
 
 class Unrouted(RelayError):
@@ -134,6 +139,27 @@ def _database_action(error: psycopg.Error) -> Action:
 def _permission_denied(error: psycopg.Error) -> bool:
     """Whether a right is missing, which no event is to blame for; row-level security shares the SQLSTATE."""
     return error.sqlstate == "42501" and error.diag.source_function == "aclcheck_error"
+
+
+_REFUSED_FOR_GOOD = re.compile(
+    # 28P01, 28000
+    r"authentication failed|no password supplied|pg_hba\.conf|is not permitted to log in|"
+    # 28000, 3D000
+    r'(role|database) ".*" does not exist|'
+    r"certificate|does not support SSL|invalid \S+ value|invalid port number",
+)
+_LASTING_SQLSTATES = frozenset({"28000", "28P01", "3D000"})
+
+
+def refused_for_good(error: psycopg.OperationalError) -> bool:
+    """Whether a failed connection attempt needs other credentials or another address, so that waiting is no use.
+
+    libpq tells no SQLSTATE of a failed attempt, only the server's words. What is not recognised, such as the words of a
+    server that speaks another language, is waited for.
+    """
+    if error.sqlstate is not None:
+        return error.sqlstate in _LASTING_SQLSTATES
+    return _REFUSED_FOR_GOOD.search(str(error)) is not None
 
 
 def describe(error: BaseException) -> str:

@@ -26,13 +26,17 @@ def is_transient(error: BaseException) -> bool:
     return action_for(error) is Action.RETRY
 
 
-def until_it_works(stopping: Event, say: Callable[[RetryCallState], None]) -> Retrying:
-    """Calls again after a transient fault, first soon and then seldom; `stopping`, once set, lets the last one out.
+def until_it_works(
+    stopping: Event,
+    say: Callable[[RetryCallState], None],
+    passes: Callable[[BaseException], bool] = is_transient,
+) -> Retrying:
+    """Calls again after a fault that `passes`, first soon and then seldom; `stopping`, once set, lets the last one out.
 
     To be made once and called often: each is a reference cycle, and while those are looked for nothing else goes on.
     """
     return Retrying(
-        retry=retry_if_exception(is_transient),
+        retry=retry_if_exception(passes),
         wait=wait_exponential_jitter(
             multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
         ),
@@ -50,5 +54,20 @@ def say_once(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]
         error = state.outcome.exception() if state.outcome else None
         if error is not None and state.attempt_number == 1:
             log.warning(text, extra={"fault": describe(error)})
+
+    return say
+
+
+def say_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
+    """Say that something cannot be done yet, once for each fault that differs from the one before."""
+    said = ""
+
+    def say(state: RetryCallState) -> None:
+        nonlocal said
+        error = state.outcome.exception() if state.outcome else None
+        fault = describe(error) if error else ""
+        if fault != said:
+            said = fault
+            log.warning(text, extra={"fault": fault})
 
     return say

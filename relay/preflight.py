@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from threading import Event
 from typing import Any
 
 import psycopg
 
 from relay import handlers
 from relay.config import Settings
-from relay.faults import ConfigurationError, RelayError
+from relay.faults import ConfigurationError, RelayError, Unreachable, refused_for_good
 from relay.java import java_home
+from relay.patience import say_changes, until_it_works
 from relay.source.index import has_index
 from relay.source.slot import publication_tables, require_ours, slot_state
 from relay.store import migrations, offsets
 from relay.store.connections import connect, pin_text_form
+
+log = logging.getLogger(__name__)
 
 OLDEST_SERVER = 140000
 
@@ -37,11 +42,12 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `text` says what is wrong, where, and what to do."""
+    """One thing that was looked at. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
 
     level: Level
     subject: str
     text: str
+    passes: bool = False
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
@@ -50,7 +56,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         with reach(settings.source_dsn, "source.dsn") as conn:
             yield from _source(conn, settings)
     except ConfigurationError as error:
-        yield Finding(Level.ERROR, "source", str(error))
+        yield _error("source", error)
         if settings.one_database:
             return
     try:
@@ -67,7 +73,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         with reach(settings.target_dsn, "target.dsn", pinned=False) as conn:
             yield from _target(conn, settings, built)
     except ConfigurationError as error:
-        yield Finding(Level.ERROR, "target", str(error))
+        yield _error("target", error)
     except psycopg.errors.InsufficientPrivilege as error:
         message = error.diag.message_primary
         yield Finding(
@@ -76,29 +82,59 @@ def examine(settings: Settings) -> Iterator[Finding]:
 
 
 def require(settings: Settings) -> None:
-    """Raise ConfigurationError with a line for each error found."""
-    errors = [finding.text for finding in examine(settings) if finding.level is Level.ERROR]
-    if errors:
-        raise ConfigurationError("\n".join(dict.fromkeys(errors)))
+    """Raise ConfigurationError with a line for each error found, Unreachable if an outage is all there is."""
+    errors = [finding for finding in examine(settings) if finding.level is Level.ERROR]
+    if not errors:
+        return
+    text = "\n".join(dict.fromkeys(finding.text for finding in errors))
+    raise (Unreachable if all(each.passes for each in errors) else ConfigurationError)(text)
+
+
+def require_when_reachable(settings: Settings, stopping: Event) -> None:
+    """Wait until source and target can be reached, then raise ConfigurationError with a line for each error found."""
+    waiting = until_it_works(
+        stopping,
+        say_changes(log, "waiting for the database"),
+        passes=lambda error: isinstance(error, Unreachable),
+    )
+    waiting(require, settings)
 
 
 @contextmanager
 def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
-    """A connection, or ConfigurationError with the server's own words and the key to look at.
+    """A connection. Raises ConfigurationError with the server's own words and the key to look at.
 
-    `pinned` fixes how the session prints values. Handlers' statements are checked without, as they run without.
+    It is Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how a session
+    prints values. Handlers' statements are checked without, as they run without.
     """
     try:
         conn = connect(dsn)
         if pinned:
             pin_text_form(conn)
     except psycopg.OperationalError as error:
-        first = str(error).strip().splitlines()[0].removeprefix("connection failed: ")
-        raise ConfigurationError(
+        first = _first_line(error).removeprefix("connection failed: ")
+        kind = ConfigurationError if refused_for_good(error) else Unreachable
+        raise kind(
             f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
         ) from None
     with conn:
-        yield conn
+        try:
+            yield conn
+        except psycopg.OperationalError as error:
+            if not conn.broken:
+                raise
+            raise Unreachable(
+                f"{key}: the connection was lost: {_first_line(error)}: start the server"
+            ) from None
+
+
+def _first_line(error: psycopg.Error) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _error(subject: str, error: ConfigurationError) -> Finding:
+    return Finding(Level.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
 
 
 def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
@@ -169,7 +205,7 @@ def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
     try:
         check(*arguments)
     except ConfigurationError as error:
-        return Finding(Level.ERROR, subject, str(error))
+        return _error(subject, error)
     return Finding(Level.OK, subject, fine)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
-from tests.outbox import PROJECTION, Outbox, event, host
+from tests.outbox import PROJECTION, Outbox, event, host, wait_until
 from tests.postgres import Server, start_server
 from tests.process import ROOT, relay, running
 
@@ -229,7 +230,6 @@ def test_unreachable_server(outbox: Outbox, tmp_path: Path) -> None:
     source = {**outbox.config()["source"], "dsn": "postgresql://postgres@127.0.0.1:1/x"}
     config = outbox.config_file(tmp_path / "relay.yaml", source=source)
     for command in (
-        ["run"],
         ["init"],
         ["status"],
         ["check"],
@@ -240,6 +240,46 @@ def test_unreachable_server(outbox: Outbox, tmp_path: Path) -> None:
             "e.dsn: cannot connect" in (line := refused(config, *command))
             or "t.dsn: cannot connect" in line
         )
+
+
+def test_run_waits_for_a_server_that_is_away(mortal_server: Server, tmp_path: Path) -> None:
+    with Outbox(mortal_server.create_database("late")) as outbox:
+        outbox.install()
+        outbox.publish(host(1), event(1))
+        config = outbox.config_file(tmp_path / "relay.yaml")
+        mortal_server.stop()
+        with running(config) as service:
+            service.wait_said("waiting for the database")
+            assert service.terminate() == 0
+        with running(config) as service:
+            wait_until(lambda: len(service.lines()) > 1)
+            mortal_server.start()
+            service.wait_said("streaming")
+            outbox.reconnect()
+            outbox.wait_drained()
+            assert service.terminate() == 0
+        waits = [line for line in service.lines() if line["message"].startswith("waiting")]
+        assert "source.dsn: cannot connect" in waits[0]["fault"]
+        outbox.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "words"),
+    [
+        ("source", {"dbname": "nowhere"}, 'database "nowhere" does not exist'),
+        ("source", {"user": "nobody"}, 'role "nobody" does not exist'),
+        ("target", {"user": "nobody"}, 'role "nobody" does not exist'),
+    ],
+)
+def test_run_does_not_wait_for_what_only_another_dsn_mends(
+    outbox: Outbox, tmp_path: Path, key: str, wrong: dict[str, str], words: str
+) -> None:
+    source = outbox.config()["source"]
+    section = {**(source if key == "source" else {}), "dsn": make_conninfo(outbox.dsn, **wrong)}
+    config = outbox.config_file(tmp_path / "relay.yaml", **{key: section})
+    line = refused(config)
+    assert f"{key}.dsn: cannot connect" in line
+    assert words in line
 
 
 def test_wal_level_replica(tmp_path: Path) -> None:

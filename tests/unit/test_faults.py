@@ -24,6 +24,7 @@ from relay.faults import (
     action_for,
     describe,
     exception_text,
+    refused_for_good,
 )
 
 SECRET = "4111-1111"
@@ -206,3 +207,27 @@ def test_the_fault_of_a_task_is_judged_once_and_travels(
 
 def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
     assert TaskFault.of(Interrupted()).action is Action.STOP
+
+
+@pytest.mark.parametrize(
+    ("words", "for_good"),
+    [
+        ('FATAL:  password authentication failed for user "relay"', True),
+        ('FATAL:  Peer authentication failed for user "relay"', True),
+        ("fe_sendauth: no password supplied", True),
+        ('FATAL:  no pg_hba.conf entry for host "10.0.0.1", user "relay"', True),
+        ('FATAL:  role "relay" does not exist', True),
+        ('FATAL:  role "relay" is not permitted to log in', True),
+        ('FATAL:  database "app" does not exist', True),
+        ("SSL error: certificate verify failed", True),
+        ("Connection refused\n\tIs the server running on that host?", False),
+        ('could not translate host name "db" to address: Name or service not known', False),
+        ("FATAL:  the database system is starting up", False),
+        ("FATAL:  sorry, too many clients already", False),
+        ("connection timeout expired", False),
+        ("FATAL:  Passwort-Authentifizierung fehlgeschlagen", False),
+    ],
+)
+def test_only_what_another_configuration_mends_ends_a_start(words: str, for_good: bool) -> None:
+    text = f'connection failed: connection to server at "127.0.0.1", port 5432 failed: {words}'
+    assert refused_for_good(psycopg.OperationalError(text)) is for_good
