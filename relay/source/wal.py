@@ -51,6 +51,8 @@ _DATA_START = 25  # an XLogData message is its kind, two positions and a clock b
 _KEEPALIVE_BODY = Struct(">QqB")
 _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
+OPEN_COMMIT_SHARE = 0.5
+"""The share of `source.buffer_bytes` that the rows of an open commit may take before they spill to a file."""
 GULP_BYTES = 2 * 1024 * 1024
 """How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
 BUSY_BYTES = 128 * 1024
@@ -60,6 +62,10 @@ NAP_SECONDS = 0.01
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 ACTIVE_WAIT_SECONDS = 1.0
+STEADY_SECONDS = 1.0
+"""How long a stream that brings nothing new has to last before it counts as working."""
+RECONNECT_SECONDS = 0.1, 5.0
+"""The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
 DEFAULT_SENDER_TIMEOUT = 60.0
 STATUS_SHARE = 0.6
 
@@ -69,6 +75,7 @@ class _Stream:
     """One replication connection in COPY BOTH mode."""
 
     conn: psycopg.Connection[object]
+    start: Lsn
     status_every: float
     dead_after: float
 
@@ -108,6 +115,8 @@ class WalSource:
         self._recognise = recognise
         self._tell = changed
         self._outage: Outage | None = None
+        self._fruitless = 0
+        self._heard = False
         self._undecodable = False
         self._suspected = False
         self._system: System | None = None
@@ -121,7 +130,8 @@ class WalSource:
         self._assembler = Assembler(
             settings.source.table_name,
             settings.source.mapping,
-            settings.batch.max_bytes,
+            # A full buffer stops the reading, and an open commit leaves the buffer only when its end is read.
+            min(settings.batch.max_bytes, int(self._budget * OPEN_COMMIT_SHARE)),
             settings.batch.spool_directory,
             _DATA_START,
         )
@@ -270,18 +280,25 @@ class WalSource:
         try:
             self._receive(stream)
         except psycopg.Error as error:
-            if action_for(error) is not Action.RETRY:
-                if self._recovery is None:
-                    raise _explained(error, self._settings) from error
+            if action_for(error) is Action.RETRY:
+                self._suffer(f"replication connection lost: {describe(error)}", certain=False)
+            elif self._recovery is None:
+                raise _explained(error, self._settings) from error
+            else:
                 # The publication was not there yet where the slot stands: that WAL can never be decoded.
                 self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
                 self._suffer(str(_explained(error, self._settings)), certain=True)
             log.warning(
                 "replication connection lost; reconnecting", extra={"fault": describe(error)}
             )
-            self._closing.wait(NAP_SECONDS * 10)
+            self._wait_to_reconnect()
         finally:
             stream.conn.close()
+
+    def _wait_to_reconnect(self) -> None:
+        first, longest = RECONNECT_SECONDS
+        self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
+        self._fruitless += 1
 
     def _connect(self) -> _Stream | None:
         retrying = Retrying(
@@ -416,11 +433,10 @@ class WalSource:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")
         self._progress.start(confirmed)
         self._system = system
-        self._outage = None
         self._connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
-        return _Stream(conn, timeout * STATUS_SHARE, timeout * 1.5)
+        return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
 
     def _settle(self) -> None:
         """Another server or timeline: what was received from the former is applied before positions begin anew."""
@@ -432,14 +448,19 @@ class WalSource:
     def _receive(self, stream: _Stream) -> None:
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
-        last_heard = last_sent = time.monotonic()
+        began = last_heard = last_sent = time.monotonic()
         self._reported = Lsn(0)
-        self._suspected = False
+        self._suspected = self._heard = steady = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
             selector.register(self._bell, selectors.EVENT_READ, "bell")
             reading = True
+            # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
+            asked = self._gulp(pgconn)
             while not self._closing.is_set() and not self._suspected:
+                if not steady and self._is_steady(stream, time.monotonic() - began):
+                    steady = True
+                    self._recovered()
                 full = self._buffered + self._assembler.size >= self._budget
                 if full is reading:
                     reading = not full
@@ -449,16 +470,14 @@ class WalSource:
                         selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
                         last_heard = time.monotonic()
                 owing = self._progress.flushed > self._reported
-                ready = {
-                    key.data for key, _ in selector.select(IDLE_REPORT_SECONDS if owing else 1.0)
-                }
+                wait = 0.0 if asked else IDLE_REPORT_SECONDS if owing else 1.0
+                ready = {key.data for key, _ in selector.select(wait)}
                 rung = "bell" in ready
                 if rung:
                     self._bell.hush()
-                asked = False
                 if "stream" in ready:
                     last_heard = time.monotonic()
-                    asked = self._gulp(pgconn)
+                    asked = self._gulp(pgconn) or asked
                     if not self._progress.settled:
                         # What comes now is not needed before, and to take it in would keep the service waiting.
                         self._bell.wait(NAP_SECONDS)
@@ -471,9 +490,22 @@ class WalSource:
                 )
                 if asked or rung or due:
                     self._report(pgconn, reply=silent > stream.status_every / 2)
-                    last_sent = now
+                    last_sent, asked = now, False
             self._report(pgconn)
             self._leave(stream)
+
+    def _is_steady(self, stream: _Stream, lasted: float) -> bool:
+        """Whether the stream works: it has brought something new, or is quiet at the end of the WAL for a while."""
+        if self._progress.received > stream.start:
+            return True
+        return lasted > STEADY_SECONDS and self._heard and not self._assembler.open
+
+    def _recovered(self) -> None:
+        """What kept the stream away is over."""
+        self._fruitless = 0
+        if self._outage is not None:
+            self._outage = None
+            self._tell()
 
     def _gulp(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
         """Empty the socket, then take in what came; returns whether the server asks for a status.
@@ -516,6 +548,7 @@ class WalSource:
                     position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
                     reached = Lsn(position)
                     asked = asked or bool(wanted)
+        self._heard = self._heard or size > 0
         passed = self._assembler.feed(messages) or Lsn(0)
         # Of what a keepalive speaks everything came before it, but for the transaction that is still open.
         self._finished(

@@ -26,6 +26,7 @@ class Proxy:
         self._closing = Event()
         self.cuts = 0
         self.cut_after: Wish | None = None
+        self.gather_after: Wish | None = None
         Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -82,6 +83,8 @@ class Proxy:
                     if not data:
                         return _close(client, server)
                     other[sender].sendall(data)
+                    if sender is client and self.gather_after and self.gather_after(data):
+                        client.sendall(_gathered(server))
                     if sender is client and self.cut_after and self.cut_after(data):
                         # The server gets the message and answers, but nobody hears it.
                         server.recv(65536)
@@ -89,6 +92,17 @@ class Proxy:
                         return _close(client, server)
         _close(client, server)
         return None
+
+
+def _gathered(server: socket.socket) -> bytes:
+    """All that the server says until it falls silent."""
+    data = b""
+    server.settimeout(0.5)
+    with suppress(TimeoutError):
+        while more := server.recv(65536):
+            data += more
+    server.settimeout(None)
+    return data
 
 
 def _close(*sockets: socket.socket) -> None:

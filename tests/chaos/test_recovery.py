@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay.faults import RelayError
 from tests.chaos.proxy import through_proxy
 from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -50,6 +52,22 @@ def test_polling_instances_are_killed_and_join(outbox: Outbox, tmp_path: Path) -
         outbox.wait_handled(120)
         assert steady.terminate() == 0
     outbox.assert_exact()
+
+
+def test_an_error_that_came_with_the_answer_to_start_replication_is_read_at_once(
+    outbox: Outbox,
+) -> None:
+    # A filter that no row passes: it divides by zero.
+    outbox.conn.execute(
+        f'alter publication "{outbox.slot}" set table outbox_message_t where (1 / (c_offset - c_offset) > 0)'.encode()
+    )
+    outbox.publish(host(1), event(1))
+    with through_proxy(outbox.dsn) as proxy:
+        proxy.gather_after = lambda data: b"START_REPLICATION" in data
+        settings = outbox.settings(source={**source(outbox, "wal"), "dsn": proxy.dsn})
+        with pytest.raises(RelayError, match="division by zero"), relaying(settings):
+            # An unread error is noticed by the silence alone, after 90 s.
+            wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()}, 20)
 
 
 @pytest.mark.timeout(300)

@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
 from relay.source import choice
+from relay.source.wal import WalSource
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import start_server
 
@@ -215,6 +216,30 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
         outbox.assert_exact()
     finally:
         outbox.conn.execute(f"drop owned by {role}; drop role {role}".encode())
+
+
+def test_a_stream_that_ends_whenever_it_begins_is_one_outage(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = WalSource._drain
+    ended: list[WalSource] = []
+
+    def end(source: WalSource, *_: object) -> tuple[int, bool]:
+        ended.append(source)
+        raise psycopg.OperationalError("the server ended the stream")
+
+    monkeypatch.setattr(WalSource, "_drain", end)
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: outbox.handled() == 1, 20)
+        assert mode(outbox) == "poll"
+        wait_until(lambda: len(ended) > 2)
+        assert mode(outbox) == "poll"
+        monkeypatch.setattr(WalSource, "_drain", drain)
+        wait_until(lambda: mode(outbox) == "wal")
+        outbox.publish(host(1), event(2))
+        outbox.wait_drained()
+    outbox.assert_exact()
 
 
 def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lowered() -> None:

@@ -138,6 +138,19 @@ def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> Non
     outbox.assert_exact()
 
 
+def test_a_commit_larger_than_the_receive_buffer_is_spooled(outbox: Outbox) -> None:
+    settings = outbox.settings(
+        source={**outbox.config()["source"], "buffer_bytes": 65_536},
+        batch={"max_bytes": 16 * 1024 * 1024},
+    )
+    # More than the receiver reads at once, so that it has to read with the commit open.
+    outbox.publish(host(2), *(event(n, metadata={"note": "x" * 8000}) for n in range(800)))
+    outbox.publish(host(1), event(1))
+    outbox.drain(settings, timeout=20)
+    assert outbox.value("select count(*) from projection") == 801
+    outbox.assert_exact()
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(900)
 def test_a_million_events_in_one_transaction_stay_out_of_memory(
