@@ -129,6 +129,10 @@ class Rows:
         """What of each comes behind a header of so many bytes."""
         return Rows(self.data, self.starts + header, self.ends)
 
+    def compact(self) -> Rows:
+        """The same rows, copied into a buffer of their own where they are less than half of theirs."""
+        return self if self.size * 2 >= len(self.data) - len(SPARE) else Rows.of(list(self))
+
     def portions(self, count: int, size: int) -> Iterator[Rows]:
         """As many together as reach a count or a size in bytes."""
         behind = np.cumsum(self.sizes)

@@ -351,7 +351,7 @@ class Grouping:
         self._ends = []
         rows = Rows.joined(self._kept)
         last = int(ends["rows"][-1])
-        self._kept = [rows.part(last, len(rows))] if last < len(rows) else []
+        self._kept = [rows.part(last, len(rows)).compact()] if last < len(rows) else []
         rows = rows.part(0, last)
         survey = self._layout.survey(rows, ends["rows"])
         if survey is None:

@@ -64,5 +64,5 @@ class Gulp:
         return at_each_octet(self._messages.data, form)[self._messages.starts[places]]
 
     def rows(self, places: Places) -> Rows:
-        """The rows of Inserts."""
-        return self._messages.take(places).behind(INSERT.itemsize)
+        """The rows of Inserts, which keep hardly any other message in memory."""
+        return self._messages.take(places).behind(INSERT.itemsize).compact()

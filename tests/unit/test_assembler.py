@@ -581,6 +581,33 @@ def test_what_is_spooled_is_held_in_memory_no_more() -> None:
     assert held < 1.5 * (1 << 20)
 
 
+@pytest.mark.parametrize("ours", [1, 50], ids=["one by one", "together"])
+def test_rows_of_other_tables_are_held_in_memory_no_more(ours: int) -> None:
+    busy = ("id", "payload")
+    assembler = new_assembler()
+    assembler.feed([described(), described(busy, OTHER, ("public", "busy"))])
+    noise = [inserted(busy, OTHER, payload=b"x" * 20_000)] * 50
+    rows = [inserted(id=b"1", host_id=b"h", transaction_id=b"t", payload=b"y" * 200)] * ours
+    received: list[Transactions] = []
+    tracemalloc.start()
+    try:
+        for number in range(1, 21):
+            assembler.feed(committed(*noise, *rows, number=number))
+            received += assembler.fetch()
+        # The last commit stays open.
+        begin, *_ = committed(number=21)
+        assembler.feed([begin])
+        for _ in range(20):
+            assembler.feed([*noise, *rows])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    counted = assembler.size + sum(came.held for came in received)
+    assert counted > 40 * ours * 200
+    # 40 MB of another table came; each row of ours costs some objects.
+    assert held < 4 * counted + 200_000
+
+
 def test_after_a_spooled_commit_the_next_is_in_memory_again() -> None:
     assembler = new_assembler(max_bytes=100)
     large = inserted(id=b"1", host_id=b"h", payload=b"x" * 100)
