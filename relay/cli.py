@@ -142,6 +142,13 @@ def run(
     log_level: Annotated[
         str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")
     ] = "info",
+    accept_configuration: Annotated[
+        bool,
+        typer.Option(
+            "--accept-configuration",
+            help="Replace the configuration of running instances of the group; they end.",
+        ),
+    ] = False,
 ) -> None:
     """Relay in the foreground until SIGTERM or SIGINT."""
     from threading import Event
@@ -155,7 +162,7 @@ def run(
     configure(log_format, log_level)
     settings = load(config)
     require_when_reachable(settings, Event())
-    Service(settings).run_in_foreground()
+    Service(settings, accept_configuration=accept_configuration).run_in_foreground()
 
 
 @app.command()

@@ -14,12 +14,13 @@ import psycopg
 
 from relay import handlers
 from relay.config import Settings
+from relay.effects import Effects
 from relay.faults import ConfigurationError, RelayError, Unreachable, refused_for_good
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source.index import has_index
 from relay.source.slot import publication_tables, require_ours, slot_state
-from relay.store import migrations, offsets
+from relay.store import admission, migrations, offsets
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -358,8 +359,21 @@ def _target(
     yield schema
     if schema.level is Level.OK:
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
+        yield _configuration(conn, settings)
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
+
+
+def _configuration(conn: Connection, settings: Settings) -> Finding:
+    difference = admission.difference_from_running(conn, settings.group, Effects.of(settings))
+    if difference is None:
+        return Finding(Level.OK, "configuration", "no instance runs with another configuration")
+    return Finding(
+        Level.WARNING,
+        "configuration",
+        f"group: an instance of {settings.group!r} runs with another configuration: {difference}: stop it before this "
+        "one starts, or start this one with --accept-configuration",
+    )
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

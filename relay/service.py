@@ -17,6 +17,7 @@ import psycopg
 from relay.batch import Batch, Outcome, TaskOutcome
 from relay.catchup import CatchUp
 from relay.config import Settings
+from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.garbage import collect_seldom, return_large_blocks
@@ -42,13 +43,27 @@ def leave_on_signals() -> None:
 
 
 class Service:
-    """One relay; it shares a Spark session that is passed in, and has one of its own otherwise."""
+    """One relay; it shares a Spark session that is passed in, and has one of its own otherwise.
 
-    def __init__(self, settings: Settings, session: Session | None = None) -> None:
+    With `accept_configuration` its configuration replaces that of running instances of the group, which end.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session | None = None,
+        accept_configuration: bool = False,
+    ) -> None:
         self._settings = settings
         self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
-        self._presence = Presence(settings.target_dsn, settings.group)
+        self._presence = Presence(
+            settings.target_dsn,
+            settings.group,
+            Effects.of(settings),
+            accept_configuration,
+            self.stop,
+        )
         self._reviver = Reviver(self._pipeline.applier, settings.shutdown_timeout, self.stop)
         self._writers = [
             SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
@@ -89,8 +104,7 @@ class Service:
             self._source.start()
             for batch in self._source.batches():
                 self._relay(batch)
-            if self._reviver.error is not None:
-                raise self._reviver.error
+            self._raise_faults()
             self._end()
         except Interrupted:
             log.warning("stopping with the batch in hand unfinished; it will be delivered again")
@@ -104,7 +118,14 @@ class Service:
             self._catch_up.close()
             self._summary.close()
             self._last_resort.cancel()
+        self._raise_faults()
         log.info("stopped", extra={"lsn": str(self._source.flushed)})
+
+    def _raise_faults(self) -> None:
+        """Raise what ended relaying in a thread beside the loop, if anything did."""
+        for error in (self._reviver.error, self._presence.error):
+            if error is not None:
+                raise error
 
     def _begin(self) -> bool:
         """Whether an instance of the group may have died of what comes now."""

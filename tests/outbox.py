@@ -222,9 +222,11 @@ class Outbox:
 
 
 @contextmanager
-def relaying(settings: Settings, session: Session | None = None) -> Iterator[Service]:
+def relaying(
+    settings: Settings, session: Session | None = None, accept_configuration: bool = False
+) -> Iterator[Service]:
     """A relay in a thread of this process; what it raises is raised at the end."""
-    service = Service(settings, session)
+    service = Service(settings, session, accept_configuration)
     raised: list[BaseException] = []
 
     def run() -> None:

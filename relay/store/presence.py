@@ -1,4 +1,4 @@
-"""Who runs: each instance of a group holds an advisory lock in the target for as long as it lives.
+"""Who runs: each instance of a group holds advisory locks in the target for as long as it lives.
 
 Source: PostgreSQL documentation, "Advisory Locks".
 """
@@ -6,14 +6,16 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
 
 import psycopg
 
-from relay.faults import describe
+from relay.effects import Effects
+from relay.faults import ConfigurationError, describe
+from relay.store import admission
 from relay.store.connections import connect
 from relay.store.groups import INSTANCE
 
@@ -30,17 +32,31 @@ CHECK_SECONDS = 5.0
 
 
 class Presence:
-    """This instance's shared lock on its group, on a connection of its own."""
+    """This instance's shared lock on its group, on a connection of its own, and its claim to its configuration.
 
-    def __init__(self, dsn: str, group: str) -> None:
+    `accept` lets its configuration replace that of running instances. `replaced` is called, from a thread, once another
+    instance's configuration has replaced this one's; `error` says so then.
+    """
+
+    def __init__(
+        self, dsn: str, group: str, effects: Effects, accept: bool, replaced: Callable[[], None]
+    ) -> None:
         self._dsn = dsn
         self._group = group
+        self._effects = effects
+        self._accept = accept
+        self._replaced = replaced
+        self._admitted = False
+        self.error: ConfigurationError | None = None
         self._conn: Connection | None = None
         self._closing = Event()
         self._thread = Thread(target=self._keep, name="presence", daemon=True)
 
     def start(self) -> None:
-        """Take the lock, and take it again whenever the connection was lost."""
+        """Take the lock, and take it again whenever the connection was lost.
+
+        Raises ConfigurationError if instances run with another configuration.
+        """
         self._ensure()
         self._thread.start()
 
@@ -53,17 +69,27 @@ class Presence:
 
     def _keep(self) -> None:
         while not self._closing.wait(CHECK_SECONDS):
-            self._ensure()
+            try:
+                self._ensure()
+            except ConfigurationError as error:
+                self.error = error
+                self._replaced()
+                return
 
     def _ensure(self) -> None:
         try:
-            if self._conn is not None:
-                self._conn.execute("select")
-                return
-            self._conn = connect(self._dsn, application_name=(_PREFIX + INSTANCE)[:63])
-            self._conn.execute(
-                "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, self._group)
-            )
+            if self._conn is None:
+                self._conn = connect(self._dsn, application_name=(_PREFIX + INSTANCE)[:63])
+                self._conn.execute(
+                    "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, self._group)
+                )
+                # Before the stored configuration is looked at: of two that start at once, the second sees the first.
+                admission.hold(self._conn, self._group, self._effects)
+            if self._admitted:
+                admission.require_current(self._conn, self._group, self._effects)
+            else:
+                admission.admit(self._conn, self._group, self._effects, self._accept)
+                self._admitted = True
         except psycopg.Error as error:
             # What an outage of the target means for the batches is judged where they are applied.
             log.debug("cannot show this instance", extra={"fault": describe(error)})

@@ -91,8 +91,13 @@ create table if not exists relay.groups (
     source_mode       text,
     source_reason     text,
     source_since      timestamptz,
-    instance          text
+    instance          text,
+    configuration_digest text,
+    configuration     jsonb
 );
+
+comment on column relay.groups.configuration is
+    'what decides the group''s effects, key by key, long values as digests, no secrets; the digest is that of all of it';
 
 comment on column relay.groups.timeline is
     'of the server that applied_lsn of this group''s offsets belongs to, with system_identifier';

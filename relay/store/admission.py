@@ -1,0 +1,109 @@
+"""Which configuration a group runs with: `relay.groups`, and a shared advisory lock of each instance that has it.
+
+Source: PostgreSQL documentation, "Advisory Locks".
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from relay.effects import Effects
+from relay.faults import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_SPACE = 0x72656C63  # "relc"
+Connection = psycopg.Connection[Any]
+
+
+def hold(conn: Connection, group: str, effects: Effects) -> None:
+    """Show that an instance runs with this configuration, for as long as the connection lives."""
+    conn.execute(
+        "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, _lock(group, effects.digest))
+    )
+
+
+def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
+    """Let an instance of the group work with its configuration for as long as the connection lives.
+
+    One that differs from the stored one replaces it if no instance runs with that, or `accept` says so. Raises
+    ConfigurationError, which names the difference, otherwise.
+    """
+    with conn.transaction():
+        conn.execute(
+            "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
+        )
+        stored = conn.execute(
+            "select configuration_digest, configuration from relay.groups where group_id = %s for update",
+            (group,),
+        ).fetchone()
+        digest, values = stored or (None, None)
+        if digest == effects.digest:
+            return
+        if digest is not None:
+            difference = effects.difference(values or {})
+            running = _runs(conn, group, digest)
+            if running and not accept:
+                raise ConfigurationError(
+                    f"group: an instance of {group!r} runs with another configuration: {difference}: give all "
+                    "instances the same one, or stop the others first; --accept-configuration replaces theirs"
+                )
+            log.log(
+                logging.WARNING if running else logging.INFO,
+                "the group's configuration has changed",
+                extra={"group": group, "difference": difference},
+            )
+        conn.execute(
+            "update relay.groups set configuration_digest = %s, configuration = %s where group_id = %s",
+            (effects.digest, Jsonb(dict(effects.values)), group),
+        )
+
+
+def require_current(conn: Connection, group: str, effects: Effects) -> None:
+    """Raise ConfigurationError if another configuration has replaced this one."""
+    stored = _other(conn, group, effects)
+    if stored is not None:
+        raise ConfigurationError(
+            f"group: another instance has given {group!r} another configuration: {effects.difference(stored[1])}: "
+            "start this one with the same, or with --accept-configuration"
+        )
+
+
+def difference_from_running(conn: Connection, group: str, effects: Effects) -> str | None:
+    """How the configuration differs from that of instances that run; None if it does not, or none run."""
+    stored = _other(conn, group, effects)
+    if stored is None or not _runs(conn, group, stored[0]):
+        return None
+    return effects.difference(stored[1])
+
+
+def _other(conn: Connection, group: str, effects: Effects) -> tuple[str, dict[str, str]] | None:
+    """The digest and the values of the stored configuration, if it is another one."""
+    return conn.execute(
+        "select configuration_digest, configuration from relay.groups"
+        " where group_id = %s and configuration_digest <> %s",
+        (group, effects.digest),
+    ).fetchone()
+
+
+def _lock(group: str, digest: str) -> str:
+    return f"{group} {digest}"
+
+
+def _runs(conn: Connection, group: str, digest: str) -> bool:
+    """Whether an instance holds the lock of a configuration."""
+    row = conn.execute(
+        """
+        select exists (
+            select from pg_locks
+             where locktype = 'advisory' and granted and objsubid = 2
+               and database = (select oid from pg_database where datname = current_database())
+               and classid::bigint = %s and objid::bigint = hashtext(%s)::bigint & 4294967295)
+        """,
+        (_SPACE, _lock(group, digest)),
+    ).fetchone()
+    return bool(row and row[0])

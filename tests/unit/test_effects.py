@@ -1,0 +1,101 @@
+"""What of a configuration decides effects, and how a difference is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from relay.config import Settings
+from relay.effects import Effects
+
+HTTP: dict[str, Any] = {
+    "type": "http",
+    "url": "https://user:hunter2@shop.example/events?token=hunter2",
+    "headers": {"authorization": "hunter2"},
+    "signing_secret": "whsec_aHVudGVyMg==",
+}
+
+
+def effects(**changes: Any) -> Effects:
+    """Those of a small configuration with some sections replaced."""
+    base: dict[str, Any] = {
+        "handlers": {"orders": {"type": "sql", "statement": "select 1"}, "shop": HTTP},
+        "routes": [{"match": {"event_type": "order.*"}, "handlers": ["orders", "shop"]}],
+    }
+    return Effects.of(Settings(**{**base, **changes}))
+
+
+def handlers(**changes: Any) -> dict[str, Any]:
+    return {
+        "orders": {"type": "sql", "statement": "select 1"},
+        "shop": {**HTTP, **changes},
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": {"dsn": "host=elsewhere", "mode": "poll"}},
+        {"target": {"dsn": "host=elsewhere"}},
+        {"batch": {"max_events": 7}},
+        {"spark": {"master": "spark://m:7077"}},
+        {"handlers": handlers(timeout=3, retry={"wait": 2}, concurrency=9, compress_above=10)},
+        {"handlers": handlers(headers={"authorization": "new"}, tls={"verify": False})},
+        {"handlers": handlers(reliable=True)},
+    ],
+)
+def test_what_may_differ_between_instances(changes: dict[str, Any]) -> None:
+    assert effects(**changes).digest == effects().digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"partitions": 16}, "partitions (8, here 16)"),
+        ({"unrouted": "ignore"}, "unrouted (dead_letter, here ignore)"),
+        ({"source": {"columns": {"payload": "body"}}}, "source.columns.payload (only here)"),
+        ({"handlers": handlers(order_by="user")}, "handlers.shop.order_by (only here)"),
+        (
+            {"handlers": handlers(url="https://shop.example/other")},
+            "handlers.shop.url (https://shop.example/events, here https://shop.example/other)",
+        ),
+        (
+            {"routes": [{"handlers": ["orders", "shop"]}]},
+            'routes.0 (sha256, here {"handlers": ["orders", "shop"]})',
+        ),
+    ],
+)
+def test_what_decides_effects_is_named(changes: dict[str, Any], named: str) -> None:
+    other = effects(**changes)
+    assert other.digest != effects().digest
+    difference = other.difference(effects().values)
+    # Long values are kept as digests, and then only the key is named.
+    assert difference == (named.split(" ")[0] if "sha256" in named else named)
+
+
+def test_handlers_that_only_one_has_are_named_whole() -> None:
+    shorter = effects(
+        handlers={"shop": HTTP},
+        routes=[{"match": {"event_type": "order.*"}, "handlers": ["shop"]}],
+    )
+    difference = shorter.difference(effects().values)
+    assert difference.startswith("handlers.orders (not here), handlers (")
+    assert "handlers.orders.statement" not in difference
+    assert effects().difference(shorter.values).startswith("handlers.orders (only here)")
+
+
+def test_no_secret_and_no_long_statement_is_kept() -> None:
+    long = "select " + ", ".join(map(str, range(100)))
+    kept = json.dumps(
+        dict(
+            effects(
+                handlers={**handlers(), "long": {"type": "sql", "statement": long}},
+            ).values
+        )
+    )
+    assert "hunter2" not in kept
+    assert "authorization" not in kept
+    assert "select 1" in kept
+    assert long not in kept
