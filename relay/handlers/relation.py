@@ -1,13 +1,18 @@
-"""The temporary relation `batch`: events on their way into a statement, in commit order, loaded by COPY.
+"""The relation `batch`: the events that a statement reads, in commit order, loaded by COPY.
 
-A table does not keep the order of its rows: PostgreSQL puts a row where there is room. So the table behind it numbers
-them, and `batch` is a view that sorts.
+They lie in a temporary table. A table does not keep the order of its rows, since PostgreSQL puts a row where there is
+room; so the table numbers them, and the temporary view `relay_batch` sorts them.
 
-Source: PostgreSQL documentation, "COPY".
+`batch` itself is a WITH query of the statement. A temporary relation of that name would go before a table `batch` of
+the user's in everything that the session runs, triggers and functions too. A WITH query is seen by the statement
+alone, is never what the statement writes to, and has the plan that the view itself would have.
+
+Source: PostgreSQL documentation, "COPY", "SELECT" (WITH clause), "Client Connection Defaults" (search_path).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,9 +30,12 @@ CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 """How much is encoded at once: what bounds memory in a large transaction."""
 
+RESERVED = ("relay_batch", "relay_batch_rows")
+"""The names that a session's temporary relations have."""
+
 _CREATE = (
     sql.SQL(
-        "create temporary table if not exists relay_batch (relay_order bigint, {}) on commit delete rows"
+        "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) on commit delete rows"
     ).format(
         sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(SQL_TYPES[name]))
@@ -35,9 +43,19 @@ _CREATE = (
         )
     ),
     sql.SQL(
-        "create or replace temporary view batch as select {} from pg_temp.relay_batch order by relay_order"
+        "create or replace temporary view relay_batch as"
+        " select {} from pg_temp.relay_batch_rows order by relay_order"
     ).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))),
 )
+_COMMENT = r"--[^\n]*(?:\n|\Z)|/\*.*?\*/"
+_SPACE = rf"(?:\s|{_COMMENT})"
+_HEAD = re.compile(
+    rf"{_SPACE}*+(?P<with>with\b(?:{_SPACE}*+recursive\b)?|(?=(?:select|insert|update|delete|merge|values|table)\b|\())",
+    re.IGNORECASE | re.DOTALL,
+)
+"""The start of a statement that has WITH queries or may have some."""
+_QUERY = " batch as not materialized (select * from pg_temp.relay_batch)"
+_PROBE_VIEW = "create temporary view batch as select * from pg_temp.relay_batch"
 _PROBE = sql.SQL(
     "create function pg_temp.relay_probe() returns void language sql begin atomic\n{}\n;end"
 )
@@ -53,7 +71,7 @@ _READ = """
          or exists (select from needed where refobjid = attrelid and refobjsubid = attnum))
      order by attnum
 """
-_COPY = sql.SQL("copy pg_temp.relay_batch ({}) from stdin (format {})")
+_COPY = sql.SQL("copy pg_temp.relay_batch_rows ({}) from stdin (format {})")
 _NULL = rb"\N"
 _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
@@ -72,6 +90,31 @@ def create(conn: Connection) -> None:
         conn.execute(statement)
 
 
+def require_reserved(conn: Connection) -> None:
+    """Raise ConfigurationError if a relation of the user's has a name that relay's temporary relations would hide."""
+    found = conn.execute(
+        """
+        select relnamespace::regnamespace::text, relname from pg_class
+         where relname = any(%s) and relnamespace = any(current_schemas(false)::regnamespace[])
+        """,
+        (list(RESERVED),),
+    ).fetchone()
+    if found:
+        raise ConfigurationError(
+            f"target.dsn: relay's temporary relations would hide {'.'.join(found)}: rename it, or take its schema "
+            "out of the search_path of relay's role"
+        )
+
+
+def bound(statement: str) -> str:
+    """The statement with `batch` as a WITH query of its own; one that cannot have any (CALL, DO) stays as it is."""
+    head = _HEAD.match(statement)
+    if head is None:
+        return statement
+    start, rest = statement[: head.end()], statement[head.end() :]
+    return f"{start}{_QUERY},{rest}" if head["with"] else f"{start}with{_QUERY} {rest}"
+
+
 def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
     """The columns of `batch` that a statement reads, as the server's own parser understands it.
 
@@ -82,6 +125,8 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
     """
     try:
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
+            # A view, since of a WITH query the server does not tell which of its columns are read.
+            cursor.execute(_PROBE_VIEW)
             cursor.execute(_PROBE.format(sql.SQL(statement)))
             return tuple(cursor.execute(_READ).fetchall())
     except psycopg.Error as error:
@@ -133,7 +178,9 @@ def clear(conn: Connection, truncate: bool = False) -> None:
     """
     try:
         conn.execute(
-            b"truncate pg_temp.relay_batch" if truncate else b"delete from pg_temp.relay_batch"
+            b"truncate pg_temp.relay_batch_rows"
+            if truncate
+            else b"delete from pg_temp.relay_batch_rows"
         )
     except psycopg.errors.UndefinedTable:
         raise ConfigurationError(

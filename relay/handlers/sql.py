@@ -25,7 +25,7 @@ _IN_FLIGHT = 1_000
 class SqlEvent:
     """Runs its statement for each event, in order, with the event's fields as parameters.
 
-    Few events are sent one by one, in pipeline mode. Many are loaded into the relation `batch`, and a temporary
+    Few events are sent one by one, in pipeline mode. Many are loaded into a temporary relation, and a temporary
     function with the statement as its body is called for each row: the same statements, without a message for each.
     """
 
@@ -54,6 +54,7 @@ class SqlEvent:
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
+        relation.require_reserved(conn)
         _parse(conn, self.name, self._numbered)
         _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
 
@@ -74,7 +75,7 @@ class SqlEvent:
                 cursor.executemany(self._statement, some)
 
     def _call(self, conn: Connection, routed: Routed) -> None:
-        call = sql.SQL("select {}({}) from pg_temp.batch").format(
+        call = sql.SQL("select {}({}) from pg_temp.relay_batch").format(
             self._function, sql.SQL(", ").join(map(sql.Identifier, self._names))
         )
         for number, chunk in enumerate(relation.chunks(routed)):
@@ -84,28 +85,30 @@ class SqlEvent:
 
 
 class SqlBatch:
-    """Runs its statement once over `batch`, a temporary relation that holds the routed events in commit order."""
+    """Runs its statement once over `batch`, a relation that holds the routed events in commit order."""
 
     def __init__(self, name: str, statement: str) -> None:
         self.name = name
-        self._statement = statement.encode()
+        self._written = statement
+        self._statement = relation.bound(statement)
         self._columns: tuple[str, ...] = EVENT_FIELDS
 
     def configure(self, conn: Connection) -> None:
         """Create the relation that the statement reads, and find out what of it: the rest need not be loaded."""
         relation.create(conn)
-        self._columns = relation.columns_read(conn, self._statement.decode())
+        self._columns = relation.columns_read(conn, self._written)
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
-        _parse(conn, self.name, self._statement.decode())
-        _explain(conn, self.name, self._statement, None)
+        relation.require_reserved(conn)
+        _parse(conn, self.name, self._statement)
+        _explain(conn, self.name, self._statement.encode(), None)
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Load the events by COPY, then run the statement."""
         relation.clear(conn)
         relation.load(conn, relation.chunks(routed), self._columns)
-        conn.execute(self._statement)
+        conn.execute(self._statement.encode())
 
 
 def _placeholders(name: str, statement: str) -> list[str]:

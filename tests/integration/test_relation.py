@@ -8,7 +8,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.events import EVENT_FIELDS, SQL_TYPES
+from relay import handlers
+from relay.events import EVENT_FIELDS, SQL_TYPES, Transaction
+from relay.faults import ConfigurationError
 from relay.handlers import relation
 from tests.outbox import Outbox, event, host
 
@@ -19,11 +21,11 @@ def conn(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
     outbox.conn.execute("create table effects (id uuid primary key, payload jsonb)")
     outbox.conn.execute(
         "create function events() returns bigint language plpgsql as"
-        " $$ begin return (select count(payload) from pg_temp.batch); end $$"
+        " $$ begin return (select count(payload) from pg_temp.relay_batch); end $$"
     )
     outbox.conn.execute(
         "create procedure apply_all() language plpgsql as"
-        " $$ begin insert into effects select id, payload from pg_temp.batch; end $$"
+        " $$ begin insert into effects select id, payload from pg_temp.relay_batch; end $$"
     )
     with psycopg.connect(outbox.dsn, autocommit=True) as made:
         relation.create(made)
@@ -127,8 +129,86 @@ def test_what_is_loaded_is_what_the_server_reads(
     }
     with conn.transaction():
         relation.fill(conn, columns, len(rows))
-        loaded = conn.execute("select to_jsonb(batch) from batch").fetchall()
+        loaded = conn.execute("select to_jsonb(b) from pg_temp.relay_batch b").fetchall()
     texts = ", ".join(f"(%({field})s::{SQL_TYPES[field]}) as {field}" for field in EVENT_FIELDS)
     for row, (found,) in zip(rows, loaded, strict=True):
         query = f"select to_jsonb(typed) from (select {texts}) as typed"
         assert conn.execute(query.encode(), row).fetchone() == (found,)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "with good as (select id from batch where xid > 0) insert into effects (id) select id from good",
+        "-- why\n /* how */ WITH RECURSIVE n as (select id, 1 as i from batch union all select id, i + 1 from n"
+        " where i < 2) insert into effects (id) select id from n where i = 2",
+        "insert into effects (id) with good as (select id from batch) select id from good",
+        "merge into effects e using batch b on e.id = b.id when not matched then insert (id) values (b.id)",
+    ],
+)
+def test_a_statement_may_have_with_queries_of_its_own(outbox: Outbox, statement: str) -> None:
+    outbox.conn.execute("create table effects (id uuid primary key)")
+    outbox.publish(host(1), event(1), event(2))
+    handler = {"type": "sql", "each": "batch", "statement": statement}
+    settings = outbox.settings(handlers={"effects": handler}, routes=[{"handlers": ["effects"]}])
+    (found,) = handlers.build(settings.handlers, settings.group).values()
+    found.configure(outbox.conn)
+    found.check(outbox.conn)
+    outbox.drain(settings)
+    assert outbox.value("select count(*) from effects") == 2
+
+
+def insert_into_batch(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    for each in transaction.events:
+        cursor.execute("insert into batch values ('python', %s)", (each.id,))
+
+
+def test_a_table_batch_of_the_users_stays_what_it_is(outbox: Outbox) -> None:
+    """In statements for each event and over a batch, in Python, in functions and in triggers."""
+    outbox.conn.execute(
+        """
+        create table batch (way text, id uuid);
+        create table effects (id uuid primary key);
+        create function noted() returns trigger language plpgsql set search_path = public as
+            $$ begin insert into batch values ('trigger', new.id); return null; end $$;
+        create trigger noted after insert on effects for each row execute function noted();
+        create function written(uuid) returns uuid language sql as
+            $$ insert into batch values ('function', $1) returning id $$;
+        """
+    )
+    outbox.publish(host(1), event(1), event(2))
+    handler = {
+        "event": {"type": "sql", "statement": "insert into batch values ('event', %(id)s)"},
+        "batch": {
+            "type": "sql",
+            "each": "batch",
+            "statement": "insert into batch select 'batch', id from batch",
+        },
+        "trigger": {
+            "type": "sql",
+            "each": "batch",
+            "statement": "insert into effects select id from batch",
+        },
+        "function": {
+            "type": "sql",
+            "each": "batch",
+            "statement": "select written(id) from batch",
+        },
+        "python": {
+            "type": "python",
+            "callable": "tests.integration.test_relation:insert_into_batch",
+        },
+    }
+    outbox.drain(outbox.settings(handlers=handler, routes=[{"handlers": list(handler)}]))
+    ids = sorted(outbox.column("select id from outbox_message_t"))
+    for way in handler:
+        assert sorted(outbox.column("select id from batch where way = %s", (way,))) == ids
+
+
+def test_a_relation_that_relays_own_would_hide_is_refused(outbox: Outbox) -> None:
+    outbox.conn.execute("create table relay_batch ()")
+    settings = outbox.settings()
+    (found,) = handlers.build(settings.handlers, settings.group).values()
+    found.configure(outbox.conn)
+    with pytest.raises(ConfigurationError, match=r"would hide public\.relay_batch: rename it"):
+        found.check(outbox.conn)

@@ -16,6 +16,7 @@ from relay.events import EVENT_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handler_settings import PythonHandler, SqlHandler
 from relay.handlers.python import Python
+from relay.handlers.relation import bound
 from relay.handlers.sql import SqlBatch, SqlEvent
 
 
@@ -158,3 +159,26 @@ def test_every_pair_of_fields_gets_its_own_numbers() -> None:
     for first, second in product(EVENT_FIELDS, repeat=2):
         _, fields = run(f"select %({first})s, %({second})s")
         assert fields == list(dict.fromkeys((first, second)))
+
+
+BATCH = "batch as not materialized (select * from pg_temp.relay_batch)"
+
+
+@pytest.mark.parametrize(
+    ("statement", "sent"),
+    [
+        ("insert into t select id from batch", f"with {BATCH} insert into t select id from batch"),
+        ("\n(select 1)", f"\nwith {BATCH} (select 1)"),
+        ("with a as (select 1) table a", f"with {BATCH}, a as (select 1) table a"),
+        ("With Recursive a as (", f"With Recursive {BATCH}, a as ("),
+        ("with--x\n recursive\ta as (", f"with--x\n recursive {BATCH},\ta as ("),
+        ("/* with */ -- with\nVALUES (1)", f"/* with */ -- with\nwith {BATCH} VALUES (1)"),
+        ("with recursively as (", f"with {BATCH}, recursively as ("),
+        ("call f()", "call f()"),
+        ("do $$ begin end $$", "do $$ begin end $$"),
+        ("selekt 1", "selekt 1"),
+        ("", ""),
+    ],
+)
+def test_batch_is_a_with_query_of_the_statement(statement: str, sent: str) -> None:
+    assert bound(statement) == sent
