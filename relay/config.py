@@ -72,6 +72,7 @@ class Source(Section):
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
+    max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
 
     @field_validator("table")
     @classmethod

@@ -100,10 +100,19 @@ def _install(source: Connection, settings: Settings) -> list[str]:
     if settings.source.owns_table:
         installed += migrations.install(source, "outbox", "source.dsn")
         require_table(source, settings)
+        _limit_event_bytes(source, settings.source.max_event_bytes)
     else:
         require_table(source, settings)
         _adopt(source, settings)
     return _installed(installed)
+
+
+def _limit_event_bytes(source: Connection, limit: int) -> None:
+    """Let relay's own table and `relay.publish` refuse larger events; rows that are there already stay."""
+    source.execute(
+        "select relay.limit_event_bytes(%(limit)s) where relay.max_event_bytes() <> %(limit)s",
+        {"limit": limit},
+    )
 
 
 def _adopt(source: Connection, settings: Settings) -> None:

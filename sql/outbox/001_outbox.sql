@@ -27,6 +27,24 @@ comment on column public.outbox_message_t.deliver_at is
 
 select relay.attach('public.outbox_message_t');
 
+-- Limits payload and metadata of an event together, in bytes of jsonb before compression (source.max_event_bytes).
+-- The constraint compares sizes, which costs hardly anything; their text would have to be made for each row.
+create or replace function relay.limit_event_bytes(bytes bigint) returns void
+language plpgsql
+as $limit$
+begin
+    execute format('create or replace function relay.max_event_bytes() returns bigint language sql immutable '
+                   'as $$ select %s::bigint $$', bytes);
+    alter table public.outbox_message_t drop constraint if exists relay_max_event_bytes;
+    execute format('alter table public.outbox_message_t add constraint relay_max_event_bytes check '
+                   '(pg_column_size(payload) + coalesce(pg_column_size(metadata), 0) <= %s) not valid', bytes);
+end
+$limit$;
+
+revoke all on function relay.limit_event_bytes(bigint) from public;
+
+select relay.limit_event_bytes(16 * 1024 * 1024);
+
 -- Events of one business transaction, written inside the caller's own database transaction.
 create or replace function relay.publish(
     host_id        uuid,
@@ -42,6 +60,7 @@ declare
     how_many     int;
     first_offset bigint;
     malformed    bigint;
+    too_large    record;
 begin
     if jsonb_typeof(publish.events) is distinct from 'array' or jsonb_array_length(publish.events) = 0 then
         raise invalid_parameter_value using
@@ -59,6 +78,22 @@ begin
             message = format('relay.publish: event %s of the array lacks one of event_type, aggregate_type, '
                              'aggregate_id, payload', malformed),
             hint = 'Each event is an object with these four keys; event_type may not be null.';
+    end if;
+
+    if pg_column_size(publish.events) > relay.max_event_bytes() then
+        select ordinal, bytes into too_large
+          from jsonb_array_elements(publish.events) with ordinality as element (event, ordinal),
+               lateral (select pg_column_size(event -> 'payload') + coalesce(pg_column_size(event -> 'metadata'), 0))
+                       as sized (bytes)
+         where bytes > relay.max_event_bytes()
+         order by ordinal limit 1;
+        if found then
+            raise invalid_parameter_value using
+                message = format('relay.publish: event %s of the array has %s bytes of payload and metadata, the limit '
+                                 'is %s', too_large.ordinal, too_large.bytes, relay.max_event_bytes()),
+                hint = 'Store large content elsewhere and publish where it is, or raise source.max_event_bytes and run '
+                       '`relay init`.';
+        end if;
     end if;
 
     how_many := jsonb_array_length(publish.events);

@@ -35,6 +35,29 @@ def test_publish_stamps_its_events(outbox: Outbox) -> None:
     assert {row[7] for row in rows} == {host(1)}
 
 
+def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
+    limited = {**outbox.config()["source"], "max_event_bytes": 50_000}
+    outbox.install_again(outbox.settings(source=limited))
+    outbox.publish(host(1), *(event(1, metadata={"note": "x" * 40_000}) for _ in range(3)))
+    with pytest.raises(
+        psycopg.DataError, match=r"event 2 of the array has \d+ bytes .*50000"
+    ) as refused:
+        outbox.publish(host(1), event(1), event(1, metadata={"note": "x" * 60_000}))
+    assert "source.max_event_bytes" in str(refused.value.diag.message_hint)
+    insert = (
+        "insert into outbox_message_t (host_id, event_type, payload)"
+        " values (%s, 'x', to_jsonb(repeat('x', %s)))"
+    )
+    outbox.conn.execute(insert, (host(1), 40_000))
+    with pytest.raises(psycopg.errors.CheckViolation, match="relay_max_event_bytes"):
+        outbox.conn.execute(insert, (host(1), 60_000))
+    # What was accepted before stays when the limit is lowered.
+    outbox.install_again(outbox.settings(source={**limited, "max_event_bytes": 20_000}))
+    outbox.install_again(outbox.settings())
+    outbox.conn.execute(insert, (host(1), 60_000))
+    assert outbox.value("select count(*) from outbox_message_t") == 5
+
+
 def test_publish_works_inside_the_callers_transaction(outbox: Outbox, database: str) -> None:
     outbox.publish(host(1), event(1))
     with psycopg.connect(database) as publisher:
