@@ -42,7 +42,7 @@ ENV PATH=/opt/relay/bin:$PATH \
     RELAY_CONFIG=/etc/relay/relay.yaml
 USER 10001:10001
 WORKDIR /home/relay
-# Healthy while the slot is being read, by this relay or, for a standby, by the one it waits for.
+# Healthy while an instance of the group reads the slot: this one or, for a standby, the one it waits for.
 HEALTHCHECK --interval=30s --timeout=15s --start-period=60s --retries=3 CMD ["relay", "status", "--check"]
 ENTRYPOINT ["relay"]
 CMD ["run"]

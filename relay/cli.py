@@ -172,20 +172,45 @@ def status(
     alive: Annotated[
         bool,
         typer.Option(
-            "--check", help="Exit with status 1 unless the slot is being read and is whole."
+            "--check",
+            help="Exit with status 1, and a line for each reason, unless an instance runs and reads the slot.",
         ),
     ] = False,
+    max_lag_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Checks the unconfirmed WAL; --check is implied, here and below.",
+        ),
+    ] = None,
+    max_lag_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="N", help="Checks the age of the oldest unread event."),
+    ] = None,
+    max_deferred: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Checks the deferred transactions.")
+    ] = None,
+    max_dead: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Checks the dead letters.")
+    ] = None,
 ) -> None:
     """Show slot, partitions and dead letters."""
-    from relay.status import read
+    from relay.observe.health import Limits, failures
+    from relay.status import lag_seconds, read
 
-    found = read(load(config))
+    settings = load(config)
+    found = read(settings)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
         _print_status(found)
-    if alive and not found.healthy:
-        raise typer.Exit(1)
+    limits = Limits(max_lag_bytes, max_lag_seconds, max_deferred, max_dead)
+    if not alive and limits == Limits():
+        return
+    lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
+    if failed := list(failures(found, settings.group, limits, lag)):
+        _fail("\n".join(failed), 1)
 
 
 def _print_status(found: Any) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+import psycopg
+
 from relay.config import Settings
+from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
-from relay.source.slot import SlotState, slot_state
+from relay.source.rows import OutboxRows, prefer_index
+from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.store import dead_letters, deferred, groups, offsets, presence, spark_batches
 
 
@@ -22,17 +27,11 @@ class Status:
     active: str | None
     instances: list[str]
     slot: SlotState | None
+    slot_reader: str | None
     partitions: list[offsets.Cursor]
     dead_letters: int
     deferred: deferred.Waiting
     staged: int
-
-    @property
-    def healthy(self) -> bool:
-        """Whether an instance runs and, unless it polls, reads a slot that has all of its WAL."""
-        if self.source_mode == "poll":
-            return bool(self.instances)
-        return self.slot is not None and self.slot.active and not self.slot.lost
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -43,6 +42,7 @@ class Status:
             "active": self.active,
             "instances": self.instances,
             "slot": None if self.slot is None else asdict(self.slot),
+            "slot_reader": self.slot_reader,
             "partitions": [
                 {
                     "partition_id": cursor.partition_id,
@@ -61,6 +61,7 @@ def read(settings: Settings) -> Status:
     """Look at both databases. Raises ConfigurationError if one cannot be reached or has another schema."""
     with reach_source(settings) as source:
         slot = slot_state(source, settings.source.slot)
+        reader = slot_reader(source, settings.source.slot)
     with reach_target(settings) as target:
         cursors = offsets.all_cursors(target, settings.group)
         dead = dead_letters.count(target, settings.group)
@@ -75,11 +76,33 @@ def read(settings: Settings) -> Status:
         active=group.instance if group and group.instance in running else None,
         instances=running,
         slot=slot,
+        slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
         partitions=cursors,
         dead_letters=dead,
         deferred=waiting,
         staged=staged,
     )
+
+
+def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
+    """How old the oldest event is that no partition has read, by its event_ts; 0 if there is none.
+
+    Raises ConfigurationError if the source cannot be reached, or the outbox has no event_ts or no c_offset.
+    """
+    if not cursors:
+        return 0.0
+    rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+    floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
+    with reach_source(settings) as source:
+        prefer_index(source)
+        try:
+            unread = rows.heads(source, floors, rows.next_offset(source) - 1)
+            return rows.age(source, unread.values())
+        except psycopg.errors.UndefinedColumn as error:
+            raise ConfigurationError(
+                f"source.table: {settings.source.table}: {error.diag.message_primary}: the lag in seconds needs it; "
+                "limit the bytes instead"
+            ) from None
 
 
 def _configured(settings: Settings) -> str:

@@ -6,7 +6,7 @@ commits, so when a row is visible, every row with a smaller c_offset is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, LiteralString
 
@@ -116,6 +116,16 @@ class OutboxRows:
             (moment,),
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else None
+
+    def age(self, conn: Connection, found: Collection[int]) -> float:
+        """How many seconds ago the oldest of the rows with these c_offsets came about, by its event_ts; 0 for none."""
+        row = conn.execute(
+            sql.SQL(
+                "select extract(epoch from clock_timestamp() - min({}))::float8 from {} where {} = any(%s)"
+            ).format(sql.Identifier(self._mapping["event_ts"]), self._table, self._offset),
+            (list(found),),
+        ).fetchone()
+        return max(0.0, row[0]) if row and row[0] is not None else 0.0
 
     def count(self, conn: Connection, partition: int, start: int, end: int) -> int:
         """How many rows of a partition lie from one c_offset up to another, exclusive."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import args_row, class_row
+from psycopg.rows import args_row, class_row, scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
@@ -53,6 +53,17 @@ def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
             """,
             (name,),
         ).fetchone()
+
+
+def slot_reader(conn: psycopg.Connection[object], name: str) -> str | None:
+    """The application_name of the connection that reads the slot; None if nobody does."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found: str | None = cursor.execute(
+            "select a.application_name from pg_replication_slots s join pg_stat_activity a on a.pid = s.active_pid"
+            " where s.slot_name = %s",
+            (name,),
+        ).fetchone()
+    return found
 
 
 def create_slot(conn: psycopg.Connection[object], name: str) -> Lsn:

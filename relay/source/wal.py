@@ -41,6 +41,7 @@ from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, slot_state
+from relay.store import groups
 from relay.store.connections import pin_text_form
 from relay.transactions import Transactions
 
@@ -327,7 +328,7 @@ class WalSource:
             cursor_factory=psycopg.ClientCursor,
             autocommit=True,
             client_encoding="UTF8",
-            application_name="relay",
+            application_name=groups.APPLICATION_NAME,
             connect_timeout=10,
             # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
             keepalives_idle=30,

@@ -15,6 +15,9 @@ from relay.events import Lsn
 
 INSTANCE = f"{socket.gethostname()}:{os.getpid()}"
 """This process among the instances of a group."""
+PREFIX = "relay "
+APPLICATION_NAME = (PREFIX + INSTANCE)[:63]
+"""What the connections are called by which an instance is recognised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from relay.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.store import admission
 from relay.store.connections import connect
-from relay.store.groups import INSTANCE
+from relay.store.groups import APPLICATION_NAME, PREFIX
 
 log = logging.getLogger(__name__)
 
 _SPACE = 0x72656C79  # "rely"
-_PREFIX = "relay instance "
 
 Connection = psycopg.Connection[Any]
 
@@ -79,7 +78,7 @@ class Presence:
     def _ensure(self) -> None:
         try:
             if self._conn is None:
-                self._conn = connect(self._dsn, application_name=(_PREFIX + INSTANCE)[:63])
+                self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
                 self._conn.execute(
                     "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, self._group)
                 )
@@ -113,7 +112,7 @@ def instances(conn: Connection, group: str) -> list[str]:
         """,
         (_SPACE, group),
     )
-    return [name.removeprefix(_PREFIX) for (name,) in rows]
+    return [name.removeprefix(PREFIX) for (name,) in rows]
 
 
 @contextmanager
