@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,16 +27,18 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from relay import environment
 from relay.dsn import check_dsn
 from relay.events import FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SparkHandler
 from relay.paths import is_name
 from relay.sections import Name, Number, Section, resolve_secret
+from relay.suggestions import keys_at, nearest
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
-ENV_PREFIX = "RELAY_"
+ENV_PREFIX = environment.PREFIX
 OWN_OUTBOX = "public.outbox_message_t"
 """The outbox that `relay init` makes, and that `relay.publish` inserts into."""
 
@@ -262,14 +264,23 @@ def load(path: Path | None) -> Settings:
     """Read and validate the configuration.
 
     Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` where it exists, else only the environment counts.
-    Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do.
+    Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do; also if there is
+    neither a file nor a setting in the environment.
     """
     file = path or _default_file()
+    if file is None and not environment.settings(Settings):
+        raise ConfigurationError(
+            f"there is no configuration: {Path.cwd() / DEFAULT_PATH} does not exist, and neither --config nor "
+            f"{ENV_PREFIX}CONFIG names a file: write one (config/relay.yaml of the project has every key), or set "
+            f"{ENV_PREFIX}SOURCE__DSN"
+        )
     content = {} if file is None else _read(file)
+    if strangers := list(environment.unknown_variables(Settings, content)):
+        raise ConfigurationError("\n".join(strangers))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:
         # pydantic-settings would take these for arguments of its own.
-        raise ConfigurationError(f"{file}: {unknown[0]}: {_UNKNOWN}")
+        raise ConfigurationError(f"{file}: {unknown[0]}: {_unknown(unknown[:1])}")
     try:
         return Settings(**content)
     except ValidationError as error:
@@ -279,6 +290,11 @@ def load(path: Path | None) -> Settings:
         raise ConfigurationError(
             f"environment: {key[1] if key else ENV_PREFIX}: is not JSON, as a whole section in a variable must be"
         ) from None
+
+
+def _unknown(location: Sequence[int | str]) -> str:
+    meant = nearest(str(location[-1]), keys_at(Settings, location[:-1]))
+    return f"unknown key; did you mean {meant}?" if meant else _UNKNOWN
 
 
 def _default_file() -> Path | None:
@@ -333,7 +349,7 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
         place = "environment" if file is None or _in_environment(fault["loc"]) else str(file)
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = _UNKNOWN
+            message = _unknown(fault["loc"])
         elif fault["type"] == "missing":
             message = "is required"
         elif fault["type"].startswith("union_tag"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -132,6 +132,29 @@ class Tls(Section):
     key_file: Path | None = None
 
 
+# RFC 9110, "Field Names" and "Field Values"; httpx sends ASCII.
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"([!-~]([ \t!-~]*[!-~])?)?")
+
+
+def _split(address: str) -> SplitResult:
+    """The parts of an address. Raises ValueError, which quotes nothing: an address may hold a password."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        raise ValueError("is no address that can be read") from None
+
+
+def _require_port(parts: SplitResult) -> None:
+    """Raise ValueError, which quotes nothing, if an address has a port that cannot be one."""
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ValueError("has a port that is not a number from 1 to 65535")
+
+
 class HttpHandler(OutsideHandler):
     """An endpoint that CloudEvents are posted to."""
 
@@ -149,9 +172,29 @@ class HttpHandler(OutsideHandler):
     @field_validator("url")
     @classmethod
     def _absolute(cls, value: str) -> str:
-        parts = urlsplit(value)
+        parts = _split(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("must be an address such as https://shop.example/events")
+        _require_port(parts)
+        return value
+
+    @field_validator("headers")
+    @classmethod
+    def _valid_headers(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, text in value.items():
+            if not _HEADER_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a header: letters, digits and -")
+            if not _HEADER_VALUE.fullmatch(text.get_secret_value()):
+                raise ValueError(
+                    f"{name} has a value that no header can have: printable ASCII on one line"
+                )
+        return value
+
+    @field_validator("signing_secret")
+    @classmethod
+    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value().strip().removeprefix("whsec_"):
+            raise ValueError("is empty, so anybody could sign: set a secret, or leave the key out")
         return value
 
     @model_validator(mode="after")
@@ -172,9 +215,10 @@ Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 
 def _address(*schemes: str) -> AfterValidator:
     def check(value: SecretStr) -> SecretStr:
-        parts = urlsplit(value.get_secret_value())
+        parts = _split(value.get_secret_value())
         if parts.scheme not in schemes or not (parts.hostname or parts.scheme == "unix"):
             raise ValueError(f"must be an address such as {schemes[0]}://broker.example")
+        _require_port(parts)
         return value
 
     return AfterValidator(check)
@@ -226,11 +270,21 @@ class RabbitmqHandler(BrokerHandler):
     exchange: str = ""
 
 
+def _servers(value: str) -> str:
+    for server in value.split(","):
+        # With or without a protocol.
+        parts = _split(server if "://" in server else f"//{server}")
+        if not parts.hostname:
+            raise ValueError("must be a server such as kafka.example:9092")
+        _require_port(parts)
+    return value
+
+
 class KafkaHandler(BrokerHandler):
     """Kafka; `conf` has further settings of librdkafka."""
 
     type: Literal["kafka"]
-    bootstrap: Annotated[list[str], Field(min_length=1)]
+    bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]
     key: Named = "{host_id}"
     conf: dict[str, Secret] = Field(default_factory=dict)
 

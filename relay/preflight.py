@@ -20,7 +20,7 @@ from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source.index import has_index
 from relay.source.slot import publication_tables, require_ours, slot_state
-from relay.store import admission, migrations, offsets
+from relay.store import admission, deferred, migrations, offsets, spark_batches
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -360,6 +360,7 @@ def _target(
     if schema.level is Level.OK:
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
         yield _configuration(conn, settings)
+        yield from _former_handlers(conn, settings)
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
 
@@ -374,6 +375,26 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
         f"group: an instance of {settings.group!r} runs with another configuration: {difference}: stop it before this "
         "one starts, or start this one with --accept-configuration",
     )
+
+
+def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Events that were kept for a handler that the configuration no longer has."""
+    for name, events in spark_batches.staged_for(conn, settings.group).items():
+        if name not in settings.spark_handlers:
+            yield Finding(
+                Level.ERROR,
+                "handlers",
+                f"handlers.{name}: there is no such handler of type spark, but {events} events are staged for it: put "
+                "it back until `relay status` shows none, or give them up as docs/configuration.md says",
+            )
+    waiting = deferred.waiting_for_others(conn, settings.group, settings.handlers)
+    for name, transactions in waiting.items():
+        yield Finding(
+            Level.WARNING,
+            "handlers",
+            f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: they "
+            "will be applied by the routes that there are now; put it back if it is to have them",
+        )
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def load(name: str, path: str) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigurationError(
             f"handlers.{name}.callable: importing {module_name!r} failed: {type(error).__name__}: {error}"
+            + (_where_it_was_looked_for() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -38,3 +40,15 @@ def load(name: str, path: str) -> Callable[..., Any]:
             f"handlers.{name}.callable: {path!r} is async; relay calls plain functions"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _where_it_was_looked_for() -> str:
+    """The folders that may hold a user's modules: all but the standard library's."""
+    library = sysconfig.get_path("stdlib")
+    folders = [
+        folder or str(Path.cwd())
+        for folder in sys.path
+        if folder != library and not folder.endswith((".zip", "lib-dynload"))
+    ]
+    found = ", ".join(dict.fromkeys(folders))
+    return f": looked for in {found}: start relay in the folder of the module, name that in PYTHONPATH, or install it"

@@ -349,6 +349,17 @@ class Waiting:
     blocked: int
 
 
+def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
+    """How many transactions wait because of a handler that is not among these, by its name."""
+    return dict(
+        conn.execute(
+            "select handler, count(*) from relay.deferred where group_id = %s and handler <> all(%s::text[])"
+            " group by 1 order by 1",
+            (group, list(handlers)),
+        ).fetchall()
+    )
+
+
 def count(conn: Connection, group: str) -> Waiting:
     """How many transactions of the group wait."""
     with conn.cursor(row_factory=class_row(Waiting)) as cursor:

@@ -125,6 +125,16 @@ def staged(conn: Connection, group: str) -> int:
         )
 
 
+def staged_for(conn: Connection, group: str) -> dict[str, int]:
+    """How many events are staged for each handler."""
+    return dict(
+        conn.execute(
+            "select handler, sum(events)::bigint from relay.spark_portions where group_id = %s group by 1 order by 1",
+            (group,),
+        ).fetchall()
+    )
+
+
 def rows(conn: Connection, portion: int, buckets: int, at_once: int) -> Iterator[list[Any]]:
     """The events of a portion, so many at a time: fields, day of event_ts since 1970, bucket of the host.
 

@@ -178,7 +178,37 @@ def python_handler(path: str) -> dict[str, object]:
 
 def test_import_error(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml", **python_handler("no.such.module:f"))
-    assert "handlers.h.callable: importing 'no.such.module' failed" in refused(config)
+    line = refused(config)
+    assert "handlers.h.callable: importing 'no.such.module' failed: ModuleNotFoundError" in line
+    assert str(ROOT) in line.split("looked for in ")[1]
+    assert "name that in PYTHONPATH" in line
+
+
+def test_no_configuration_at_all(tmp_path: Path) -> None:
+    result = relay("run", cwd=tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"relay: there is no configuration: {tmp_path}/relay.yaml")
+
+
+def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        insert into relay.spark_portions (group_id, handler, events) values ('default', 'lake', 7);
+        insert into relay.deferred (group_id, keys, holds, handler, retry_at, hosts, columns, commit_lsn, end_lsn,
+                                    commit_ts, xid, first_offset, last_offset, events, size)
+        values ('default', '{}', true, 'shop', '2999-01-01', '{}', '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
+        """
+    )
+    found = relay("check", "--config", str(config), "--json")
+    assert found.returncode == 2
+    texts = {each["text"]: each["level"] for each in json.loads(found.stdout)}
+    (staged,) = [text for text in texts if text.startswith("handlers.lake: there is no such")]
+    assert "7 events are staged" in staged
+    assert texts[staged] == "error"
+    (deferred,) = [text for text in texts if text.startswith("handlers.shop: there is no such")]
+    assert "1 deferred transactions" in deferred
+    assert texts[deferred] == "warning"
 
 
 def test_missing_function(outbox: Outbox, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def refused_environment() -> list[str]:
 # What is right.
 
 
-def test_without_file_and_environment_the_defaults_hold() -> None:
-    settings = load(None)
+def test_what_is_not_set_has_a_default(read: Load) -> None:
+    settings = read("group: default")
     assert settings.source.table_name == ("public", "outbox_message_t")
     assert (settings.group, settings.partitions, settings.unrouted) == ("default", 8, "dead_letter")
     assert settings.batch.inline_max_events == 1000
@@ -128,7 +128,7 @@ def test_settings_travel_to_spark_s_workers(read: Load) -> None:
 
 
 def test_an_empty_file_is_the_defaults(read: Load) -> None:
-    assert read("# nothing yet\n") == load(None)
+    assert read("# nothing yet\n") == Settings()
 
 
 # Which file.
@@ -143,6 +143,17 @@ def test_the_given_file_comes_before_relay_config_and_that_before_relay_yaml(
     monkeypatch.setenv("RELAY_CONFIG", "named.yaml")
     assert load(None).group == "named"
     assert load(Path("given.yaml")).group == "given"
+
+
+def test_neither_a_file_nor_a_setting_is_no_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PGHOST", "somewhere")
+    (line,) = refused_environment()
+    assert line.startswith(f"there is no configuration: {Path.cwd()}/relay.yaml does not exist")
+    assert "set RELAY_SOURCE__DSN" in line
+    monkeypatch.setenv("RELAY_SOURCE__SLOT", "one")
+    assert load(None).source.slot == "one"
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -211,6 +222,30 @@ HANDLER = "handlers: {h: {type: sql, statement: select 1}}\n"
 def test_an_unknown_key_is_named(text: str, start: str) -> None:
     (line,) = refused(text)
     assert line.startswith(f"shop.yaml: {start}")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("grou: a", "group"),
+        ("source: {dns: x}", "dsn"),
+        ("batch: {max_event: 1}", "max_events"),
+        ("handlers: {h: {type: sql, statment: x}}", "statement"),
+        ("handlers: {h: {type: http, url: 'http://h', retry: {atempts: 3}}}", "attempts"),
+        ("handlers: {h: {type: nats, topic: t, servers: ['tls://h'], tls: {veryfy: x}}}", "verify"),
+        (HANDLER + "routes: [{handlers: [h], continue_: 1}]", "continue"),
+        (HANDLER + "routes: [{handlers: [h], Match: {}}]", "match"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(text: str, meant: str) -> None:
+    assert f"unknown key; did you mean {meant}?" in "\n".join(refused(text))
+
+
+def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
+    (line,) = refused("source: {zzz: 1}")
+    assert line == (
+        "shop.yaml: source.zzz: unknown key; see docs/configuration.md for the keys there are"
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,6 +336,19 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: http, url: 'http://h', timeout: 0}", "timeout: "),
         ("{type: http, url: 'http://h', retry: {atempts: 3}}", "retry.atempts: unknown key"),
         ("{type: http, url: 'http://h', headers: {a: {env: NONE_SUCH}}}", "headers.a: the env"),
+        ("{type: http, url: 'http://h:99999'}", "url: has a port that is not"),
+        ("{type: http, url: 'http://h:port'}", "url: has a port that is not"),
+        ("{type: http, url: 'http://h:0'}", "url: has a port that is not"),
+        ("{type: http, url: 'http://[h'}", "url: is no address that can be read"),
+        ("{type: http, url: 'http://h', signing_secret: ''}", "signing_secret: is empty"),
+        ("{type: http, url: 'http://h', signing_secret: whsec_}", "signing_secret: is empty"),
+        ("{type: http, url: 'http://h', headers: {'a b': c}}", "headers: 'a b' is no name"),
+        ("{type: http, url: 'http://h', headers: {'': c}}", "headers: '' is no name"),
+        (
+            '{type: http, url: "http://h", headers: {a: "b\\r\\nc"}}',
+            "headers: a has a value that no",
+        ),
+        ("{type: http, url: 'http://h', headers: {a: Zoë}}", "headers: a has a value that no"),
         ("{type: spark}", "needs one of path, table and callable"),
         ("{type: spark, path: a, table: b}", "needs one of path, table and callable"),
         ("{type: spark, callable: shop}", "callable: must be module:function"),
@@ -308,6 +356,13 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: spark, path: a, every: 0}", "every: "),
         ("{type: redis, topic: t}", "url: is required"),
         ("{type: redis, topic: t, url: 'http://h'}", "url: must be an address such as redis://"),
+        ("{type: redis, topic: t, url: 'redis://h:x'}", "url: has a port that is not"),
+        (
+            "{type: nats, topic: t, servers: ['nats://h:70000']}",
+            "servers.0: has a port that is not",
+        ),
+        ("{type: kafka, topic: t, bootstrap: ['h:0']}", "bootstrap.0: has a port that is not"),
+        ("{type: kafka, topic: t, bootstrap: ['']}", "bootstrap.0: must be a server such as"),
         ("{type: redis, url: 'redis://h'}", "topic: is required"),
         (
             "{type: redis, url: 'redis://h', topic: 't.{event_typ}'}",
@@ -533,6 +588,53 @@ def test_a_fault_in_the_environment_is_one_line_that_says_so(
     assert line.startswith(start)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("RELAY_SOURCE_DSN", "RELAY_SOURCE__DSN"),
+        ("RELAY_PARTITION", "RELAY_PARTITIONS"),
+        ("relay_batch_max_events", "RELAY_BATCH__MAX_EVENTS"),
+    ],
+)
+def test_a_variable_that_sets_nothing_suggests_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    (line,) = refused("group: a")
+    assert line == f"environment: {name}: sets no key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RELAY_ADMIN_DSN",
+        "RELAY_PASSWORD",
+        "RELAY_TEST_POSTGRES",
+        "RELAY_SERVICE_HOST",
+        "RELAY_SERVICE_PORT_HTTP",
+        "RELAY_PORT_8080_TCP_ADDR",
+        "RELAY_METRICS_SERVICE_HOST",
+    ],
+)
+def test_a_variable_of_somebody_else_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, read: Load, name: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    assert read("group: a").group == "a"
+
+
+def test_a_variable_that_a_secret_is_taken_from_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, read: Load
+) -> None:
+    monkeypatch.setenv("RELAY_SHOP_TOKEN", SECRET)
+    monkeypatch.setenv("RELAY_SHOP_DSN", "host=shop")
+    monkeypatch.setenv("RELAY_SOURCE__DSN__ENV", "RELAY_SHOP_DSN")
+    settings = read(
+        "handlers: {h: {type: http, url: 'http://h', headers: {a: {env: RELAY_SHOP_TOKEN}}}}"
+    )
+    assert settings.source_dsn == "host=shop"
+
+
 def test_a_bad_dsn_in_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAY_SOURCE__DSN", f"host=h password={SECRET} x")
     (line,) = refused_environment()
@@ -565,7 +667,7 @@ def test_the_environment_is_blamed_even_where_the_file_has_the_section(
         ("RELAY_GROUP", "mine", "grou: x", "grou"),
         ("RELAY_SOURCE__DSN", "host=h", "source: {dns: x}", "source.dns"),
         ("RELAY_SOURCE__DSN", "host=h", "source: {slot: Not-A-Slot}", "source.slot"),
-        ("RELAY_PARTITIONS_OF_ANOTHER", "x", "partitions: many", "partitions"),
+        ("RELAYS_PARTITIONS", "x", "partitions: many", "partitions"),
     ],
 )
 def test_the_file_is_blamed_even_where_the_environment_says_something_too(
