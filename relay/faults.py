@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
+import ssl
 import traceback
 from enum import Enum
 from pathlib import Path
 
 import psycopg
-from psycopg_pool import PoolTimeout
+from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 
 class Action(Enum):
@@ -66,6 +69,14 @@ class ProcessDied(Exception):
     """Every process that had the transaction in hand died of it, so often that it is dead-lettered."""
 
 
+class TransactionAborted(Exception):
+    """A handler went on after a database error, which it hid; nothing more can be done in the transaction."""
+
+
+class StatementTimeout(TransientFault):
+    """A handler takes longer for a single transaction than `statement_timeout` allows. Safe in a log."""
+
+
 class Interrupted(Exception):
     """The service was told to stop while it waited to try again."""
 
@@ -82,6 +93,7 @@ TRANSIENT_SQLSTATES = frozenset(
         "55006",  # object in use
         "55P03",  # lock timeout
         "57014",  # statement timeout, or cancelled by an administrator
+        "HV00N",  # a foreign server cannot be reached
     }
 )
 TRANSIENT_CLASSES = (
@@ -89,24 +101,28 @@ TRANSIENT_CLASSES = (
     "53",  # insufficient resources
     "57P",  # operator intervention: shutdown, crash, cannot connect now
     "58",  # system error outside PostgreSQL: I/O
+    "XX",  # internal error, corrupted data or index
 )
 
 
-_ABOUT_A_FILE = (
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
+_OUTAGE_ERRNOS = frozenset(
+    {
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO),
+    }
 )
-"""What a handler meets that looks for a file by what an event says; other errors of the system pass."""
+"""Errors of the operating system that name the network or an exhausted resource."""
+_NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONAME})
+_LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
+"""What psycopg and libpq say of a connection that is lost or cannot be made; there is no SQLSTATE then."""
+_CHAIN_LENGTH = 10
 
 
 def action_for(error: BaseException) -> Action:
     """Map a fault to what happens next.
 
-    An outage must never turn good events into dead letters, so whatever speaks of the surroundings (connection, locks,
-    resources, time) is tried again, and only what remains is blamed on the transaction.
+    What names an outage is retried: connections, name resolution, locks, resources, time. An error that wraps another
+    one names what that names. Anything else is blamed on the transaction.
 
     Source: PostgreSQL documentation, appendix A "PostgreSQL Error Codes".
     """
@@ -114,26 +130,80 @@ def action_for(error: BaseException) -> Action:
         return Action.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
-    if isinstance(error, OSError):
-        return Action.DEAD_LETTER if isinstance(error, _ABOUT_A_FILE) else Action.RETRY
-    if isinstance(error, TransientFault | PoolTimeout | MemoryError):
+    if isinstance(error, Rejected | NotRouted | ProcessDied):
+        return Action.DEAD_LETTER
+    if isinstance(error, TransientFault | MemoryError) or _names_outage(error):
         return Action.RETRY
     if isinstance(error, Exception):
         return Action.DEAD_LETTER
     return Action.STOP
 
 
+def is_transient(error: BaseException) -> bool:
+    """Whether a fault of relay's own work, outside the handlers, may pass by itself: no event is to blame there."""
+    if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+        return True
+    return action_for(error) is Action.RETRY
+
+
+def _names_outage(error: BaseException, depth: int = 0) -> bool:
+    """Whether an error, or one that it wraps, names the network, a lost connection or an exhausted resource."""
+    if isinstance(error, psycopg.Error):
+        return _database_action(error) is Action.RETRY
+    if isinstance(error, ConnectionError | TimeoutError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return True
+    if isinstance(error, socket.gaierror):
+        return error.errno in _NAME_RESOLUTION
+    if isinstance(error, OSError) and error.errno in _OUTAGE_ERRNOS:
+        return True
+    return depth < _CHAIN_LENGTH and any(
+        _names_outage(inner, depth + 1) for inner in _wrapped(error)
+    )
+
+
+def _wrapped(error: BaseException) -> list[BaseException]:
+    """The errors that an error stands for.
+
+    Its explicit cause. What was being handled counts too where a library wraps so (requests, smtplib: subclasses of
+    OSError) and where it is a database error, which has aborted the transaction; elsewhere it may be unrelated.
+    urllib's URLError and urllib3's MaxRetryError have a `reason`.
+    """
+    context = None if error.__suppress_context__ else error.__context__
+    if not isinstance(error, OSError) and not isinstance(context, psycopg.Error):
+        context = None
+    found = (getattr(error, "reason", None), error.__cause__, context)
+    return [inner for inner in found if isinstance(inner, BaseException)]
+
+
 def _database_action(error: psycopg.Error) -> Action:
     state = error.sqlstate
     if state is None:
-        # Without a state the server said nothing: the connection broke, or the client library was misused.
-        lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-        return Action.RETRY if lost else Action.DEAD_LETTER
+        return Action.RETRY if _lost_connection(error) else Action.DEAD_LETTER
     if _permission_denied(error):
         return Action.STOP
     if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES):
         return Action.RETRY
     return Action.DEAD_LETTER
+
+
+def _lost_connection(error: psycopg.Error) -> bool:
+    """Whether an error without SQLSTATE is that of a connection; a client library that was misused has none either."""
+    if isinstance(error, PoolTimeout | PoolClosed | TooManyRequests):
+        return True
+    if not isinstance(error, psycopg.OperationalError):
+        return False
+    # Only an attempt to connect brings its connection along.
+    return error.pgconn is not None or (
+        _LOST_CONNECTION.search(str(error)) is not None and "pipeline" not in str(error)
+    )
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether `statement_timeout` cancelled a statement.
+
+    A server whose messages are not English only says that it was cancelled, which counts as well.
+    """
+    return isinstance(error, psycopg.errors.QueryCanceled) and "user request" not in str(error)
 
 
 def _permission_denied(error: psycopg.Error) -> bool:
@@ -167,14 +237,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
-    if isinstance(error, Undelivered | Rejected):
+    if isinstance(error, Undelivered | Rejected | StatementTimeout):
         return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
         return name
     parts = [name]
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
-    if _database_action(error) is Action.RETRY:
+    if _database_action(error) is Action.RETRY and not (error.sqlstate or "").startswith("XX"):
         # The server's or libpq's own words about itself; they name hosts and ports, never rows.
         parts.append(
             str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
@@ -213,9 +283,8 @@ class TaskFault(Exception):
     @classmethod
     def of(cls, error: BaseException) -> TaskFault:
         """Judge what `apply` raised. It dead-letters by itself, so what still blames the data is a defect: stop."""
-        action = action_for(error)
-        if action is Action.RETRY:
-            return cls(action, describe(error))
+        if is_transient(error):
+            return cls(Action.RETRY, describe(error))
         if isinstance(error, RelayError):
             return cls(Action.STOP, describe(error), error.exit_status)
         return cls(Action.STOP, f"{describe(error)}{_place(error)}")

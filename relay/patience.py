@@ -15,15 +15,10 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.faults import Action, action_for, describe
+from relay.faults import describe, is_transient
 
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 5.0
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a fault may pass by itself."""
-    return action_for(error) is Action.RETRY
 
 
 def until_it_works(

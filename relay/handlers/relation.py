@@ -22,7 +22,7 @@ from psycopg import sql
 from psycopg.rows import scalar_row
 
 from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
-from relay.faults import Action, ConfigurationError, action_for
+from relay.faults import ConfigurationError, is_transient
 from relay.handlers import Connection, copy_binary
 from relay.transactions import Places, Routed, Rows, Values
 
@@ -130,7 +130,7 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
             cursor.execute(_PROBE.format(sql.SQL(statement)))
             return tuple(cursor.execute(_READ).fetchall())
     except psycopg.Error as error:
-        if action_for(error) is Action.RETRY:
+        if is_transient(error):
             raise
         return EVENT_FIELDS  # what is wrong with the statement shows when it is run
 

@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from relay.events import EVENT_FIELDS, SQL_TYPES
-from relay.faults import Action, ConfigurationError, action_for
+from relay.faults import ConfigurationError, is_transient
 from relay.handler_settings import SqlHandler
 from relay.handlers import Connection, relation
 from relay.transactions import Routed
@@ -154,7 +154,7 @@ def _parse(conn: Connection, name: str, statement: str) -> None:
         result = conn.pgconn.prepare(b"", statement.encode())
         if result.error_message:
             error = psycopg.errors.error_from_result(result, encoding="utf-8")
-            if action_for(error) is Action.RETRY:
+            if is_transient(error):
                 raise error
             message = (error.diag.message_primary or str(error)).strip()
             raise ConfigurationError(
@@ -174,6 +174,6 @@ def _explain(
             f"handlers.{name}.statement: {error.diag.message_primary}: grant it to the role of target.dsn"
         ) from None
     except psycopg.Error as error:
-        if action_for(error) is Action.RETRY:
+        if is_transient(error):
             raise
         # Not every statement can be explained (CALL), nor with parameters that are null; it was parsed before.

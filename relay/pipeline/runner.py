@@ -20,8 +20,9 @@ from relay.faults import (
     TaskFault,
     TransientFault,
     describe,
+    is_transient,
 )
-from relay.patience import is_transient, until_it_works
+from relay.patience import until_it_works
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner

@@ -17,7 +17,7 @@ from psycopg.adapt import Loader
 
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import Action, ConfigurationError, RelayError, action_for
+from relay.faults import ConfigurationError, RelayError, is_transient
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
 from relay.store.connections import pin_text_form
@@ -307,7 +307,7 @@ class OutboxRows:
                     copy.set_types(["text"] * (len(columns) + 1))
                     yield from copy.rows()
             except psycopg.Error as error:
-                if action_for(error) is Action.RETRY:
+                if is_transient(error):
                     raise
                 first = str(error).strip().splitlines()[0]
                 raise RelayError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from array import array
@@ -44,7 +45,7 @@ class Spool:
             ):
                 chunk = os.pread(descriptor, min(_READ, end - start), start)
                 if not chunk:
-                    raise OSError("the spool file of a large transaction was cut short")
+                    raise OSError(errno.EIO, "the spool file of a large transaction was cut short")
                 start += len(chunk)
                 buffer += chunk
             at = 0

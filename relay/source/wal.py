@@ -34,7 +34,7 @@ from tenacity import (
 from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
-from relay.faults import Action, ConfigurationError, RelayError, action_for, describe
+from relay.faults import ConfigurationError, RelayError, describe, is_transient
 from relay.source.assembler import Assembler
 from relay.source.bell import Bell
 from relay.source.pgoutput import ProtocolError
@@ -281,7 +281,7 @@ class WalSource:
         try:
             self._receive(stream)
         except psycopg.Error as error:
-            if action_for(error) is Action.RETRY:
+            if is_transient(error):
                 self._suffer(f"replication connection lost: {describe(error)}", certain=False)
             elif self._recovery is None:
                 raise _explained(error, self._settings) from error
@@ -345,7 +345,7 @@ class WalSource:
             conn.close()
             if isinstance(error, psycopg.errors.ObjectInUse):
                 raise (Unavailable(stranger) if stranger else _SlotActive()) from error
-            if isinstance(error, psycopg.Error) and action_for(error) is not Action.RETRY:
+            if isinstance(error, psycopg.Error) and not is_transient(error):
                 explained = _explained(error, self._settings)
                 if self._recovery is None:
                     raise explained from error
@@ -631,7 +631,7 @@ def _end_of_stream(pgconn: psycopg.pq.abc.PGconn) -> psycopg.Error:
 
 
 def _worth_waiting(error: BaseException) -> bool:
-    return isinstance(error, _SlotActive | Unavailable) or action_for(error) is Action.RETRY
+    return isinstance(error, _SlotActive | Unavailable) or is_transient(error)
 
 
 _backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.5)

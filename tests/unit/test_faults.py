@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import pickle
+import smtplib
 import socket
 import ssl
+import urllib.error
+from email.message import Message
 
 import psycopg
 import pytest
@@ -17,6 +21,7 @@ from relay.faults import (
     ConfigurationError,
     Interrupted,
     NotRouted,
+    Rejected,
     RelayError,
     TaskFault,
     TransientFault,
@@ -24,6 +29,7 @@ from relay.faults import (
     action_for,
     describe,
     exception_text,
+    is_transient,
     refused_for_good,
 )
 
@@ -48,13 +54,14 @@ TRANSIENT = [
     *["55006", "55P03"],
     *["57014", "57P01", "57P02", "57P03", "57P05"],
     *["58000", "58030", "58P01"],
+    *["HV00N", "XX000", "XX001", "XX002"],
 ]
 # Data, constraints, statements and what a handler raises by itself.
 OF_THE_EVENT = [
     *["22001", "22003", "22007", "22012", "22021", "22P02", "22P05"],
     *["23502", "23503", "23505", "23514", "23P01"],
     *["42601", "42703", "42804", "42P01"],
-    *["21000", "25P02", "38000", "44000", "54000", "55000", "P0001", "P0002", "XX000"],
+    *["21000", "25P02", "38000", "44000", "54000", "55000", "P0001", "P0002", "HV000"],
 ]
 
 
@@ -73,7 +80,7 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
     [
         # The connection broke, or there was none.
         (psycopg.OperationalError("server closed the connection unexpectedly"), Action.RETRY),
-        (psycopg.InterfaceError("the connection is closed"), Action.RETRY),
+        (psycopg.OperationalError("consuming input failed: SSL SYSCALL error"), Action.RETRY),
         (PoolTimeout("couldn't get a connection after 5.00 sec"), Action.RETRY),
         (PoolClosed("the pool 'x' is closed"), Action.RETRY),
         (TooManyRequests(), Action.RETRY),
@@ -88,12 +95,25 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
         (MemoryError(), Action.RETRY),
         (OSError(errno.ENOSPC, "no space left on device"), Action.RETRY),
         (OSError(errno.EMFILE, "too many open files"), Action.RETRY),
-        (OSError("the spool file of a large transaction was cut short"), Action.RETRY),
+        (OSError(errno.EIO, "the spool file of a large transaction was cut short"), Action.RETRY),
         (OSError(errno.EHOSTUNREACH, "no route to host"), Action.RETRY),
+        # An error that wraps one of these.
+        (urllib.error.URLError(ConnectionRefusedError()), Action.RETRY),
+        (urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "unknown")), Action.RETRY),
         # A handler that says so.
         (TransientFault("later"), Action.RETRY),
         # The event, or what the handler makes of it.
         (ValueError("bad"), Action.DEAD_LETTER),
+        (OSError("bad"), Action.DEAD_LETTER),
+        (FileNotFoundError(errno.ENOENT, "no such file"), Action.DEAD_LETTER),
+        (gzip.BadGzipFile("not a gzipped file"), Action.DEAD_LETTER),
+        (smtplib.SMTPDataError(550, b"no such user"), Action.DEAD_LETTER),
+        (urllib.error.HTTPError("http://x", 404, "Not Found", Message(), None), Action.DEAD_LETTER),
+        (urllib.error.URLError("unknown url type: ftq"), Action.DEAD_LETTER),
+        (socket.gaierror(socket.EAI_SERVICE, "not supported"), Action.DEAD_LETTER),
+        (psycopg.InterfaceError("the cursor is closed"), Action.DEAD_LETTER),
+        (psycopg.OperationalError("another command is already in progress"), Action.DEAD_LETTER),
+        (psycopg.errors.PipelineAborted("pipeline aborted"), Action.DEAD_LETTER),
         (KeyError("amount"), Action.DEAD_LETTER),
         (RecursionError(), Action.DEAD_LETTER),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), Action.DEAD_LETTER),
@@ -111,6 +131,79 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
 )
 def test_what_each_exception_leads_to(error: BaseException, action: Action) -> None:
     assert action_for(error) is action
+
+
+class SdkError(Exception):
+    """What a library of a handler raises around the cause."""
+
+
+class SdkOsError(OSError):
+    """As of requests and smtplib, whose errors are subclasses of OSError."""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "explicit", "action"),
+    [
+        (SdkError, True, Action.RETRY),
+        (SdkOsError, True, Action.RETRY),
+        (SdkOsError, False, Action.RETRY),
+        # It may have been raised by what the handler did instead.
+        (SdkError, False, Action.DEAD_LETTER),
+        (Rejected, True, Action.DEAD_LETTER),
+    ],
+)
+def test_an_error_that_wraps_an_outage_names_it(
+    wrapper: type[Exception], explicit: bool, action: Action
+) -> None:
+    refused = ConnectionRefusedError()
+    assert action_for(wrapped(wrapper, refused, explicit)) is action
+    twice = wrapped(SdkError, wrapped(wrapper, refused, explicit), True)
+    assert wrapper is Rejected or action_for(twice) is action
+
+
+def test_a_database_error_has_aborted_the_transaction_whatever_was_raised_meanwhile() -> None:
+    deadlock = database_error("40P01", "deadlock detected")
+    assert action_for(wrapped(SdkError, deadlock, False)) is Action.RETRY
+    assert action_for(wrapped(SdkError, database_error("23505"), False)) is Action.DEAD_LETTER
+
+
+def test_from_none_says_that_the_cause_does_not_count() -> None:
+    def raised() -> BaseException:
+        try:
+            try:
+                raise ConnectionRefusedError
+            except OSError:
+                raise SdkOsError from None
+        except SdkOsError as error:
+            return error
+
+    assert action_for(raised()) is Action.DEAD_LETTER
+
+
+def test_errors_that_wrap_each_other_end() -> None:
+    one, other = SdkError(), SdkError()
+    one.__cause__, other.__cause__ = other, one
+    assert action_for(one) is Action.DEAD_LETTER
+
+
+def wrapped(wrapper: type[Exception], inner: BaseException, explicit: bool) -> BaseException:
+    """What a library raises while it handles an error."""
+    try:
+        try:
+            raise inner
+        except BaseException as error:
+            if explicit:
+                raise wrapper from error
+            raise wrapper  # noqa: B904
+    except wrapper as error:
+        return error
+
+
+def test_relay_s_own_work_is_retried_whenever_a_connection_may_be_to_blame() -> None:
+    error = psycopg.OperationalError("the server ended the stream")
+    assert is_transient(error)
+    assert TaskFault.of(error).action is Action.RETRY
+    assert not is_transient(psycopg.InterfaceError("the cursor is closed"))
 
 
 # What is told in a log.
@@ -155,7 +248,10 @@ def test_a_fault_of_the_surroundings_is_told_in_the_server_s_words_on_one_line()
     assert describe(lost) == "OperationalError: connection to server at 127.0.0.1 failed"
     deadlock = database_error("40P01", "deadlock detected\nDETAIL: Process 1 waits")
     assert describe(deadlock) == "DeadlockDetected: sqlstate 40P01: deadlock detected"
-    assert describe(psycopg.OperationalError("\n")) == "OperationalError: connection lost"
+    assert describe(psycopg.OperationalError(SECRET)) == "OperationalError"
+    assert (
+        describe(database_error("XX000", f"invalid {SECRET}")) == "InternalError_: sqlstate XX000"
+    )
 
 
 def test_relay_s_own_faults_are_told_as_they_are() -> None:
