@@ -29,7 +29,7 @@ from relay.pipeline.spark_writer import SparkWriter
 from relay.source.choice import open_source
 from relay.store import groups
 from relay.store.connections import connect
-from relay.store.presence import Presence
+from relay.store.presence import Presence, instances
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,6 @@ class Service:
             for batch in self._source.batches():
                 self._relay(batch)
             self._raise_faults()
-            self._end()
         except Interrupted:
             log.warning("stopping with the batch in hand unfinished; it will be delivered again")
         finally:
@@ -114,6 +113,7 @@ class Service:
             for writer in self._writers:
                 writer.close()
             self._pipeline.close()
+            self._end()
             self._presence.close()
             self._catch_up.close()
             self._summary.close()
@@ -131,7 +131,8 @@ class Service:
         """Whether an instance of the group may have died of what comes now."""
         try:
             with connect(self._settings.target_dsn) as conn:
-                return groups.begin(conn, self._settings.group)
+                living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
+                return groups.begin(conn, self._settings.group, living)
         except psycopg.OperationalError:
             return True
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -54,3 +56,47 @@ def unless_busy(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
         cursor.execute("select from busy where amount = %s", (event.payload["amount"],))
         if cursor.rowcount:
             raise TransientFault("busy")
+
+
+def refused_at_first(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but the first three attempts find nobody listening. A sequence does not roll back."""
+    cursor.execute("select nextval('attempts')")
+    if cursor.fetchone() < (4,):  # type: ignore[operator]
+        raise ConnectionRefusedError
+    record(transaction, cursor)
+
+
+def close_the_cursor(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, and closes its cursor."""
+    with cursor:
+        record(transaction, cursor)
+
+
+def read_what_is_no_gzip(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but 7 is the amount of a file that cannot be read."""
+    if any(event.payload["amount"] == 7 for event in transaction.events):
+        gzip.decompress(b"no gzip")
+    record(transaction, cursor)
+
+
+def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, then executes what the events' aggregate_id says."""
+    record(transaction, cursor)
+    for event in transaction.events:
+        told = str(event.aggregate_id)
+        if told == "close":
+            cursor.connection.close()
+        elif told != "1":
+            for statement in told.split(";"):
+                cursor.execute(statement.encode())
+
+
+def hide_an_error(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but a negative amount meets an error that the function hides."""
+    if any(event.payload["amount"] < 0 for event in transaction.events):
+        with suppress(psycopg.Error):
+            cursor.execute("select 1 / 0")
+        return
+    with suppress(psycopg.Error), cursor.connection.transaction():
+        cursor.execute("select 1 / 0")
+    record(transaction, cursor)

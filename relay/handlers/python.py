@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from relay.events import Transaction
+from relay.faults import ConfigurationError, TransactionAborted
 from relay.handler_settings import PythonHandler
-from relay.handlers import Connection
+from relay.handlers import Connection, transaction_guard
 from relay.handlers.imports import load
 from relay.transactions import Routed
 
@@ -24,13 +26,50 @@ class Python:
         self._function = load(name, settings.callable)
 
     def configure(self, conn: Connection) -> None:
-        """Nothing to prepare."""
+        """Create what tells whether the function ended the database transaction."""
+        transaction_guard.create(conn)
 
     def check(self, conn: Connection) -> None:
         """The callable was imported when the handler was built."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
-        """Call the function for each transaction, in order."""
-        with conn.cursor() as cursor:
-            for transaction in routed:
+        """Call the function for each transaction, in order.
+
+        Raises what the function raises, TransactionAborted if it went on after a database error, and
+        ConfigurationError if it ended the database transaction.
+        """
+        transaction_guard.mark(conn)
+        for transaction in routed:
+            self._call(conn, transaction)
+        if not transaction_guard.take_back(conn):
+            raise self._ended()
+
+    def _call(self, conn: Connection, transaction: Transaction) -> None:
+        try:
+            # A cursor for each call, since the function may close it.
+            with conn.cursor() as cursor:
                 self._function(transaction, cursor)
+        except Exception as error:
+            if _is_ended(conn):
+                raise self._ended() from error
+            raise
+        if _is_ended(conn):
+            raise self._ended()
+        if conn.info.transaction_status == TransactionStatus.INERROR:
+            raise TransactionAborted(
+                "the function caught a database error and went on, but the error had aborted the transaction: let it "
+                "pass, or run what may fail inside `with cursor.connection.transaction():`"
+            )
+
+    def _ended(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"handlers.{self.name}.callable: the function ended the database transaction (commit, rollback, or it "
+            "closed the connection): leave that to relay, which commits effects, dead letters and offsets together; "
+            "run what may be undone inside `with cursor.connection.transaction():`"
+        )
+
+
+def _is_ended(conn: Connection) -> bool:
+    """Whether no transaction is open, although the connection was not lost."""
+    status = conn.info.transaction_status
+    return not conn.broken and status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR)

@@ -9,18 +9,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
 from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
-from relay.faults import describe
+from relay.faults import describe, timed_out
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
@@ -98,12 +100,27 @@ class Applier:
             except Exception as error:
                 if not self._handling.can_isolate(error):
                     raise
-            return attempt(self._handling.carefully)
+                run = self._handling.carefully
+                if timed_out(reason_of(error)):
+                    run = self._handling.in_halves
+            return attempt(run)
         except HandlerFailed as failure:
             raise reason_of(failure) from None
 
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        """A target transaction. What a handler does after it ended the transaction is not committed by itself."""
+        with self._pool.connection() as conn:
+            conn.autocommit = False
+            try:
+                with conn.transaction():
+                    yield conn
+            finally:
+                if conn.info.transaction_status == TransactionStatus.IDLE:
+                    conn.autocommit = True
+
     def _attempt(self, task: Work, run: Run) -> TaskOutcome:
-        with self._pool.connection() as conn, conn.transaction():
+        with self._transaction() as conn:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
             cursors, holding = offsets.lock(
@@ -219,7 +236,7 @@ class Applier:
 
     def _revive(self, run: Run) -> int:
         limits = self._settings.batch
-        with self._pool.connection() as conn, conn.transaction():
+        with self._transaction() as conn:
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
             if due:
                 transactions = deferred.transactions(

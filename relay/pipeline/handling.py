@@ -17,7 +17,15 @@ import psycopg
 from relay import handlers
 from relay.config import Settings
 from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, judge
-from relay.faults import Action, ProcessDied, TransientFault, action_for, describe
+from relay.faults import (
+    Action,
+    ProcessDied,
+    StatementTimeout,
+    TransientFault,
+    action_for,
+    describe,
+    timed_out,
+)
 from relay.handler_settings import PythonHandler
 from relay.pipeline.outside import Outside, Parcel
 from relay.pipeline.routed import Parts, Routing
@@ -90,7 +98,11 @@ class Handling:
 
     def can_isolate(self, error: BaseException) -> bool:
         """Whether running carefully finds out which transactions are concerned by what a run together has raised."""
-        return action_for(reason_of(error)) is Action.DEAD_LETTER or self._is_deferred(error)
+        reason = reason_of(error)
+        if action_for(reason) is Action.DEAD_LETTER or self._is_deferred(error):
+            return True
+        # Fewer transactions take less time.
+        return isinstance(error, HandlerFailed) and timed_out(reason)
 
     def _is_deferred(self, error: BaseException) -> bool:
         return (
@@ -212,8 +224,8 @@ class Handling:
                 reason = ProcessDied(f"{deaths} processes died while they handled it")
                 fates[place] = Failure(None, reason)
             else:
-                self._suspects.note(name)
-                one = self._route_and_run(conn, transactions.part(place, place + 1))
+                with self._suspects.noted(name):
+                    one = self._route_and_run(conn, transactions.part(place, place + 1))
                 fates.update((place, fate) for fate in one.values())
             self._suspects.clear(name)
         return fates
@@ -231,11 +243,22 @@ class Handling:
             if not self.can_isolate(failure):
                 raise
             if len(transactions) == 1:
+                if timed_out(reason):
+                    raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
                 if isinstance(reason, psycopg.ProgrammingError):
                     # The statement itself may have broken since the start; then no event is to blame.
                     failure.handler.check(conn)
                 name = failure.handler.name
                 return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
+        return self._halved(conn, transactions)
+
+    def in_halves(self, conn: Connection, transactions: Transactions, parts: Parts) -> Fates:
+        """As `carefully`, where the whole range is known to take too long."""
+        if len(transactions) < 2:
+            return self.carefully(conn, transactions, parts)
+        return self._halved(conn, transactions)
+
+    def _halved(self, conn: Connection, transactions: Transactions) -> Fates:
         middle = len(transactions) // 2
         first = self._route_and_run(conn, transactions.part(0, middle))
         second = self._route_and_run(conn, transactions.part(middle, len(transactions)))
@@ -263,7 +286,7 @@ class Handling:
                 if settle:
                     _settle_constraints(conn)
             except Exception as error:
-                raise HandlerFailed(handler) from error
+                raise HandlerFailed(handler) from _blamed(conn, error)
 
     def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
         """Run a handler that is not reliable: what it fails on is left out."""
@@ -283,8 +306,11 @@ class Handling:
                 handler.apply(conn, routed)
                 _settle_constraints(conn)
         except Exception as error:
-            if isinstance(error, psycopg.Error) and action_for(error) is not Action.DEAD_LETTER:
-                raise HandlerFailed(handler) from error
+            reason = _blamed(conn, error)
+            action = action_for(reason)
+            of_target = isinstance(reason, psycopg.Error) and action is Action.RETRY
+            if action is Action.STOP or of_target:
+                raise HandlerFailed(handler) from reason
             if last:
                 self._losses[handler.name] += 1
                 log.warning(
@@ -303,6 +329,22 @@ class Handling:
 def reason_of(error: BaseException) -> BaseException:
     """What a handler raised, or the fault itself."""
     return error.__cause__ or error if isinstance(error, HandlerFailed) else error
+
+
+def _blamed(conn: Connection, error: Exception) -> Exception:
+    """What to blame for a handler's fault: without its connection to the target no handler can work."""
+    if not conn.broken or (isinstance(error, psycopg.Error) and action_for(error) is Action.RETRY):
+        return error
+    lost = psycopg.OperationalError("the connection to the target is lost")
+    lost.__cause__ = error
+    return lost
+
+
+def _too_slow(handler: handlers.Handler) -> StatementTimeout:
+    return StatementTimeout(
+        f"handlers.{handler.name}: a single transaction takes longer than the target's statement_timeout: make what it "
+        "runs faster, or raise the setting for relay's role; a lock that somebody holds passes by itself"
+    )
 
 
 def _settle_constraints(conn: Connection) -> None:

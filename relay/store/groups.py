@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,10 +14,10 @@ from psycopg.rows import class_row, scalar_row
 
 from relay.events import Lsn
 
-INSTANCE = f"{socket.gethostname()}:{os.getpid()}"
-"""This process among the instances of a group."""
+INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
+"""This process among the instances of a group; with PREFIX it fits into an application_name."""
 PREFIX = "relay "
-APPLICATION_NAME = (PREFIX + INSTANCE)[:63]
+APPLICATION_NAME = PREFIX + INSTANCE
 """What the connections are called by which an instance is recognised."""
 
 
@@ -39,22 +40,34 @@ def read(conn: psycopg.Connection[Any], group: str) -> Group | None:
         ).fetchone()
 
 
-def begin(conn: psycopg.Connection[Any], group: str) -> bool:
-    """An instance starts; returns whether one has died, or still runs, since the last clean end."""
+def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) -> bool:
+    """An instance starts; returns whether one has died without ending. `living` are the others that run now."""
     with conn.transaction():
         conn.execute(
             "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
         )
         row = conn.execute(
-            "select running from relay.groups where group_id = %s for update", (group,)
+            "select running, instances from relay.groups where group_id = %s for update", (group,)
         ).fetchone()
-        conn.execute("update relay.groups set running = true where group_id = %s", (group,))
-    return bool(row and row[0])
+        running, instances = row or (False, [])
+        kept = [name for name in instances if name in living]
+        conn.execute(
+            "update relay.groups set running = true, instances = %s where group_id = %s",
+            ([*kept, INSTANCE], group),
+        )
+    return bool(running and (not instances or len(kept) < len(instances)))
 
 
 def end(conn: psycopg.Connection[Any], group: str) -> None:
-    """An instance ends cleanly."""
-    conn.execute("update relay.groups set running = false where group_id = %s", (group,))
+    """An instance ends: it was stopped, or a fault ended it that it could report."""
+    conn.execute(
+        """
+        update relay.groups
+           set instances = array_remove(instances, %(this)s), running = array_remove(instances, %(this)s) <> '{}'
+         where group_id = %(group)s
+        """,
+        {"this": INSTANCE, "group": group},
+    )
 
 
 def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None) -> None:

@@ -1,10 +1,12 @@
-"""Transactions that a process had in hand when it died: `relay.suspects`.
+"""Transactions that a process had in flight when it died: `relay.suspects`.
 
 Written only after a crash, by connections of its own, since what the crash rolls back would not be remembered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -23,10 +25,11 @@ def name_of(transaction: Undecoded) -> str:
 
 
 class Suspects:
-    """Notes each transaction before it is handled, and takes the note back when it was survived."""
+    """Notes each transaction before it is handled, so that it shows what a process died of."""
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
+        self._survived: set[str] = set()
         self._pool: ConnectionPool[psycopg.Connection[Any]] = open_pool(
             settings.target_dsn, connections, _without_sync
         )
@@ -36,7 +39,9 @@ class Suspects:
         self._pool.close()
 
     def deaths(self, name: str) -> int:
-        """How many processes died while they had this transaction in hand."""
+        """How many processes died while they had this transaction in flight."""
+        if name in self._survived:
+            self._take_back(name)
         with self._pool.connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
             found = cursor.execute(
                 "select attempts from relay.suspects where group_id = %s and suspect = %s",
@@ -44,8 +49,28 @@ class Suspects:
             ).fetchone()
         return int(found or 0)
 
-    def note(self, name: str) -> None:
-        """The transaction is about to be handled."""
+    @contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        """Note a transaction while it is handled. A fault takes the note back: only a death leaves it."""
+        self._note(name)
+        try:
+            yield
+        except BaseException:
+            self._survived.add(name)
+            # The target may be away, which must not count as a death: the note is taken back before it is read.
+            with suppress(psycopg.Error):
+                self._take_back(name)
+            raise
+
+    def clear(self, name: str) -> None:
+        """Forget the deaths over a transaction: it was handled, or is dead-lettered."""
+        with self._pool.connection() as conn:
+            conn.execute(
+                "delete from relay.suspects where group_id = %s and suspect = %s",
+                (self._group, name),
+            )
+
+    def _note(self, name: str) -> None:
         with self._pool.connection() as conn:
             conn.execute(
                 """
@@ -55,13 +80,13 @@ class Suspects:
                 (self._group, name),
             )
 
-    def clear(self, name: str) -> None:
-        """The process has survived it."""
+    def _take_back(self, name: str) -> None:
         with self._pool.connection() as conn:
             conn.execute(
-                "delete from relay.suspects where group_id = %s and suspect = %s",
+                "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
                 (self._group, name),
             )
+        self._survived.discard(name)
 
 
 def _without_sync(conn: psycopg.Connection[Any]) -> None:

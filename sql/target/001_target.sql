@@ -88,6 +88,7 @@ create table if not exists relay.groups (
     timeline          int,
     slot_recreations  timestamptz[] not null default '{}',
     running           boolean       not null default false,
+    instances         text[]        not null default '{}',
     source_mode       text,
     source_reason     text,
     source_since      timestamptz,
@@ -108,7 +109,9 @@ comment on column relay.groups.source_mode is
     'how events come, wal or poll, with the reason, since when, and to which instance: the last to change it';
 
 comment on column relay.groups.running is
-    'set when an instance starts and reset when one ends cleanly: still set at the next start, one has died';
+    'set when an instance starts and reset when the last one ends';
+comment on column relay.groups.instances is
+    'host:pid of each instance that has started and not ended: one that does not live has died';
 
 create table if not exists relay.suspects (
     group_id text        not null,
@@ -119,7 +122,7 @@ create table if not exists relay.suspects (
 );
 
 comment on table relay.suspects is
-    'transactions that a process had in hand when it died, and how often; written only after a crash';
+    'transactions that a process had in flight when it died, and how often; written only after a crash';
 
 -- Business transactions that wait: for a time, for another attempt, or behind one of the same ordering key that does.
 
