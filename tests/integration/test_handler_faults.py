@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from relay.faults import ConfigurationError
 from relay.pipeline.session import Session
 from relay.service import Service
 from relay.store import groups
-from relay.store.presence import Presence, instances
+from relay.store.presence import instances
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 
 
@@ -76,13 +75,10 @@ def test_an_instance_that_a_fault_has_stopped_did_not_die(outbox: Outbox) -> Non
 
 
 def test_the_names_of_living_instances_are_those_that_began(outbox: Outbox) -> None:
-    presence = Presence(outbox.dsn, "default")
-    presence.start()
-    try:
+    with relaying(outbox.settings()):
+        wait_until(lambda: outbox.value("select instances from relay.groups") == [groups.INSTANCE])
         assert instances(outbox.conn, "default") == [groups.INSTANCE]
-    finally:
-        presence.close()
-    assert str(os.getpid()) in groups.INSTANCE
+    assert outbox.value("select instances from relay.groups") == []
 
 
 # What is the event's fault, and what is not.
