@@ -76,9 +76,11 @@ def test_an_instance_that_a_fault_has_stopped_did_not_die(outbox: Outbox) -> Non
 
 def test_the_names_of_living_instances_are_those_that_began(outbox: Outbox) -> None:
     with relaying(outbox.settings()):
-        wait_until(lambda: outbox.value("select instances from relay.groups") == [groups.INSTANCE])
+        wait_until(
+            lambda: outbox.column("select unnest(instances) from relay.groups") == [groups.INSTANCE]
+        )
         assert instances(outbox.conn, "default") == [groups.INSTANCE]
-    assert outbox.value("select instances from relay.groups") == []
+    assert outbox.column("select unnest(instances) from relay.groups") == []
 
 
 # What is the event's fault, and what is not.
