@@ -29,7 +29,7 @@ from pydantic_settings import (
 
 from relay import environment
 from relay.dsn import check_dsn
-from relay.events import FIELDS
+from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SparkHandler
 from relay.paths import is_name
@@ -69,7 +69,8 @@ class Source(Section):
 
     dsn: Dsn = SecretStr("postgresql:///")
     table: str = OWN_OUTBOX
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """The column of a field; null where the field is to be left out."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
@@ -85,12 +86,14 @@ class Source(Section):
 
     @field_validator("columns")
     @classmethod
-    def _known_fields(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
+    def _known_fields(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        for name, column in value.items():
             if name not in FIELDS:
                 raise ValueError(
                     f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}"
                 )
+            if not column and name in NEEDED_FIELDS:
+                raise ValueError(f"{name} needs a column: name the one that holds it")
         return value
 
     @property
@@ -106,8 +109,8 @@ class Source(Section):
 
     @property
     def mapping(self) -> dict[str, str]:
-        """The outbox's column for each field."""
-        return {name: self.columns.get(name, name) for name in FIELDS}
+        """The outbox's column for each field; "", which names no column, for one that is left out."""
+        return {name: self.columns.get(name, name) or "" for name in FIELDS}
 
 
 class Target(Section):

@@ -29,6 +29,9 @@ FIELDS = (
 )
 """The columns of the outbox that relay understands, by relay's own names."""
 
+NEEDED_FIELDS = ("id", "host_id", "event_type", "payload", "c_offset")
+"""Fields that cannot be left out where the outbox has a column for them."""
+
 COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
 """What the commit adds to each of its events."""
 

@@ -11,6 +11,7 @@ from psycopg import sql
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach, require_logical_wal, require_table
+from relay.source.columns import require_readable
 from relay.source.index import drop_indexes, ensure_index
 from relay.source.rows import OutboxRows
 from relay.source.slot import drop_publication, drop_slot, ensure_publication, ensure_slot
@@ -100,9 +101,11 @@ def _install(source: Connection, settings: Settings) -> list[str]:
     if settings.source.owns_table:
         installed += migrations.install(source, "outbox", "source.dsn")
         require_table(source, settings)
+        require_readable(source, settings.source)
         _limit_event_bytes(source, settings.source.max_event_bytes)
     else:
         require_table(source, settings)
+        require_readable(source, settings.source)
         _adopt(source, settings)
     return _installed(installed)
 
@@ -144,7 +147,7 @@ def _start_group(
 ) -> list[str]:
     done = []
     name = settings.source
-    if name.mode != "poll" and ensure_publication(source, name.publication, name.table_name):
+    if name.mode != "poll" and ensure_publication(source, name):
         done.append(f"publication {name.publication} of {name.table}")
     # Decided before the slot exists: what was committed in between is older than the slot, and read by polling.
     first = start.offset(source, settings)

@@ -18,8 +18,9 @@ from relay.effects import Effects
 from relay.faults import ConfigurationError, RelayError, Unreachable, refused_for_good
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
+from relay.source import columns
 from relay.source.index import has_index
-from relay.source.slot import publication_tables, require_ours, slot_state
+from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import admission, deferred, migrations, offsets, spark_batches
 from relay.store.connections import connect, pin_text_form
 
@@ -177,25 +178,15 @@ def require_logical_wal(conn: Connection) -> None:
 def require_table(conn: Connection, settings: Settings) -> None:
     """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
     source = settings.source
-    columns = {
-        name
-        for (name,) in conn.execute(
-            """
-            select a.attname from pg_attribute a
-              join pg_class c on c.oid = a.attrelid join pg_namespace n on n.oid = c.relnamespace
-             where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p') and a.attnum > 0 and not a.attisdropped
-            """,
-            source.table_name,
-        )
-    }
-    if not columns:
+    there = columns.columns(conn, source.table_name)
+    if not there:
         raise ConfigurationError(
             f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
             "or name the table that you have"
         )
     required = REQUIRED_FIELDS if source.mode == "wal" else (*REQUIRED_FIELDS, "c_offset")
     for field, column in source.mapping.items():
-        if column not in columns and (field in required or field in source.columns):
+        if column not in there and (field in required or source.columns.get(field)):
             raise ConfigurationError(
                 f"source.columns: the table {source.table} has no column {column!r} for {field}: "
                 f"add it, or map the column that holds it (columns: {{{field}: …}})"
@@ -223,6 +214,9 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
+    for problem in columns.problems(conn, source):
+        level = Level.WARNING if problem.readable else Level.ERROR
+        yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
         yield _index(conn, settings)
     if source.mode != "poll":
@@ -275,21 +269,8 @@ def _managed_replication(conn: Connection) -> bool:
 
 def _publication(conn: Connection, settings: Settings) -> Finding:
     source = settings.source
-    tables = publication_tables(conn, source.publication)
-    if tables is None:
-        return Finding(
-            Level.ERROR,
-            "publication",
-            f"source.publication: there is no publication {source.publication!r}: run `relay init`",
-        )
-    if source.table not in tables:
-        return Finding(
-            Level.ERROR,
-            "publication",
-            f"source.publication: {source.publication!r} does not publish {source.table}: "
-            f"run `alter publication {source.publication} add table {source.table}`",
-        )
-    return Finding(Level.OK, "publication", f"{source.publication} publishes {source.table}")
+    fine = f"{source.publication} publishes {source.table}"
+    return _caught("publication", fine, require_published, conn, source)
 
 
 def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:

@@ -98,7 +98,7 @@ class Recovery:
                 )
             reason = "it was missing" if state is None else state.invalidation_reason
             try:
-                ensure_publication(conn, source.publication, source.table_name)
+                ensure_publication(conn, source)
                 if state is not None:
                     drop_slot(conn, source.slot)
                 create_slot(conn, source.slot)

@@ -6,13 +6,16 @@ Source: PostgreSQL documentation, "Replication Slots", "CREATE PUBLICATION" and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import args_row, class_row, scalar_row
 
+from relay.config import Source
 from relay.events import Lsn
 from relay.faults import ConfigurationError
+from relay.source.columns import PUBLISHES_GENERATED, mapped
 
 PLUGIN = "pgoutput"
 
@@ -118,37 +121,112 @@ def drop_slot(conn: psycopg.Connection[object], name: str) -> bool:
     return cursor.rowcount > 0
 
 
-def publication_tables(conn: psycopg.Connection[object], name: str) -> list[str] | None:
-    """The tables of the publication as schema.table, or None if there is no such publication."""
-    if not conn.execute("select from pg_publication where pubname = %s", (name,)).rowcount:
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """A publication as the catalog shows it: each table with its columns, None where the server does not tell them."""
+
+    inserts: bool
+    through_root: bool
+    tables: dict[str, list[str] | None]
+
+
+def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | None:
+    row = conn.execute(
+        "select pubinsert, pubviaroot from pg_publication where pubname = %s", (name,)
+    ).fetchone()
+    if row is None:
         return None
-    rows = conn.execute(
-        "select schemaname || '.' || tablename from pg_publication_tables where pubname = %s order by 1",
+    told = conn.info.server_version >= 150000
+    tables = conn.execute(
+        sql.SQL(
+            "select schemaname || '.' || tablename, {} from pg_publication_tables where pubname = %s"
+        ).format(sql.SQL("attnames::text[]" if told else "null")),
         (name,),
-    ).fetchall()
-    return [row[0] for row in rows if isinstance(row, tuple)]
+    )
+    inserts, through_root = row
+    return _Publication(inserts, through_root, dict(tables.fetchall()))
 
 
-def ensure_publication(conn: psycopg.Connection[object], name: str, table: tuple[str, str]) -> bool:
-    """Create the publication of the table's inserts if it is not there; returns whether it was created.
+def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
+    """Raise ConfigurationError unless the publication has the outbox's inserts, whole, under the outbox's name."""
+    found = _publication(conn, source.publication)
+    if found is None:
+        raise ConfigurationError(
+            f"source.publication: there is no publication {source.publication!r}: run `relay init`"
+        )
+    alter = f"alter publication {source.publication}"
+    if source.table not in found.tables:
+        _refuse_leaves(conn, source, found)
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} does not publish {source.table}: "
+            f"run `{alter} add table {source.table}`, or name another publication"
+        )
+    if not found.inserts:
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} does not publish inserts: "
+            f"run `{alter} set (publish = 'insert')`, or name another publication"
+        )
+    published = found.tables[source.table]
+    if published is None:
+        return
+    missing = [column for column in mapped(conn, source).values() if column.name not in published]
+    if any(column.generated for column in missing):
+        names = ", ".join(column.name for column in missing if column.generated)
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} leaves out the generated columns {names} of {source.table}: "
+            f"run `{alter} set (publish_generated_columns = stored)`"
+        )
+    if missing:
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} leaves out the columns "
+            f"{', '.join(column.name for column in missing)} of {source.table}: publish it without a list of columns "
+            f"(`{alter} drop table {source.table}`, then `{alter} add table {source.table}`), or leave their fields "
+            "out of source.columns"
+        )
+
+
+def _refuse_leaves(
+    conn: psycopg.Connection[Any], source: Source, publication: _Publication
+) -> None:
+    """Raise ConfigurationError if the publication names the partitions of the outbox instead of the outbox."""
+    if publication.through_root:
+        return
+    leaves = conn.execute(
+        "select n.nspname || '.' || c.relname from pg_partition_tree(to_regclass(%s)) t"
+        " join pg_class c on c.oid = t.relid join pg_namespace n on n.oid = c.relnamespace",
+        (sql.Identifier(*source.table_name).as_string(conn),),
+    )
+    if not publication.tables.keys().isdisjoint(name for (name,) in leaves):
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} publishes the partitions of {source.table} under their own "
+            f"names: run `alter publication {source.publication} set (publish_via_partition_root = true)`"
+        )
+
+
+def ensure_publication(conn: psycopg.Connection[Any], source: Source) -> bool:
+    """Create the publication of the outbox's inserts if it is not there; returns whether it was created.
 
     Only inserts are published, so that pruning the outbox makes no noise, and through the root of a partitioned table.
-    Raises ConfigurationError if it is there but does not publish the table.
+    Raises ConfigurationError if it is there but does not publish the outbox as relay needs it.
     """
-    tables = publication_tables(conn, name)
-    if tables is None:
-        conn.execute(
-            sql.SQL(
-                "create publication {} for table {} with (publish = 'insert', publish_via_partition_root = true)"
-            ).format(sql.Identifier(name), sql.Identifier(*table))
+    if conn.execute(
+        "select from pg_publication where pubname = %s", (source.publication,)
+    ).rowcount:
+        require_published(conn, source)
+        return False
+    generated = conn.info.server_version >= PUBLISHES_GENERATED and any(
+        column.generated for column in mapped(conn, source).values()
+    )
+    conn.execute(
+        sql.SQL(
+            "create publication {} for table {} with (publish = 'insert', publish_via_partition_root = true{})"
+        ).format(
+            sql.Identifier(source.publication),
+            sql.Identifier(*source.table_name),
+            sql.SQL(", publish_generated_columns = stored" if generated else ""),
         )
-        return True
-    if ".".join(table) not in tables:
-        raise ConfigurationError(
-            f"source.publication: {name!r} does not publish {'.'.join(table)}: "
-            f"run `alter publication {name} add table {'.'.join(table)}`, or name another publication"
-        )
-    return False
+    )
+    return True
 
 
 def drop_publication(conn: psycopg.Connection[object], name: str) -> None:

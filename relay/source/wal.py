@@ -40,7 +40,7 @@ from relay.source.bell import Bell
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
-from relay.source.slot import require_ours, slot_state
+from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import groups
 from relay.store.connections import pin_text_form
 from relay.transactions import Transactions
@@ -415,6 +415,7 @@ class WalSource:
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
             )
         require_ours(state, conn.info.dbname)
+        self._require_published(conn)
         timeout = _sender_timeout(conn)
         self._assembler.reset()
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
@@ -438,6 +439,15 @@ class WalSource:
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
+
+    def _require_published(self, conn: psycopg.Connection[object]) -> None:
+        """Rather no stream than one that leaves out columns: their values would be null, silently."""
+        try:
+            require_published(conn, self._settings.source)
+        except ConfigurationError as error:
+            if self._recovery is None:
+                raise
+            raise Unavailable(str(error)) from None
 
     def _settle(self) -> None:
         """Another server or timeline: what was received from the former is applied before positions begin anew."""

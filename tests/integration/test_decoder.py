@@ -66,7 +66,7 @@ class Decoded:
 
     def listen(self) -> Self:
         """Create publication and slot for a table that the test has made."""
-        ensure_publication(self.conn, self.name, self.settings.source.table_name)
+        ensure_publication(self.conn, self.settings.source)
         ensure_slot(self.conn, self.name)
         return self
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from typing import Any
 
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.preflight import reach
+from relay.config import Settings
+from relay.events import NEEDED_FIELDS, SQL_TYPES
+from relay.faults import ConfigurationError
+from relay.install import initialise
+from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
+from relay.source.columns import PUBLISHES_GENERATED
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -70,3 +77,239 @@ def test_no_setting_of_a_session_changes_a_dead_letter(
     with relaying(outbox.settings(**overrides, handlers=handlers)):
         wait_until(lambda: outbox.value("select count(*) from projection") == 1)
     assert outbox.value("select event_ts = %s::timestamptz from projection", (moment,)) is True
+
+
+# Types.
+
+ADOPTED = """
+    create table adopted (
+        id uuid primary key default gen_random_uuid(), host_id uuid not null, user_id uuid, aggregate_id text,
+        aggregate_version bigint, aggregate_type text, event_type text not null, event_ts timestamptz, payload jsonb,
+        metadata jsonb, c_offset bigint, transaction_id uuid, transaction_ordinal int, transaction_count int,
+        deliver_at timestamptz)
+"""
+
+
+def adopted(outbox: Outbox, *changes: str, **source: Any) -> Settings:
+    """Settings for an outbox that was there before relay, with another type here and there."""
+    outbox.conn.execute(ADOPTED)
+    for change in changes:
+        outbox.conn.execute(change.encode())
+    names = {"publication": f"{outbox.slot}_adopted", "table": "public.adopted"}
+    return outbox.settings(source={**outbox.config()["source"], **names, **source}, group="adopted")
+
+
+def findings(settings: Settings, subject: str) -> list[tuple[Level, str]]:
+    return [
+        (found.level, found.text)
+        for found in examine(settings)
+        if found.subject == subject and found.level is not Level.OK
+    ]
+
+
+REFUSED = {
+    "id": "bigint",
+    "host_id": "integer",
+    "user_id": "bigint",
+    "transaction_id": "bigint",
+    "aggregate_id": "bytea",
+    "aggregate_version": "text",
+    "aggregate_type": "jsonb",
+    "event_type": "text[]",
+    "event_ts": "date",
+    "payload": "bytea",
+    "metadata": "xml",
+    "c_offset": "numeric",
+    "transaction_ordinal": "text",
+    "transaction_count": "double precision",
+    "deliver_at": "text",
+}
+
+
+def test_types_that_cannot_be_read_are_refused_all_at_once(outbox: Outbox) -> None:
+    changes = [
+        f"alter table adopted drop column {name}, add column {name} {kind}"
+        for name, kind in REFUSED.items()
+    ]
+    settings = adopted(outbox, *changes)
+    found = findings(settings, "columns")
+    assert {level for level, _ in found} == {Level.ERROR}
+    for (name, kind), (_, text) in zip(sorted(REFUSED.items()), sorted(found), strict=True):
+        assert text.startswith(f"source.columns: {name}: the column '{name}' of public.adopted has")
+        assert f"the type {kind}, relay reads {SQL_TYPES[name]}: " in text
+        assert f"columns: {{{name}: …}}" in text
+        assert (f"columns: {{{name}: null}}" in text) is (name not in NEEDED_FIELDS)
+    with pytest.raises(ConfigurationError, match="the type bigint") as refused:
+        initialise(settings)
+    assert len(str(refused.value).splitlines()) == len(REFUSED)
+    for _, text in found:
+        if cure := re.search("run `(.*?)`", text):
+            outbox.conn.execute(cure[1].encode())
+    optional = {name: None for name in REFUSED if name not in NEEDED_FIELDS}
+    left = findings(adopted_again(settings, columns=optional), "columns")
+    assert [text.split(": ")[1] for _, text in left] == ["id", "host_id", "event_type", "payload"]
+
+
+def adopted_again(settings: Settings, **source: Any) -> Settings:
+    changed = settings.source.model_copy(update=source)
+    return settings.model_copy(update={"source": changed})
+
+
+CONDITIONAL = {
+    "id": "text",
+    "host_id": "character varying(36)",
+    "event_type": "character(20)",
+    "event_ts": "timestamp without time zone",
+    "payload": "text",
+    "c_offset": "integer",
+    "deliver_at": "shop_time",
+}
+
+
+def test_types_with_a_condition_are_told(outbox: Outbox) -> None:
+    outbox.conn.execute("create domain shop_time as timestamp(3)")
+    changes = [
+        f"alter table adopted drop column {name}, add column {name} {kind}"
+        for name, kind in CONDITIONAL.items()
+    ]
+    settings = adopted(outbox, *changes)
+    found = findings(settings, "columns")
+    assert [level for level, _ in found] == [Level.WARNING] * len(CONDITIONAL)
+    for _, text in found:
+        cure = re.search("`(alter .*?)` makes sure", text)
+        assert cure is not None
+        outbox.conn.execute(cure[1].encode())
+    assert findings(settings, "columns") == []
+
+
+def test_types_as_good_as_relays_own_are_accepted(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "create type mood as enum ('x'); create domain positive as int check (value > 0)"
+    )
+    changes = [
+        "alter table adopted alter payload type json, alter metadata type json, alter aggregate_type type mood "
+        "using null, alter aggregate_id type bigint using null, alter event_type type varchar(30), "
+        "alter aggregate_version type positive, alter transaction_ordinal type smallint, "
+        "alter transaction_count type bigint"
+    ]
+    assert findings(adopted(outbox, *changes), "columns") == []
+
+
+# Publications.
+
+
+def test_a_publication_that_leaves_something_out_is_refused(outbox: Outbox) -> None:
+    settings = adopted(outbox, mode="wal")
+    name = settings.source.publication
+    initialise(settings)
+    assert findings(settings, "publication") == []
+    for broken, told in (
+        ("create publication {} for table outbox_message_t", f"alter publication {name} add table"),
+        (
+            "create publication {} for table adopted with (publish = 'delete')",
+            f"`alter publication {name} set (publish = 'insert')`",
+        ),
+        (
+            "create publication {} for table adopted (id, host_id, event_type)",
+            "leaves out the columns user_id, aggregate_id,",
+        ),
+    ):
+        outbox.conn.execute(f"drop publication {name}; {broken.format(name)}".encode())
+        ((level, text),) = findings(settings, "publication")
+        assert level is Level.ERROR
+        assert told in text
+        with pytest.raises(ConfigurationError, match=r"source\.publication"):
+            initialise(settings)
+        with pytest.raises(ConfigurationError, match=r"source\.publication"):
+            require(settings)
+        for cure in re.findall("`(alter .*?)`", text):
+            outbox.conn.execute(cure.encode())
+        assert findings(settings, "publication") == []
+
+
+GENERATED = (
+    "alter table adopted drop column aggregate_type, "
+    "add column aggregate_type text generated always as (payload ->> 'kind') stored"
+)
+
+
+def published_events(settings: Settings, outbox: Outbox) -> list[Any]:
+    """What the stream brings of a row with a generated aggregate_type."""
+    outbox.conn.execute(
+        "insert into adopted (host_id, event_type, payload) values (%s, 'e', '{\"kind\": \"Order\"}')",
+        (host(1),),
+    )
+    handlers = {
+        "seen": {"type": "sql", "statement": "insert into kinds values (%(aggregate_type)s)"}
+    }
+    outbox.conn.execute("create table if not exists kinds (kind text)")
+    before = outbox.value("select count(*) from kinds")
+    running = Settings(
+        **{**settings.model_dump(), "handlers": handlers, "routes": [{"handlers": ["seen"]}]}
+    )
+    with relaying(running):
+        wait_until(lambda: outbox.value("select count(*) from kinds") > before)
+    return outbox.column("select kind from kinds")
+
+
+def has_publishable_generated_columns(outbox: Outbox) -> bool:
+    return outbox.conn.info.server_version >= PUBLISHES_GENERATED
+
+
+def test_generated_columns_are_published(outbox: Outbox) -> None:
+    if not has_publishable_generated_columns(outbox):
+        pytest.skip("needs PostgreSQL 18")
+    settings = adopted(outbox, GENERATED, mode="wal", slot=f"{outbox.slot}_adopted")
+    name = settings.source.publication
+    initialise(settings)
+    assert findings(settings, "publication") == []
+    assert published_events(settings, outbox) == ["Order"]
+    outbox.conn.execute(f"alter publication {name} set (publish_generated_columns = none)".encode())
+    ((_, text),) = findings(settings, "publication")
+    assert f"`alter publication {name} set (publish_generated_columns = stored)`" in text
+    with pytest.raises(ConfigurationError, match="leaves out the generated columns aggregate_type"):
+        initialise(settings)
+    # Running, relay rather stops than to deliver nulls; in mode auto it polls until somebody alters the publication.
+    with pytest.raises(ConfigurationError, match="leaves out the generated"), relaying(settings):
+        wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
+    auto = adopted_again(settings, mode="auto")
+    assert published_events(auto, outbox) == ["Order", "Order"]
+
+
+def test_a_column_that_no_publication_can_hold_is_refused(outbox: Outbox) -> None:
+    kind = "virtual" if has_publishable_generated_columns(outbox) else "stored"
+    settings = adopted(outbox, GENERATED.replace("stored", kind))
+    ((level, text),) = findings(settings, "columns")
+    assert level is Level.ERROR
+    assert f"'aggregate_type' of public.adopted is a {kind} generated column" in text
+    with pytest.raises(ConfigurationError, match=f"{kind} generated column"):
+        initialise(settings)
+    assert findings(adopted_again(settings, mode="poll"), "columns") == []
+    assert findings(adopted_again(settings, columns={"aggregate_type": None}), "columns") == []
+
+
+def test_a_publication_of_the_partitions_is_refused(outbox: Outbox) -> None:
+    settings = adopted(
+        outbox,
+        "drop table adopted",
+        ADOPTED.replace("primary key", "").replace(
+            "deliver_at timestamptz)", "deliver_at timestamptz) partition by hash (id)"
+        ),
+        "create table leaf partition of adopted for values with (modulus 1, remainder 0)",
+        mode="wal",
+        slot=f"{outbox.slot}_adopted",
+    )
+    name = settings.source.publication
+    for publication in ("for table adopted", "for table leaf", "for all tables"):
+        outbox.conn.execute(f"create publication {name} {publication}".encode())
+        with pytest.raises(ConfigurationError, match="publish"):
+            initialise(settings)
+        while found := findings(settings, "publication"):
+            ((level, text),) = found
+            assert level is Level.ERROR
+            cure = re.search("`(alter .*?)`", text)
+            assert cure is not None
+            outbox.conn.execute(cure[1].encode())
+        outbox.conn.execute(f"drop publication {name}".encode())
+    initialise(settings)
+    assert findings(settings, "publication") == []

@@ -1,0 +1,211 @@
+"""The outbox's columns: what types they have, and which of them relay can read.
+
+Source: PostgreSQL documentation, "pg_attribute", "pg_type" and "Generated Columns".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+from relay.config import Source
+from relay.events import NEEDED_FIELDS, SQL_TYPES
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+
+PUBLISHES_GENERATED = 180000
+"""The first server version whose publications can hold stored generated columns."""
+
+NAIVE_TIME = 1114
+"""The oid of `timestamp` without time zone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the outbox.
+
+    `type` is as it was declared; `base` and `category` are the name and the category of the type below all domains.
+    `generated` is "s" for a stored, "v" for a virtual generated column, else "".
+    """
+
+    name: str
+    type: str
+    base: str
+    category: str
+    generated: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why relay cannot read a column, or (`readable`) only with a condition that the user has to know."""
+
+    text: str
+    readable: bool
+
+
+def columns(conn: Connection, table: tuple[str, str]) -> dict[str, Column]:
+    """The columns of a table by name; none where there is no such table. Raises psycopg.Error."""
+    with conn.cursor(row_factory=class_row(Column)) as cursor:
+        found = cursor.execute(
+            """
+            with recursive declared as (
+                select a.attname::text as name, format_type(a.atttypid, a.atttypmod) as type,
+                       a.attgenerated::text as generated, a.atttypid as oid
+                  from pg_attribute a
+                  join pg_class c on c.oid = a.attrelid join pg_namespace n on n.oid = c.relnamespace
+                 where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p')
+                   and a.attnum > 0 and not a.attisdropped
+            ), below as (
+                select d.name, d.type, d.generated, t.typname, t.typcategory, t.typtype, t.typbasetype
+                  from declared d join pg_type t on t.oid = d.oid
+                union all
+                select b.name, b.type, b.generated, t.typname, t.typcategory, t.typtype, t.typbasetype
+                  from below b join pg_type t on t.oid = b.typbasetype
+                 where b.typtype = 'd'
+            )
+            select name, type, typname::text as base, typcategory::text as category, generated
+              from below where typtype <> 'd'
+            """,
+            table,
+        )
+        return {column.name: column for column in found}
+
+
+def mapped(conn: Connection, source: Source) -> dict[str, Column]:
+    """The outbox's columns that hold fields, by field. Raises psycopg.Error."""
+    there = columns(conn, source.table_name)
+    return {field: there[name] for field, name in source.mapping.items() if name in there}
+
+
+def require_readable(conn: Connection, source: Source) -> None:
+    """Raise ConfigurationError with a line for each mapped column that relay cannot read."""
+    lines = [problem.text for problem in problems(conn, source) if not problem.readable]
+    if lines:
+        raise ConfigurationError("\n".join(lines))
+
+
+def problems(conn: Connection, source: Source) -> Iterator[Problem]:
+    """What relay cannot read of the mapped columns, or not in every case. Raises psycopg.Error."""
+    version = conn.info.server_version
+    for field, column in mapped(conn, source).items():
+        problem = _type_problem(field, column, source.table)
+        if problem is not None:
+            yield problem
+        if column.generated and source.mode != "poll":
+            unpublished = _unpublished(field, column, source.table, version)
+            if unpublished is not None:
+                yield unpublished
+
+
+def _unpublished(field: str, column: Column, table: str, version: int) -> Problem | None:
+    """A generated column that no publication can hold, so that its values never come through the WAL."""
+    if column.generated == "s" and version >= PUBLISHES_GENERATED:
+        return None
+    kind = "stored" if column.generated == "s" else "virtual"
+    return Problem(
+        f"source.columns: {field}: the column {column.name!r} of {table} is a {kind} generated column, which "
+        f"PostgreSQL {version // 10000} does not publish: fill an ordinary column instead (by a trigger"
+        + (
+            f", or after `alter table {table} alter column {column.name} drop expression`"
+            if kind == "stored"
+            else ""
+        )
+        + f"), or read the table with source.mode: poll{_or_leave_out(field)}",
+        readable=False,
+    )
+
+
+def _type_problem(field: str, column: Column, table: str) -> Problem | None:
+    readable = _READABLE[field](column)
+    if readable is True:
+        return None
+    wanted = SQL_TYPES[field]
+    has = (
+        f"source.columns: {field}: the column {column.name!r} of {table} has the type {column.type}"
+    )
+    alter = f"`alter table {table} alter column {column.name} type {wanted} using {_cast(column, wanted)}`"
+    if readable:
+        return Problem(f"{has}: {readable}; {alter} makes sure", readable=True)
+    castable = wanted != "uuid" and column.category in "SN"
+    cure = (
+        f"run {alter}, or map a column of type {wanted} (columns: {{{field}: …}})"
+        if castable
+        else f"map a column of type {wanted} (columns: {{{field}: …}})"
+    )
+    return Problem(f"{has}, relay reads {wanted}: {cure}{_or_leave_out(field)}", readable=False)
+
+
+def _cast(column: Column, wanted: str) -> str:
+    if wanted == "timestamptz" and column.base == "timestamp":
+        return f"{column.name} at time zone 'UTC'"
+    return f"{column.name}::{wanted}"
+
+
+def _or_leave_out(field: str) -> str:
+    return (
+        "" if field in NEEDED_FIELDS else f", or leave the field out (columns: {{{field}: null}})"
+    )
+
+
+Verdict = bool | str
+"""Whether a type is read, or on which condition."""
+
+_INTEGERS = frozenset({"int2", "int4", "int8"})
+
+
+def _id(column: Column) -> Verdict:
+    if column.category == "S":
+        return "every value must be a UUID, since handlers and dead letters get it as uuid"
+    return column.base == "uuid"
+
+
+def _text(column: Column) -> Verdict:
+    if column.base == "bpchar":
+        return "values come padded with blanks, which routes compare"
+    return column.category in "SE" or column.base in {"uuid", "numeric", *_INTEGERS}
+
+
+def _json(column: Column) -> Verdict:
+    if column.category == "S":
+        return "every value must be JSON, since handlers and dead letters get it as jsonb"
+    return column.base in {"json", "jsonb"}
+
+
+def _time(column: Column) -> Verdict:
+    if column.base == "timestamp":
+        return "its times are taken as UTC"
+    return column.base == "timestamptz"
+
+
+def _integer(column: Column) -> Verdict:
+    return column.base in _INTEGERS
+
+
+def _offset(column: Column) -> Verdict:
+    if column.base in {"int2", "int4"}:
+        return "it ends while offsets go on"
+    return column.base == "int8"
+
+
+_READABLE: dict[str, Callable[[Column], Verdict]] = {
+    "id": _id,
+    "host_id": _id,
+    "user_id": _id,
+    "aggregate_id": _text,
+    "aggregate_version": _integer,
+    "aggregate_type": _text,
+    "event_type": _text,
+    "event_ts": _time,
+    "payload": _json,
+    "metadata": _json,
+    "c_offset": _offset,
+    "transaction_id": _id,
+    "transaction_ordinal": _integer,
+    "transaction_count": _integer,
+    "deliver_at": _time,
+}
