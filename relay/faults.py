@@ -65,6 +65,10 @@ class NotRouted(Exception):
     """No route matches an event and `unrouted` is `dead_letter`."""
 
 
+class Undecodable(Exception):
+    """An event holds bytes that its source's encoding does not have."""
+
+
 class ProcessDied(Exception):
     """Every process that had the transaction in hand died of it, so often that it is dead-lettered."""
 

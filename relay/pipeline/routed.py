@@ -10,17 +10,21 @@ import numpy as np
 
 from relay.config import Settings
 from relay.events import COMMIT_FIELDS, Commit, Events, Tuples
-from relay.faults import NotRouted, Unrouted
+from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.routing import Router
+from relay.source.translation import NOTE
 from relay.source.tuples import RowDecoder
 from relay.transactions import Routed, Transactions, Undecoded, text
 
+_NOTES_TOLD = 20
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 Names = tuple[str, ...]
 Parts = Mapping[str, Routed]
 """What goes to each handler."""
+Refused = dict[int, NotRouted | Undecodable]
+"""Why transactions go nowhere, by place."""
 
 
 class _Chosen:
@@ -48,11 +52,18 @@ class Routing:
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
 
-    def route(self, transactions: Transactions) -> tuple[Transactions, Parts, dict[int, NotRouted]]:
+    def route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
         """The transactions that can be routed, what of them goes to each handler, and why others cannot, by place.
 
         Raises Unrouted where `unrouted` is `fail`.
         """
+        if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
+            return self._route(transactions)
+        places = transactions.besides(undecodable)
+        left, parts, refused = self._route(transactions.take(places))
+        return left, parts, undecodable | {places[at]: why for at, why in refused.items()}
+
+    def _route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
         if not len(transactions):
             return transactions, {}, {}
         decoder = self._decoder(transactions.columns)
@@ -62,7 +73,7 @@ class Routing:
         distinct = set(chosen)
         if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
             left = transactions.take(transactions.besides(refused))
-            return *self.route(left)[:2], refused
+            return *self._route(left)[:2], refused
         parts = {
             name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
             for name in dict.fromkeys(chain.from_iterable(distinct))
@@ -76,16 +87,30 @@ class Routing:
 
     def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
         """The times at which events are to be delivered, where they have one, with their places among all events."""
+        return self._present(transactions, "deliver_at")
+
+    def _present(self, transactions: Transactions, field: str) -> Iterator[tuple[int, str]]:
+        """The values of a time, or of NOTE, where there are any, with their places among all events."""
         decoder = self._decoder(transactions.columns)
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
-            timed = decoder.present(rows, "deliver_at")
-            if len(timed):
-                (values,) = decoder.columns(rows.take(timed), ["deliver_at"])
-                for place, value in zip((timed + first).tolist(), values, strict=True):
+            found = decoder.present(rows, field)
+            if len(found):
+                (values,) = decoder.columns(rows.take(found), [field])
+                for place, value in zip((found + first).tolist(), values, strict=True):
                     if value:
                         yield place, text(value)
             first += len(rows)
+
+    def _undecodable(self, transactions: Transactions) -> Refused:
+        """The transactions with an event whose bytes could not be decoded, by place."""
+        ends = np.cumsum(transactions.facts["events"])
+        notes: dict[int, list[str]] = {}
+        for row, note in self._present(transactions, NOTE):
+            place = int(np.searchsorted(ends, row, side="right"))
+            number = row - int(ends[place]) + int(transactions.facts["events"][place]) + 1
+            notes.setdefault(place, []).append(f"event {number}: {note}")
+        return {place: Undecodable(_few(told)) for place, told in notes.items()}
 
     def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
         """The handlers of each event."""
@@ -116,14 +141,14 @@ class Routing:
 
     def _refused(
         self, transactions: Transactions, decoder: RowDecoder, chosen: Sequence[Names]
-    ) -> dict[int, NotRouted]:
+    ) -> Refused:
         """The transactions with an event that goes nowhere, by the first such event."""
         if self._unrouted == "ignore":
             return {}
         ends = np.cumsum(transactions.facts["events"])
         lost = np.flatnonzero([not names for names in chosen])
         places, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
-        refused: dict[int, NotRouted] = {}
+        refused: Refused = {}
         for place, row in zip(places.tolist(), lost[first].tolist(), strict=True):
             undecoded = transactions[place]
             within = row - int(ends[place]) + len(undecoded.tuples)
@@ -141,6 +166,12 @@ class Routing:
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
         return decoder
+
+
+def _few(notes: Sequence[str]) -> str:
+    more = len(notes) - _NOTES_TOLD
+    told = "; ".join(notes[:_NOTES_TOLD])
+    return f"{told}; and {more} more events" if more > 0 else told
 
 
 def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:

@@ -13,7 +13,8 @@ from relay.events import Lsn, microseconds
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
 from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
 from relay.source.pgoutput import Message, ProtocolError, Relation, decode
-from relay.transactions import Places, Transactions
+from relay.source.translation import Encoding, Translation
+from relay.transactions import Places, Rows, Transactions
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
 _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})
@@ -45,6 +46,8 @@ class Assembler:
         self._described: set[int] = set()
         self._outbox: int | None = None
         self._layout: Layout | None = None
+        self._encoding: Encoding | None = None
+        self._translation: Translation | None = None
         self._xid: int | None = None
 
     @property
@@ -57,8 +60,13 @@ class Assembler:
         """Bytes that the open transaction holds in memory."""
         return self._grouping.size
 
-    def reset(self) -> None:
-        """Forget the open transaction and the relations: a new connection sends both again."""
+    def reset(self, encoding: Encoding | None = None) -> None:
+        """Forget the open transaction and the relations: a new connection sends both again.
+
+        `encoding` is that of names and values where it is not UTF-8.
+        """
+        self._encoding = encoding
+        self._translation = None
         self._described.clear()
         self._outbox = self._layout = self._xid = None
         self._grouping.clear()
@@ -85,12 +93,18 @@ class Assembler:
         if not isinstance(relation, Relation):
             return
         self._described.add(relation.oid)
-        if (relation.namespace, relation.name) == self._table:
-            columns = [column.name for column in relation.columns]
-            self._layout = Layout.of(columns, self._mapping, ".".join(self._table))
+        if (self._name(relation.namespace), self._name(relation.name)) == self._table:
+            columns = [(self._name(column.name), column.type_oid) for column in relation.columns]
+            translation = Translation.needed(columns, self._mapping, self._encoding)
+            names = translation.columns if translation else [name for name, _ in columns]
+            self._layout = Layout.of(names, self._mapping, ".".join(self._table))
+            self._translation = translation
             self._outbox = relation.oid
         elif relation.oid == self._outbox:
             self._outbox = None
+
+    def _name(self, text: str) -> str:
+        return text if self._encoding is None else self._encoding.name_of(text)
 
     def _take(self, some: Gulp) -> Lsn | None:
         """Messages between which no table is described."""
@@ -100,7 +114,10 @@ class Assembler:
         ours = self._ours(some)
         ends = self._ends(some, commits)
         ends["rows"] = ours.searchsorted(commits)
-        return self._grouping.take(self._layout, some.rows(ours), ends)
+        rows = some.rows(ours)
+        if self._translation is not None:
+            rows = Rows.of([self._translation.row(row) for row in rows])
+        return self._grouping.take(self._layout, rows, ends)
 
     def _check_order(self, kinds: bytes) -> None:
         """Begins and Commits come in turn, and rows between them."""

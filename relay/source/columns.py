@@ -21,9 +21,6 @@ Connection = psycopg.Connection[Any]
 PUBLISHES_GENERATED = 180000
 """The first server version whose publications can hold stored generated columns."""
 
-NAIVE_TIME = 1114
-"""The oid of `timestamp` without time zone."""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

@@ -15,6 +15,7 @@ from relay.events import FIELDS, POLLED, Lsn
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
+from relay.source.translation import NOTE
 from relay.source.tuples import FEW_ROWS, Walked, columns
 from relay.transactions import COMMIT_FACTS, FACTS, Places, Rows, Transactions, text
 
@@ -216,7 +217,7 @@ class _Groups:
 
     def _widen(self, layout: Layout) -> None:
         """The table was altered in the midst of the commit: where it gained a field's column, rows before get null."""
-        fields = {self._mapping.get(name, name) for name in FIELDS}
+        fields = {NOTE, *(self._mapping.get(name, name) for name in FIELDS)}
         gained = [name for name in layout.columns if name in fields and name not in self._columns]
         if not gained:
             return

@@ -172,7 +172,7 @@ def decode(data: bytes) -> Message:
 
 def _string(data: bytes, start: int) -> tuple[str, int]:
     end = data.index(b"\0", start)
-    return data[start:end].decode(), end + 1
+    return data[start:end].decode("utf-8", "surrogateescape"), end + 1
 
 
 def _begin(data: bytes) -> Begin:

@@ -7,6 +7,7 @@ commits, so when a row is visible, every row with a smaller c_offset is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, LiteralString
 
@@ -20,6 +21,7 @@ from relay.events import Lsn
 from relay.faults import ConfigurationError, RelayError, is_transient
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
+from relay.source.translation import Encoding, Translation
 from relay.store.connections import pin_text_form
 from relay.transactions import Rows, Transactions
 
@@ -62,6 +64,20 @@ def prepare_reading(conn: Connection) -> None:
     prefer_index(conn)
 
 
+@contextmanager
+def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
+    """Let the server send values as it stores them, unless it is the one to convert them."""
+    if encoding is None:
+        yield
+        return
+    conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
+    try:
+        yield
+    finally:
+        if not conn.closed:
+            conn.execute("set client_encoding to utf8")
+
+
 class OutboxRows:
     """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
 
@@ -73,11 +89,15 @@ class OutboxRows:
         self._partition = partition_expression(self._mapping["host_id"], settings.partitions)
         self._known: frozenset[str] | None = None
 
-    def columns(self, conn: Connection) -> list[str]:
-        """The outbox's columns that hold fields, in the order of the table."""
+    def columns(self, conn: Connection) -> list[tuple[str, int]]:
+        """The outbox's columns that hold fields, in the order of the table, each with the oid of its type."""
         wanted = set(self._mapping.values())
         cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
-        return [column.name for column in cursor.description or () if column.name in wanted]
+        return [
+            (column.name, column.type_code)
+            for column in cursor.description or ()
+            if column.name in wanted
+        ]
 
     def next_offset(self, conn: Connection) -> int:
         """One more than the c_offset of the newest committed row; stays when rows are pruned."""
@@ -257,8 +277,15 @@ class OutboxRows:
         a commit above `batch.max_bytes` goes through a spool file. Raises RelayError if the table cannot be read.
         """
         limits = self._settings.batch
-        columns = self.columns(conn)
-        layout = Layout.of(columns, self._mapping, self._settings.source.table)
+        described = self.columns(conn)
+        columns = [name for name, _ in described]
+        encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
+        translation = Translation.needed(described, self._mapping, encoding)
+        layout = Layout.of(
+            translation.columns if translation else columns,
+            self._mapping,
+            self._settings.source.table,
+        )
         grouping = Grouping(self._mapping, limits.max_bytes, limits.spool_directory)
         last: tuple[bytes | None, bytes | None] | None = None
         name = self._mapping["transaction_id"]
@@ -266,7 +293,7 @@ class OutboxRows:
         rows: list[bytes] = []
         size = 0
         ends: list[int] = []
-        for xmin, *cells in self._read(conn, columns, floors, upto):
+        for xmin, *cells in self._read(conn, columns, floors, upto, encoding):
             transaction_id = None if place is None else cells[place]
             follows = last is not None and (
                 xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
@@ -278,13 +305,19 @@ class OutboxRows:
                 grouping.take(layout, Rows.of(rows), polled(ends))
                 yield from grouping.fetch()
                 rows, size, ends = [], 0, []
-            rows.append(encode_tuple(cells))
+            row = encode_tuple(cells)
+            rows.append(row if translation is None else translation.row(row))
             size += len(rows[-1])
         grouping.take(layout, Rows.of(rows), polled([*ends, len(rows)]))
         yield from grouping.fetch()
 
     def _read(
-        self, conn: Connection, columns: Sequence[str], floors: Floors, upto: int
+        self,
+        conn: Connection,
+        columns: Sequence[str],
+        floors: Floors,
+        upto: int,
+        encoding: Encoding | None,
     ) -> Iterator[Sequence[bytes | None]]:
         wanted = sql.SQL(" or ").join(
             sql.SQL("({} = {} and {} between {} and {})").format(
@@ -300,10 +333,14 @@ class OutboxRows:
             wanted=wanted,
             offset=self._offset,
         )
+        text = statement.as_string(conn)
         with conn.cursor() as cursor:
             cursor.adapters.register_loader("text", _Raw)
             try:
-                with cursor.copy(statement) as copy:
+                with (
+                    _as_stored(conn, encoding),
+                    cursor.copy(text.encode(encoding.codec if encoding else "utf-8")) as copy,
+                ):
                     copy.set_types(["text"] * (len(columns) + 1))
                     yield from copy.rows()
             except psycopg.Error as error:
@@ -327,5 +364,5 @@ class OutboxRows:
     def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
         column = self._mapping[field]
         if self._known is None:
-            self._known = frozenset(self.columns(conn))
+            self._known = frozenset(name for name, _ in self.columns(conn))
         return sql.Identifier(column) if column in self._known else sql.SQL(null)

@@ -14,6 +14,7 @@ import numpy as np
 
 from relay.events import FIELDS, Event, Row
 from relay.source.pgoutput import NULL, TEXT, ProtocolError
+from relay.source.translation import NOTE
 from relay.transactions import Mask, Places, Rows, Values, at_each_octet
 
 FEW_ROWS = 40
@@ -176,21 +177,29 @@ class RowDecoder:
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
         place = {name: position for position, name in enumerate(names)}
-        self._places = {name: place.get(mapping.get(name, name)) for name in FIELDS}
+        self._places = {name: place.get(mapping.get(name, name)) for name in (*FIELDS, NOTE)}
         self._last = len(names) - 1
-        self._order = tuple(-1 if found is None else found for found in self._places.values())
+        found = [self._places[name] for name in FIELDS]
+        self._order = tuple(-1 if position is None else position for position in found)
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
-        """The values of some fields in many rows, field by field. Raises ProtocolError for a row that is cut short."""
+        """The values of some fields, or of NOTE, in many rows, field by field.
+
+        Raises ProtocolError for a row that is cut short.
+        """
         return columns(rows, [self._places[field] for field in fields])
 
     def present(self, rows: Rows, field: str) -> Places:
-        """The places of the rows in which a time has a value. Raises ProtocolError for a row that is cut short."""
+        """The places of the rows in which a time, or NOTE, has a value.
+
+        Raises ProtocolError for a row that is cut short.
+        """
         place = self._places[field]
         if place is None:
             return np.zeros(0, np.int64)
         if place == self._last:
-            # No time ends in the octet that stands for null, and to walk all columns costs as much as all the rest.
+            # Neither a time nor a note ends in the octet that stands for null, and to walk all columns costs as much as
+            # all the rest.
             return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
         return np.flatnonzero(~Walked(rows, (place,)).absent(place))
 

@@ -41,6 +41,7 @@ from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
 from relay.source.slot import require_ours, require_published, slot_state
+from relay.source.translation import Encoding
 from relay.store import groups
 from relay.store.connections import pin_text_form
 from relay.transactions import Transactions
@@ -417,7 +418,8 @@ class WalSource:
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
         timeout = _sender_timeout(conn)
-        self._assembler.reset()
+        encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
+        self._assembler.reset(encoding)
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
         start = max(confirmed, self._progress.received)
         command = sql.SQL(
@@ -427,10 +429,10 @@ class WalSource:
             sql.SQL(str(start)),
             sql.Literal(sql.Identifier(publication).as_string(conn)),
         )
-        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
-            # Such a database has no encoding to convert from; its bytes pass as they are.
-            conn.execute("set client_encoding to sql_ascii")
-        result = conn.pgconn.exec_(command.as_bytes(conn))
+        text = command.as_string(conn)
+        if encoding is not None:
+            conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
+        result = conn.pgconn.exec_(text.encode(encoding.codec if encoding else "utf-8"))
         if result.status != ExecStatus.COPY_BOTH:
             raise psycopg.errors.error_from_result(result, encoding="utf-8")
         self._progress.start(confirmed)

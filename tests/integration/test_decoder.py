@@ -617,6 +617,6 @@ def test_bytes_without_an_encoding_survive(encoded: Callable[[str], str]) -> Non
         finally:
             source.close()
         events = [event for each in transactions for event in outbox.decode(each)]
-    assert [event.event_type for event in events] == ["caf\udce9", "café"]
-    assert [each.hosts for each in transactions] == [("h\udcff",), ("h",)]
-    assert [each.transaction_id for each in transactions] == ["t\udcfe", "t"]
+    assert [event.event_type for event in events] == [r"caf\xe9", "café"]
+    assert [each.hosts for each in transactions] == [(r"h\xff",), ("h",)]
+    assert [each.transaction_id for each in transactions] == [r"t\xfe", "t"]

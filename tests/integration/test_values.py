@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
-from typing import Any
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, LiteralString
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -13,11 +17,14 @@ from relay.config import Settings
 from relay.events import NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.install import initialise
+from relay.pipeline.session import Session
 from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
 from relay.source.columns import PUBLISHES_GENERATED
+from relay.source.translation import CODECS
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.postgres import Server
 from tests.process import relay
 
 SEEN = "insert into seen values (%(id)s, %(event_ts)s, %(payload)s)"
@@ -313,3 +320,144 @@ def test_a_publication_of_the_partitions_is_refused(outbox: Outbox) -> None:
         outbox.conn.execute(f"drop publication {name}".encode())
     initialise(settings)
     assert findings(settings, "publication") == []
+
+
+@pytest.mark.parametrize("mode", ["poll", "wal"])
+def test_times_without_a_zone_are_utc(outbox: Outbox, mode: str) -> None:
+    """For the server's sessions, for the stream and for polling alike."""
+    outbox.conn.execute("create domain shop_time as timestamp")
+    settings = adopted(
+        outbox,
+        "alter table adopted alter event_ts type timestamp, alter deliver_at type shop_time",
+        mode=mode,
+        slot=f"{outbox.slot}_adopted",
+    )
+    outbox.conn.execute("create table seen (id uuid, event_ts timestamptz, payload jsonb)")
+    outbox.conn.execute(
+        f"alter database \"{outbox.slot}\" set timezone = 'America/St_Johns'".encode()
+    )
+    handlers = {"seen": {"type": "sql", "statement": SEEN}}
+    running = Settings(
+        **{**settings.model_dump(), "handlers": handlers, "routes": [{"handlers": ["seen"]}]}
+    )
+    initialise(running)
+    outbox.conn.execute(
+        """
+        insert into adopted (host_id, user_id, event_type, payload, event_ts, deliver_at)
+        select %s, gen_random_uuid(), 'e', to_jsonb(n), '2025-11-12 01:02:03.5',
+               (now() at time zone 'UTC') + case n when 1 then interval '-1 s' else '1 h' end
+          from generate_series(1, 2) n
+        """,
+        (host(1),),
+    )
+    with relaying(running):
+        wait_until(lambda: outbox.value("select count(*) from seen") == 1)
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
+    assert outbox.value("select event_ts from seen") == datetime(
+        2025, 11, 12, 1, 2, 3, 500_000, tzinfo=UTC
+    )
+    assert outbox.value(
+        "select retry_at between now() + interval '59 min' and now() + interval '1 h' from relay.deferred"
+    )
+
+
+# Encodings.
+
+
+@pytest.fixture
+def encoded(server: Server, request: pytest.FixtureRequest) -> Iterator[Outbox]:
+    """An installed outbox in a database of the encoding that the test is parametrized with."""
+    name = f"values_{request.param.lower()}_{os.getpid()}"
+    options: LiteralString = "template template0 locale 'C' locale_provider libc encoding "
+    with Outbox(server.create_database(name, options + request.param)) as made:
+        made.conn.execute("set client_encoding to utf8")
+        made.install()
+        yield made
+    server.drop_database(name)
+
+
+def test_codecs_convert_as_postgresql_does(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        create function converted(stored bytea, encoding name) returns text language plpgsql as $$
+        begin return convert_from(stored, encoding);
+        exception when untranslatable_character or character_not_in_repertoire then return null; end $$
+        """
+    )
+    pairs = [bytes([first, second]) for first in range(0xA1, 0xFF) for second in range(0xA1, 0xFF)]
+    for name, codec in CODECS.items():
+        if name == "SQL_ASCII":
+            continue
+        stored = [bytes([number]) for number in range(1, 256)]
+        if name == "EUC_CN":
+            stored += pairs
+        found = outbox.column(
+            "select converted(stored, %s) from unnest(%s::bytea[]) with ordinality as t (stored, n) order by n",
+            (name, stored),
+        )
+        assert found == [_decoded(value, codec) for value in stored], name
+
+
+def _decoded(value: bytes, codec: str) -> str | None:
+    try:
+        return value.decode(codec)
+    except UnicodeDecodeError:
+        return None
+
+
+@pytest.mark.parametrize("mode", ["wal", "poll"])
+@pytest.mark.parametrize("encoded", ["WIN1252", "SQL_ASCII"], indirect=True)
+def test_only_the_event_with_an_undecodable_byte_is_dead(encoded: Outbox, mode: str) -> None:
+    undecodable(encoded, encoded.settings(source={**encoded.config()["source"], "mode": mode}))
+
+
+@pytest.mark.parametrize("encoded", ["WIN1252"], indirect=True)
+def test_only_the_event_with_an_undecodable_byte_is_dead_on_spark(
+    encoded: Outbox, spark_session: Session
+) -> None:
+    undecodable(encoded, encoded.settings("spark"), spark_session)
+
+
+def undecodable(outbox: Outbox, settings: Settings, session: Session | None = None) -> None:
+    """Publish good events around bad ones, also in one commit, and look at what becomes of them."""
+    name = outbox.value("select getdatabaseencoding()")
+    good, form = (b"\xe9", "WIN1252") if name == "WIN1252" else ("é".encode(), "UTF-8")
+    insert = (
+        b"insert into outbox_message_t (host_id, transaction_id, aggregate_id, event_type, payload, event_ts) values"
+        b" ('00000000-0000-4000-8000-00000000000%d', '00000000-0000-4000-9000-00000000000%d', '%s', 'e',"
+        b' \'{"amount": %d, "note": "%s"}\', \'2025-01-02 03:04:05+00\')'
+    )
+    with psycopg.connect(
+        make_conninfo(outbox.dsn, client_encoding=name), autocommit=True
+    ) as writer:
+        writer.execute(insert % (1, 1, good, 1, good))
+        with writer.transaction():
+            writer.execute(insert % (1, 2, b"a\x81", 2, good))
+            writer.execute(insert % (1, 2, good, 3, b"\x8d" + good))
+            writer.execute(insert % (1, 3, good, 4, good))
+        writer.execute(insert % (1, 4, good, 5, good))
+    statement = (
+        "insert into projection (id, host_id, c_offset, transaction_id, amount) values (%(id)s, %(host_id)s, "
+        "%(c_offset)s, %(transaction_id)s, case when %(aggregate_id)s = 'é' and %(payload)s->>'note' = 'é' "
+        "then (%(payload)s->>'amount')::int end)"
+    )
+    handlers = {"projection": {"type": "sql", "statement": statement}}
+    configured = Settings(**outbox.config(handlers=handlers))
+    settings = settings.model_copy(update={"handlers": configured.handlers})
+    with relaying(settings, session):
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [1, 4, 5]
+    outbox.assert_exact()
+    dead = outbox.conn.execute(
+        "select aggregate_id, payload, exception, host_id, event_ts, handler from relay.dead_letter_queue order by id"
+    ).fetchall()
+    assert [row[:2] for row in dead] == [
+        (r"a\x81", {"amount": 2, "note": "é"}),
+        ("é", {"amount": 3, "note": r"\x8dé"}),
+    ]
+    assert {row[2] for row in dead} == {
+        f"Undecodable: event 1: aggregate_id is not {form}: 0x81 at byte 1; "
+        f"event 2: payload is not {form}: 0x8d at byte 10"
+    }
+    moment = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert {row[3:] for row in dead} == {(host(1), moment, None)}
