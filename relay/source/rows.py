@@ -131,7 +131,7 @@ class OutboxRows:
         """The least c_offset of a row whose event_ts is not before `moment`."""
         row = conn.execute(
             sql.SQL("select min({}) from {} where {} >= %s").format(
-                self._offset, self._table, sql.Identifier(self._mapping["event_ts"])
+                self._offset, self._table, self._or_null(conn, "event_ts", "null::timestamptz")
             ),
             (moment,),
         ).fetchone()
@@ -142,7 +142,9 @@ class OutboxRows:
         row = conn.execute(
             sql.SQL(
                 "select extract(epoch from clock_timestamp() - min({}))::float8 from {} where {} = any(%s)"
-            ).format(sql.Identifier(self._mapping["event_ts"]), self._table, self._offset),
+            ).format(
+                self._or_null(conn, "event_ts", "null::timestamptz"), self._table, self._offset
+            ),
             (list(found),),
         ).fetchone()
         return max(0.0, row[0]) if row and row[0] is not None else 0.0

@@ -21,6 +21,7 @@ from relay.pipeline.session import Session
 from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
 from relay.source.columns import PUBLISHES_GENERATED
+from relay.source.rows import OutboxRows
 from relay.source.translation import CODECS
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -461,3 +462,18 @@ def undecodable(outbox: Outbox, settings: Settings, session: Session | None = No
     }
     moment = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert {row[3:] for row in dead} == {(host(1), moment, None)}
+
+
+def test_a_field_that_is_left_out_is_missed_by_nobody(outbox: Outbox) -> None:
+    settings = adopted(outbox, columns={"event_ts": None, "user_id": None})
+    initialise(settings)
+    outbox.conn.execute(
+        "insert into adopted (host_id, user_id, event_type, payload, event_ts) values (%s, %s, 'e', '{}', now())",
+        (host(1), host(2)),
+    )
+    rows = OutboxRows(settings)
+    assert rows.first_since(outbox.conn, datetime(2020, 1, 1, tzinfo=UTC)) is None
+    assert rows.age(outbox.conn, [1]) == 0.0
+    (transactions,) = rows.commits(outbox.conn, dict.fromkeys(range(8), 1), 1)
+    assert transactions.columns[:2] == ("id", "host_id")
+    assert not {"user_id", "event_ts"} & set(transactions.columns)
