@@ -33,7 +33,7 @@ from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SparkHandler
 from relay.paths import is_name
-from relay.sections import Name, Number, Section, resolve_secret
+from relay.sections import Name, Number, Secret, Section, resolve_secret
 from relay.suggestions import keys_at, nearest
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
@@ -137,13 +137,16 @@ class BatchLimits(Section):
     spool_directory: Path | None = None
 
 
+_SPARK_SECRET = "spark.authenticate.secret"  # noqa: S105 the name of a key
+
+
 class Spark(Section):
     """The Spark session that runs large batches."""
 
     master: str = "local[*]"
-    remote: str | None = None
+    remote: Secret | None = None
     eager: bool = False
-    conf: dict[str, str] = Field(default_factory=dict)
+    conf: dict[str, Secret] = Field(default_factory=dict)
 
     @field_validator("conf", mode="before")
     @classmethod
@@ -151,6 +154,27 @@ class Spark(Section):
         if isinstance(value, dict):
             return {key: _plain(item) for key, item in value.items()}
         return value
+
+    @model_validator(mode="after")
+    def _secret_of_a_cluster(self) -> Spark:
+        if self.remote is not None or not self.master.startswith("spark://"):
+            return self
+        if self.authenticates and _SPARK_SECRET not in self.conf:
+            raise ValueError(
+                f"conf: {_SPARK_SECRET} is missing, the secret that the cluster's master and workers have: "
+                "set it, or spark.authenticate: false on a network that you trust"
+            )
+        return self
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether the driver, the executors and a standalone cluster's daemons authenticate each other."""
+        return self.plain_conf.get("spark.authenticate") != "false"
+
+    @property
+    def plain_conf(self) -> dict[str, str]:
+        """`conf` with its secrets: for Spark only."""
+        return {key: value.get_secret_value() for key, value in self.conf.items()}
 
 
 def _plain(value: Any) -> Any:

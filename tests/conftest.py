@@ -15,6 +15,8 @@ from tests.postgres import Server, start_server
 
 _numbers = count(1)
 
+SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
@@ -50,7 +52,7 @@ def outbox(database: str) -> Iterator[Outbox]:
 @pytest.fixture(scope="session")
 def spark_session() -> Iterator[Session]:
     """A local Spark session that all tests share."""
-    session = Session(Spark(master="local[2]"))
+    session = Session(Spark.model_validate({"master": "local[2]", "conf": SPARK_CONF}))
     session.start()
     assert session.get(timeout=120) is not None
     yield session

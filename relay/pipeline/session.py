@@ -25,6 +25,7 @@ from relay import config
 from relay.faults import ConfigurationError
 from relay.garbage import collect_seldom, return_arrow_blocks
 from relay.java import java_home
+from relay.pipeline.spark_gateway import start_gateway
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,7 +56,12 @@ _LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "512m",
 }
-
+_PROTECTION = {
+    # Tasks carry events and the target's password. YARN and Kubernetes make the secret, a standalone cluster has one.
+    "spark.authenticate": "true",
+    "spark.network.crypto.enabled": "true",
+    "spark.io.encryption.enabled": "true",
+}
 
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
@@ -189,18 +195,19 @@ def _open(spark: config.Spark) -> SparkSession:
 
     builder: Any = SparkSession.builder
     if spark.remote:
-        conf = dict(spark.conf)
-        builder = builder.remote(spark.remote)
+        conf = spark.plain_conf
+        builder = builder.remote(spark.remote.get_secret_value())
     else:
-        conf = _classic_conf(spark.master) | spark.conf
-        builder = builder.master(spark.master)
+        conf = _classic_conf(spark) | spark.plain_conf | {"spark.master": spark.master}
+        start_gateway(conf)
     for key, value in conf.items():
         builder = builder.config(key, value)
     session: SparkSession = builder.getOrCreate()
     return session
 
 
-def _classic_conf(master: str) -> dict[str, str]:
+def _classic_conf(spark: config.Spark) -> dict[str, str]:
+    master = spark.master
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if master.startswith("local"):
@@ -209,7 +216,8 @@ def _classic_conf(master: str) -> dict[str, str]:
     logging_file = Path(__file__).with_name("log4j2.properties")
     options = f"-Dlog4j2.configurationFile={logging_file.as_uri()}"
     if not master.startswith("local"):
-        return _DEFAULTS | {"spark.driver.extraJavaOptions": options}
+        protection = _PROTECTION if spark.authenticates else {}
+        return _DEFAULTS | protection | {"spark.driver.extraJavaOptions": options}
     # Bytes pass through this JVM and little else: the second compiler and the parallel collector take more of the
     # machine than they give back. Measured on 2 cores: half the CPU time, 1.4 times the rate. G1 leaves arrays of
     # megabytes where they are; the serial collector copies them, half of the time in full collections.

@@ -7,13 +7,16 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from relay.config import Settings, load
+from relay.config import Settings, Spark, load
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 from relay.handlers import build_outside
+from relay.pipeline.session import _classic_conf
+from relay.pipeline.spark_gateway import as_properties
 
 SECRET = "s3cret"
 
@@ -114,7 +117,7 @@ def test_columns_rename_some_fields_and_leave_the_others(read: Load) -> None:
 
 
 def test_spark_s_own_settings_become_the_texts_that_spark_reads(read: Load) -> None:
-    conf = read("spark: {conf: {a: true, b: 1, c: 1.5, d: x}}").spark.conf
+    conf = read("spark: {conf: {a: true, b: 1, c: 1.5, d: x}}").spark.plain_conf
     assert conf == {"a": "true", "b": "1", "c": "1.5", "d": "x"}
 
 
@@ -514,6 +517,52 @@ def test_settings_do_not_show_their_passwords(read: Load) -> None:
     assert settings.source_dsn == settings.target_dsn == dsn
     for shown in (repr(settings), str(settings), settings.model_dump_json(), repr(settings.source)):
         assert SECRET not in shown
+
+
+def test_the_configuration_of_spark_may_be_secret(
+    monkeypatch: pytest.MonkeyPatch, read: Load
+) -> None:
+    monkeypatch.setenv("CLUSTER", SECRET)
+    conf = "{spark.authenticate.secret: {env: CLUSTER}, spark.ui.port: 4040}"
+    settings = read(f"spark: {{master: 'spark://h:7077', conf: {conf}}}")
+    assert settings.spark.plain_conf["spark.authenticate.secret"] == SECRET
+    assert SECRET not in repr(settings) + settings.model_dump_json()
+
+
+def test_a_standalone_cluster_without_its_secret_is_refused(read: Load) -> None:
+    (line,) = refused("spark: {master: 'spark://h:7077'}")
+    assert line.startswith("shop.yaml: spark: conf: spark.authenticate.secret is missing")
+    assert not read(
+        "spark: {master: 'spark://h:7077', conf: {spark.authenticate: false}}"
+    ).spark.authenticates
+    assert read("spark: {master: yarn}").spark.authenticates
+
+
+def test_a_cluster_is_authenticated_and_encrypted_unless_it_is_told_not_to_be() -> None:
+    def conf(**spark: Any) -> dict[str, str]:
+        return _classic_conf(Spark.model_validate(spark))
+
+    protected = {
+        "spark.authenticate",
+        "spark.network.crypto.enabled",
+        "spark.io.encryption.enabled",
+    }
+    found = conf(master="yarn")
+    assert {found[key] for key in protected} == {"true"}
+    assert not protected & conf(master="local[*]").keys()
+    assert not protected & conf(master="yarn", conf={"spark.authenticate": False}).keys()
+
+
+@pytest.mark.parametrize(
+    ("conf", "text"),
+    [
+        ({"spark.a": "b"}, "spark.a=b\n"),
+        ({"a b": " c=d:e\\#!\n"}, "a\\ b=\\ c\\=d\\:e\\\\\\#\\!\\n\n"),
+        ({"a": "é"}, "a=é\n"),
+    ],
+)
+def test_a_file_of_properties(conf: dict[str, str], text: str) -> None:
+    assert as_properties(conf) == text
 
 
 def test_the_dsn_of_an_administrator_is_read_from_a_file_too() -> None:

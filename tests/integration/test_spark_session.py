@@ -1,0 +1,20 @@
+"""The Spark session: how it is started."""
+
+from __future__ import annotations
+
+import psutil
+
+from relay.pipeline.session import Session
+from tests.conftest import SPARK_CONF
+
+
+def test_the_configuration_reaches_spark_and_no_command_line(spark_session: Session) -> None:
+    session = spark_session.get()
+    assert session is not None
+    assert session.conf.get("spark.relay.password") == SPARK_CONF["spark.relay.password"]
+    assert session.conf.get("spark.master") == "local[2]"
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    assert any("--properties-file" in line for line in lines)
+    assert not [line for line in lines if "s3cret:" in line]
