@@ -27,7 +27,8 @@ class Window:
 class Batch:
     """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
 
-    A polled batch has a `window` instead of transactions: its tasks read their rows themselves.
+    A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `rows_move` says that
+    the outbox is partitioned, so that rows come again when they are moved.
     """
 
     number: int
@@ -37,18 +38,21 @@ class Batch:
     size: int
     spooled: bool = False
     window: Window | None = None
+    rows_move: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
-    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts.
+    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `rows_move`
+    is the batch's.
     """
 
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
+    rows_move: bool = False
 
     @property
     def events(self) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
@@ -30,7 +31,7 @@ from relay.source.rows import OutboxRows, prepare_reading
 from relay.store import dead_letters, deferred, offsets
 from relay.store.connections import open_pool
 from relay.store.deferred import Due, Wait
-from relay.transactions import Mask, Transactions, Undecoded
+from relay.transactions import Mask, Places, Transactions, Undecoded
 
 log = logging.getLogger(__name__)
 
@@ -311,17 +312,35 @@ def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
     transaction touches moved together when it was applied, so they agree.
     """
     end, last = task.transactions.facts["end_lsn"], task.transactions.facts["last_offset"]
+    floors = {
+        partition: max(cursor.handover_offset, cursor.next_offset if task.rows_move else 0)
+        for partition, cursor in cursors.items()
+    }
     furthest = max(cursor.applied_lsn for cursor in cursors.values())
-    handover = max(cursor.handover_offset for cursor in cursors.values())
     # As a rule everything is new, and then no partition has to be looked at by itself.
-    if end[0] > furthest and last.min() >= handover:
+    if end[0] > furthest and last.min() >= max(floors.values()) and not task.rows_move:
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
     for partitions, here in _by_partitions(task.transactions, task.touched):
-        for cursor in map(cursors.__getitem__, partitions):
-            by_offset = (last > 0) & (last < cursor.handover_offset)
-            fresh |= here & (end > cursor.applied_lsn) & ~by_offset
+        for partition in partitions:
+            by_offset = (last > 0) & (last < floors[partition])
+            fresh |= here & (end > cursors[partition].applied_lsn) & ~by_offset
+    if task.rows_move:
+        fresh &= ~_moved(end, last)
     return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
+
+
+def _moved(end: npt.NDArray[np.uint64], last: Places) -> Mask:
+    """The transactions whose offsets do not exceed those of an earlier commit: rows that were moved.
+
+    To the WAL a move from one partition of the outbox to another is an insert. Offsets come from the counter, in commit
+    order, so what is new has a greater offset than every commit before it.
+    """
+    commits = np.flatnonzero(np.concatenate(([True], end[1:] != end[:-1])))
+    reached = np.maximum.accumulate(np.concatenate(([0], last)))
+    before = reached[commits][np.searchsorted(commits, np.arange(len(end)), side="right") - 1]
+    moved: Mask = (last > 0) & (last <= before)
+    return moved
 
 
 def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,7 +37,10 @@ class Planner:
 
     def work(self, batch: Batch, lanes: int | None) -> Sequence[Work]:
         """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
-        return self.ranges(batch.window) if batch.window else self.plan(batch.transactions, lanes)
+        if batch.window:
+            return self.ranges(batch.window)
+        tasks = self.plan(batch.transactions, lanes)
+        return [replace(task, rows_move=True) for task in tasks] if batch.rows_move else tasks
 
     def ranges(self, window: Window) -> list[Range]:
         """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""

@@ -73,6 +73,20 @@ def columns(conn: Connection, table: tuple[str, str]) -> dict[str, Column]:
         return {column.name: column for column in found}
 
 
+def rows_move(conn: Connection, source: Source) -> bool:
+    """Whether the outbox is partitioned and gets its offsets from relay's counter alone. Raises psycopg.Error."""
+    found = conn.execute(
+        """
+        select from pg_class c join pg_namespace n on n.oid = c.relnamespace
+          join pg_trigger t on t.tgrelid = c.oid and t.tgname = 'relay_fill_offset' and t.tgenabled <> 'D'
+          join pg_attribute a on a.attrelid = c.oid and a.attname = %s
+         where n.nspname = %s and c.relname = %s and c.relkind = 'p' and not a.atthasdef and a.attidentity = ''
+        """,
+        (source.mapping["c_offset"], *source.table_name),
+    )
+    return found.rowcount > 0
+
+
 def mapped(conn: Connection, source: Source) -> dict[str, Column]:
     """The outbox's columns that hold fields, by field. Raises psycopg.Error."""
     there = columns(conn, source.table_name)

@@ -37,6 +37,7 @@ from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import ConfigurationError, RelayError, describe, is_transient
 from relay.source.assembler import Assembler
 from relay.source.bell import Bell
+from relay.source.columns import rows_move
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
@@ -120,6 +121,7 @@ class WalSource:
         self._fruitless = 0
         self._heard = False
         self._undecodable = False
+        self._rows_move = False
         self._suspected = False
         self._system: System | None = None
         self._connections = 0
@@ -215,6 +217,7 @@ class WalSource:
             events=transactions.events,
             size=transactions.held,
             spooled=transactions.spooled is not None,
+            rows_move=self._rows_move,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
@@ -417,6 +420,7 @@ class WalSource:
             )
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
+        self._rows_move = rows_move(conn, self._settings.source)
         timeout = _sender_timeout(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         self._assembler.reset(encoding)

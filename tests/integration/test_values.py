@@ -20,7 +20,7 @@ from relay.install import initialise
 from relay.pipeline.session import Session
 from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
-from relay.source.columns import PUBLISHES_GENERATED
+from relay.source.columns import PUBLISHES_GENERATED, rows_move
 from relay.source.rows import OutboxRows
 from relay.source.translation import CODECS
 from relay.store.dead_letters import Filter
@@ -477,3 +477,73 @@ def test_a_field_that_is_left_out_is_missed_by_nobody(outbox: Outbox) -> None:
     (transactions,) = rows.commits(outbox.conn, dict.fromkeys(range(8), 1), 1)
     assert transactions.columns[:2] == ("id", "host_id")
     assert not {"user_id", "event_ts"} & set(transactions.columns)
+
+
+# Partitions of the outbox.
+
+PARTITIONED = (
+    "drop table adopted",
+    ADOPTED.replace("primary key", "").replace(
+        "deliver_at timestamptz)",
+        "deliver_at timestamptz, state text default 'new') partition by list (state)",
+    ),
+    "create table fresh partition of adopted for values in ('new')",
+    "create table done partition of adopted for values in ('done')",
+    "create table kept partition of adopted for values in ('kept')",
+)
+PUBLISH = """
+    insert into adopted (host_id, user_id, event_type, payload, transaction_id)
+    select %s, gen_random_uuid(), 'e', jsonb_build_object('amount', n), case n %% 2 when 0 then gen_random_uuid() end
+      from generate_series(%s::int, %s::int) n
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "through_root"), [("wal", True), ("auto", True), ("auto", False), ("poll", True)]
+)
+def test_rows_that_are_moved_between_partitions_do_not_arrive_twice(
+    outbox: Outbox, mode: str, through_root: bool
+) -> None:
+    """A move is an insert to the WAL, whether the publication names the partitions or the root."""
+    settings = adopted(outbox, *PARTITIONED, mode=mode, slot=f"{outbox.slot}_adopted")
+    initialise(settings)
+    if not through_root:
+        outbox.conn.execute(
+            f"alter publication {outbox.slot}_adopted set (publish_via_partition_root = false)".encode()
+        )
+
+    def handled(events: int) -> None:
+        wait_until(lambda: outbox.value("select count(distinct id) from projection") == events)
+
+    with relaying(settings):
+        outbox.conn.execute(PUBLISH, (host(1), 1, 20))
+        handled(20)
+        outbox.conn.execute("update adopted set state = 'done' where c_offset <= 10")
+        outbox.conn.execute(PUBLISH, (host(2), 21, 25))
+        handled(25)
+    # A batch with the insert and the move, and a move of what an earlier process has applied.
+    outbox.conn.execute(PUBLISH, (host(1), 26, 30))
+    outbox.conn.execute("update adopted set state = 'kept'")
+    with outbox.conn.transaction():
+        outbox.conn.execute(PUBLISH, (host(3), 31, 35))
+        outbox.conn.execute("update adopted set state = 'done' where c_offset <= 30")
+    with relaying(settings):
+        handled(35)
+        outbox.conn.execute("update adopted set state = 'new' where c_offset % 2 = 0")
+        outbox.conn.execute(PUBLISH, (host(2), 36, 40))
+        handled(40)
+    assert outbox.value("select count(*) from projection") == 40
+    assert outbox.column("select amount from projection order by c_offset") == list(range(1, 41))
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+
+
+def test_offsets_of_another_origin_do_not_tell_moves(outbox: Outbox) -> None:
+    """A sequence gives offsets before the commit, so that a lesser one may well be new."""
+    settings = adopted(outbox, *PARTITIONED)
+    assert not rows_move(outbox.conn, settings.source)
+    initialise(settings)
+    assert rows_move(outbox.conn, settings.source)
+    outbox.conn.execute("create sequence another")
+    outbox.conn.execute("alter table adopted alter c_offset set default nextval('another')")
+    assert not rows_move(outbox.conn, settings.source)
+    assert not rows_move(outbox.conn, outbox.settings().source)
