@@ -21,6 +21,7 @@ from relay.cli_options import (
     TargetAdminOption,
     YesOption,
     out,
+    with_options,
 )
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
@@ -62,6 +63,10 @@ def _fail(text: str, status: int) -> None:
     sys.exit(status)
 
 
+def _warn(text: str) -> None:
+    print(f"relay: warning: {text}", file=sys.stderr)
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -84,6 +89,7 @@ def root(
 
 @app.command()
 def init(
+    context: typer.Context,
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,
     admin_dsn_file: AdminFileOption = None,
@@ -101,12 +107,16 @@ def init(
     """Install schema, publication, slot and group; doing it twice changes nothing."""
     from relay.install import initialise
 
-    done = initialise(
-        load(config),
-        administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
-        administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
-        start=start,
-    )
+    try:
+        done = initialise(
+            load(config),
+            administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
+            administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
+            start=start,
+            warn=_warn,
+        )
+    except ConfigurationError as error:
+        raise with_options(error, context) from None
     for line in done:
         print(f"created {line}")
     if not done:
@@ -380,13 +390,16 @@ def uninstall(
     target_admin_dsn_file: TargetAdminFileOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Drop slot, publication and schema, progress and dead letters included; the outbox and its rows stay."""
-    from relay.install import remove
+    """Drop every group's slot, publication, progress and dead letters, and the schema; the outbox and its rows stay."""
+    from relay.admin.uninstall import plan_removal, remove
 
     settings = load(config)
     source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
     target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    removal = plan_removal(settings, source_admin, target_admin)
     if not yes:
-        typer.confirm("Progress and dead letters of every group will be gone. Go on?", abort=True)
-    for line in remove(settings, source_admin, target_admin):
+        for line in removal.lines():
+            print(f"will drop {line}")
+        typer.confirm("Go on?", abort=True)
+    for line in remove(settings, removal, source_admin, target_admin):
         print(f"dropped {line}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from relay.faults import ConfigurationError
 
 out = Console()
 
@@ -46,3 +49,16 @@ TargetAdminFileOption = Annotated[
     typer.Option("--target-admin-dsn-file", metavar="FILE", help="The same, from a file."),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def with_options(error: ConfigurationError, context: typer.Context) -> ConfigurationError:
+    """The same error; where it says to run the command again, it names the options that were given."""
+    command = f"relay {context.info_name}"
+    again = command
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if value is not None and value != parameter.default:
+            # A connection string may hold a password.
+            shown = "…" if str(parameter.name).endswith("_dsn") else shlex.quote(str(value))
+            again += f" {parameter.opts[0]} {shown}"
+    return type(error)(str(error).replace(f"`{command}`", f"`{again}`"))

@@ -1,23 +1,31 @@
-"""Puts relay into databases and takes it out again: schema, publication, slot, group."""
+"""Puts relay into databases: schema, publication, index, slot, group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
+from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
+from relay.config import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError
-from relay.preflight import reach, require_logical_wal, require_table
+from relay.preflight import reach, require_logical_wal, require_slot, require_table
 from relay.source.columns import require_readable
-from relay.source.index import drop_indexes, ensure_index
+from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.rows import OutboxRows
-from relay.source.slot import drop_publication, drop_slot, ensure_publication, ensure_slot
-from relay.store import migrations, offsets
+from relay.source.slot import drop_publication, ensure_publication, ensure_slot
+from relay.store import migrations, offsets, streams
+
+log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
+
+_Removal = Callable[[], object]
 
 
 def initialise(
@@ -25,26 +33,18 @@ def initialise(
     source_dsn: str | None = None,
     target_dsn: str | None = None,
     start: str | None = None,
+    warn: Callable[[str], None] = log.warning,
 ) -> list[str]:
     """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
 
     `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where
-    given, belong to an administrator; the configured roles need fewer rights.
-    Raises ConfigurationError.
+    given, belong to an administrator; the configured roles need fewer rights. `warn` is told what keeps relay from
+    streaming. Everything but the index and the slot is one transaction in each database; if one of these
+    two fails, what this call has made is removed again. Raises ConfigurationError.
     """
-    done: list[str] = []
-    source_dsn = source_dsn or settings.source_dsn
-    target_dsn = target_dsn or (source_dsn if settings.one_database else settings.target_dsn)
-    with reach(source_dsn, "source.dsn") as source, reach(target_dsn, "target.dsn") as target:
+    with administrators(settings, source_dsn, target_dsn) as (source, target):
         try:
-            if settings.source.mode != "poll":
-                require_logical_wal(source)
-            done += _install(source, settings)
-            done += _installed(migrations.install(target, "target", "target.dsn"))
-            offsets.require_partition_count(
-                offsets.partition_count(target, settings.group), settings.group, settings.partitions
-            )
-            done += _start_group(source, target, settings, _start(target, settings, start))
+            return _Installation(settings, source, target, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {_first(error)}: connect as an administrator "
@@ -54,41 +54,76 @@ def initialise(
             raise ConfigurationError(
                 f"source.dsn: {_first(error)}: raise max_replication_slots and restart the server, or drop a slot"
             ) from None
-    return done
+        except psycopg.errors.WrongObjectType as error:
+            raise ConfigurationError(
+                f"source.dsn or target.dsn: {_first(error)}: drop or rename it, relay needs a table of its own there"
+            ) from None
 
 
-def _start(target: Connection, settings: Settings, start: str | None) -> Start:
-    """Where a new group begins. Raises ConfigurationError if it is said of one that exists."""
-    if start is None:
-        return Start("now")
-    if offsets.partition_count(target, settings.group):
-        raise ConfigurationError(
-            f"--from: the group {settings.group!r} has begun already: move it with `relay offsets seek --to {start}`"
-        )
-    if start not in ("beginning", "now") and not start.isdecimal():
-        raise ConfigurationError(f"--from: {start!r} is neither beginning, now, nor a c_offset")
-    if settings.source.mode == "wal" and start != "now":
-        raise ConfigurationError(
-            "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
-        )
-    return Start(start)
+@contextmanager
+def administrators(
+    settings: Settings, source_dsn: str | None, target_dsn: str | None
+) -> Iterator[tuple[Connection, Connection]]:
+    """Connections to source and target for changing the schema: the same one where both are one database.
+
+    Raises ConfigurationError if one cannot be reached.
+    """
+    with reach(source_dsn or settings.source_dsn, "source.dsn") as source:
+        pin_search_path(source)
+        if target_dsn is None and settings.one_database:
+            yield source, source
+            return
+        with reach(target_dsn or settings.target_dsn, "target.dsn") as target:
+            pin_search_path(target)
+            # Two transactions that install in one database would wait for each other.
+            yield source, source if _database(source) == _database(target) else target
+
+
+def _database(conn: Connection) -> tuple[Any, ...] | None:
+    """What tells a database from all others, whichever address it was reached by."""
+    return conn.execute(
+        "select system_identifier, current_database() from pg_control_system()"
+    ).fetchone()
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a new group begins: `beginning`, `now` or a c_offset."""
+class _Start:
+    """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
 
-    place: str
+    asked: str | None
+
+    def require_possible(self, target: Connection, settings: Settings) -> None:
+        """Raise ConfigurationError if it is said of a group that exists, or cannot be."""
+        if self.asked is None:
+            return
+        if offsets.partition_count(target, settings.group):
+            raise ConfigurationError(
+                f"--from: the group {settings.group!r} has begun already: move it with "
+                f"`relay offsets seek --to {self.asked}`"
+            )
+        if self.asked not in ("beginning", "now") and not self.asked.isdecimal():
+            raise ConfigurationError(
+                f"--from: {self.asked!r} is neither beginning, now, nor a c_offset"
+            )
+        if settings.source.mode == "wal" and self.asked != "now":
+            raise ConfigurationError(
+                "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
+            )
 
     def offset(self, source: Connection, settings: Settings) -> int:
         """The first c_offset that the group is to see. Raises ConfigurationError where rows have no offset."""
         rows = OutboxRows(settings)
-        if self.place == "now":
+        if self.asked in (None, "now"):
             return rows.next_offset(source) if settings.source.mode != "wal" else _counter(source)
         rows.require_offsets(source)
-        if self.place == "beginning":
+        if self.asked == "beginning":
             return min(1, rows.first_offset(source))
-        return int(self.place)
+        return int(self.asked or 1)
+
+    @property
+    def handover(self) -> int:
+        """What goes before an offset that was asked for is skipped if the slot should bring it."""
+        return int(self.asked) if self.asked and self.asked.isdecimal() else 1
 
 
 def _counter(source: Connection) -> int:
@@ -96,18 +131,167 @@ def _counter(source: Connection) -> int:
     return int(row[0]) if row else 1
 
 
-def _install(source: Connection, settings: Settings) -> list[str]:
-    installed = migrations.install(source, "source", "source.dsn")
-    if settings.source.owns_table:
-        installed += migrations.install(source, "outbox", "source.dsn")
-        require_table(source, settings)
-        require_readable(source, settings.source)
+@dataclass(slots=True)
+class _Installation:
+    """One run of `relay init`, and what it has made so far."""
+
+    settings: Settings
+    source: Connection
+    target: Connection
+    start: _Start
+    done: list[str] = field(default_factory=list)
+
+    def run(self, warn: Callable[[str], None]) -> list[str]:
+        settings, source = self.settings, self.source
+        streaming = self._can_stream(warn)
+        with ExitStack() as undo:
+            with self._transactions():
+                removal = self._install()
+            for remove in removal:
+                undo.callback(_quietly, remove)
+            if settings.source.mode != "wal" and not has_index(source, settings):
+                undo.callback(_quietly, lambda: drop_index(source, settings))
+                ensure_index(source, settings)
+                self.done.append(
+                    f"index of {settings.source.table} for polling {settings.partitions} partitions"
+                )
+            if streaming and ensure_slot(source, settings.source.slot):
+                self.done.append(f"replication slot {settings.source.slot}")
+            undo.pop_all()
+        return self.done
+
+    def _can_stream(self, warn: Callable[[str], None]) -> bool:
+        """Whether there can be a slot. Raises ConfigurationError if not and polling cannot stand in for it."""
+        if self.settings.source.mode == "poll":
+            return False
+        try:
+            require_logical_wal(self.source)
+        except ConfigurationError as error:
+            if self.settings.source.mode == "wal":
+                raise
+            warn(f"{error}; source.mode: auto polls until the WAL can be had")
+            return False
+        require_slot(self.source, self.settings)
+        return True
+
+    @contextmanager
+    def _transactions(self) -> Iterator[None]:
+        """One transaction in each database, which commit together as far as two can."""
+        other = nullcontext() if self.target is self.source else self.target.transaction()
+        with self.source.transaction(), other:
+            yield
+
+    def _install(self) -> list[_Removal]:
+        """Schema, outbox, publication and group; returns how to remove what of them is new, the first made first."""
+        removal: list[_Removal] = []
+        for conn, key in self._databases():
+            migrations.lock(conn)
+            if claim_schema(conn, key):
+                removal.append(_removal_of_schema(conn))
+        removal += self._install_outbox()
+        self._apply(self.target, "target", "target.dsn")
+        return removal + self._stream() + self._begin()
+
+    def _databases(self) -> list[tuple[Connection, str]]:
+        source, target = (self.source, "source.dsn"), (self.target, "target.dsn")
+        return [source] if self.source is self.target else [source, target]
+
+    def _apply(self, conn: Connection, side: migrations.Side, key: str) -> list[str]:
+        applied = migrations.install(conn, side, key)
+        self.done += [f"schema file {name}" for name in applied]
+        return applied
+
+    def _install_outbox(self) -> list[_Removal]:
+        source, settings = self.source, self.settings
+        self._apply(source, "source", "source.dsn")
+        if not settings.source.owns_table:
+            require_table(source, settings)
+            require_readable(source, settings.source)
+            _adopt(source, settings)
+            return []
+        existed = _exists(source, OWN_OUTBOX)
+        adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
+        if existed:
+            self._examine_outbox(adopting)
+        self._apply(source, "outbox", "source.dsn")
+        # Again, because somebody may have created the table in between.
+        self._examine_outbox(adopting)
         _limit_event_bytes(source, settings.source.max_event_bytes)
-    else:
-        require_table(source, settings)
-        require_readable(source, settings.source)
-        _adopt(source, settings)
-    return _installed(installed)
+        _raise_counter(source, settings)
+        return [] if existed else [_removal_of_outbox(source)]
+
+    def _examine_outbox(self, adopting: bool) -> None:
+        require_table(self.source, self.settings)
+        require_readable(self.source, self.settings.source)
+        if adopting:
+            require_adoptable(self.source, OWN_OUTBOX, "source.table")
+
+    def _stream(self) -> list[_Removal]:
+        """The publication, the right to replicate, and the name of the slot."""
+        source, of = self.source, self.settings.source
+        if of.mode == "poll":
+            return []
+        streams.require_free(source, of.slot, self.settings.group)
+        made = ensure_publication(source, of)
+        removal: list[_Removal] = []
+        if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
+            removal.append(lambda: streams.forget(source, of.slot))
+        if _let_replicate(source):
+            self.done.append("right of the role relay to replicate")
+        if made:
+            removal.append(lambda: drop_publication(source, of.publication))
+            self.done.append(f"publication {of.publication} of {of.table}")
+        return removal
+
+    def _begin(self) -> list[_Removal]:
+        """The offsets of a new group."""
+        target, settings = self.target, self.settings
+        offsets.require_partition_count(
+            offsets.partition_count(target, settings.group), settings.group, settings.partitions
+        )
+        self.start.require_possible(target, settings)
+        # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
+        first = self.start.offset(self.source, settings)
+        created = offsets.create(
+            target, settings.group, settings.partitions, first, self.start.handover
+        )
+        if not created:
+            return []
+        self.done.append(
+            f"group {settings.group} with {created} partitions, from c_offset {first} on"
+        )
+        return [lambda: offsets.remove(target, settings.group)]
+
+
+def _exists(conn: Connection, table: str) -> bool:
+    row = conn.execute("select to_regclass(%s) is not null", (table,)).fetchone()
+    return bool(row and row[0])
+
+
+def _removal_of_schema(conn: Connection) -> _Removal:
+    return lambda: conn.execute("drop schema relay cascade")
+
+
+def _removal_of_outbox(source: Connection) -> _Removal:
+    """Nothing is removed that somebody has published meanwhile."""
+    return lambda: source.execute(
+        """
+        do $$
+        begin
+            lock table public.outbox_message_t in access exclusive mode;
+            if not exists (select from public.outbox_message_t) then
+                drop table public.outbox_message_t;
+            end if;
+        end
+        $$
+        """
+    )
+
+
+def _quietly(remove: _Removal) -> None:
+    """Remove something after a failure, which is what is reported."""
+    with suppress(psycopg.Error):
+        remove()
 
 
 def _limit_event_bytes(source: Connection, limit: int) -> None:
@@ -126,72 +310,39 @@ def _adopt(source: Connection, settings: Settings) -> None:
             sql.Literal(table.as_string(source)), settings.source.mapping["c_offset"]
         )
     )
-    offset = sql.Identifier(settings.source.mapping["c_offset"])
     if settings.source.mode != "wal":
-        # Offsets that were given before relay came go before those that it gives.
-        source.execute(
-            sql.SQL(
-                """
-                update relay.log_counter as counter set next_offset = newest.c_offset + 1
-                  from (select max({}) as c_offset from {}) as newest
-                 where counter.id = 1 and counter.next_offset <= newest.c_offset
-                """
-            ).format(offset, table)
-        )
+        _raise_counter(source, settings)
     if source.execute("select from pg_roles where rolname = 'relay'").rowcount:
         source.execute(sql.SQL("grant select on {} to relay").format(table))
 
 
-def _start_group(
-    source: Connection, target: Connection, settings: Settings, start: Start
-) -> list[str]:
-    done = []
-    name = settings.source
-    if name.mode != "poll" and ensure_publication(source, name):
-        done.append(f"publication {name.publication} of {name.table}")
-    # Decided before the slot exists: what was committed in between is older than the slot, and read by polling.
-    first = start.offset(source, settings)
-    if name.mode != "poll" and ensure_slot(source, name.slot):
-        done.append(f"replication slot {name.slot}")
-    if name.mode != "wal" and ensure_index(source, settings):
-        done.append(f"index of {name.table} for polling {settings.partitions} partitions")
-    # What goes before an offset that was asked for is skipped if the slot should bring it.
-    handover = first if start.place.isdecimal() else 1
-    created = offsets.create(target, settings.group, settings.partitions, first, handover)
-    if created:
-        done.append(f"group {settings.group} with {created} partitions, from c_offset {first} on")
-    return done
+def _raise_counter(source: Connection, settings: Settings) -> None:
+    """Let offsets go on after those that rows have already, from before relay was installed."""
+    source.execute(
+        sql.SQL(
+            """
+            update relay.log_counter as counter set next_offset = newest.c_offset + 1
+              from (select max({}) as c_offset from {}) as newest
+             where counter.id = 1 and counter.next_offset <= newest.c_offset
+            """
+        ).format(
+            sql.Identifier(settings.source.mapping["c_offset"]),
+            sql.Identifier(*settings.source.table_name),
+        )
+    )
 
 
-def remove(
-    settings: Settings, admin_dsn: str | None = None, target_admin_dsn: str | None = None
-) -> list[str]:
-    """Drop the slot, the publication and relay's schema in both databases; the outbox and its rows stay.
-
-    Raises ConfigurationError if a relay is still running.
-    """
-    done = []
-    with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
-        try:
-            if drop_slot(source, settings.source.slot):
-                done.append(f"replication slot {settings.source.slot}")
-        except psycopg.errors.ObjectInUse:
-            raise ConfigurationError(
-                f"source.slot: {settings.source.slot!r} is being read: stop the running relay first"
-            ) from None
-        drop_publication(source, settings.source.publication)
-        drop_indexes(source, settings)
-        source.execute("drop schema if exists relay cascade")
-        done.append(f"publication {settings.source.publication} and schema relay in the source")
-    if not settings.one_database:
-        with reach(target_admin_dsn or settings.target_dsn, "target.dsn") as target:
-            target.execute("drop schema if exists relay cascade")
-        done.append("schema relay in the target")
-    return done
-
-
-def _installed(names: list[str]) -> list[str]:
-    return [f"schema file {name}" for name in names]
+def _let_replicate(source: Connection) -> bool:
+    """Give the service's role REPLICATION; returns whether it was given. `relay check` says where it is missing."""
+    row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
+    if row is None or row[0]:
+        return False
+    try:
+        with source.transaction():
+            source.execute("alter role relay replication")
+    except psycopg.errors.InsufficientPrivilege:
+        return False
+    return True
 
 
 def _first(error: psycopg.Error) -> str:

@@ -15,6 +15,7 @@ import psycopg
 from relay import handlers
 from relay.config import Settings
 from relay.effects import Effects
+from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, refused_for_good
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
@@ -31,7 +32,7 @@ OLDEST_SERVER = 140000
 Connection = psycopg.Connection[Any]
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that every outbox must have a column for; polling needs c_offset as well, the others may be missing."""
+"""Fields that an outbox must have a column for; polling needs c_offset as well, and relay's own has all of them."""
 
 
 class Level(StrEnum):
@@ -171,7 +172,8 @@ def require_logical_wal(conn: Connection) -> None:
     if level and level[0] != "logical":
         raise ConfigurationError(
             f"source.dsn: the server runs with wal_level={level[0]}, relay needs logical: "
-            "run `alter system set wal_level = logical` and restart the server"
+            "run `alter system set wal_level = logical` and restart the server, or set source.mode: poll, which does "
+            "without"
         )
 
 
@@ -184,13 +186,24 @@ def require_table(conn: Connection, settings: Settings) -> None:
             f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
             "or name the table that you have"
         )
-    required = REQUIRED_FIELDS if source.mode == "wal" else (*REQUIRED_FIELDS, "c_offset")
-    for field, column in source.mapping.items():
-        if column not in there and (field in required or source.columns.get(field)):
-            raise ConfigurationError(
-                f"source.columns: the table {source.table} has no column {column!r} for {field}: "
-                f"add it, or map the column that holds it (columns: {{{field}: …}})"
-            )
+    required = _required_fields(settings)
+    missing = [
+        f"source.columns: the table {source.table} has no column {column!r} for {field}: "
+        f"add it, or map the column that holds it (columns: {{{field}: …}})"
+        for field, column in source.mapping.items()
+        if column and column not in there and (field in required or source.columns.get(field))
+    ]
+    if missing:
+        raise ConfigurationError("\n".join(missing))
+
+
+def _required_fields(settings: Settings) -> tuple[str, ...]:
+    if settings.source.owns_table:
+        # relay.publish fills all of them; `relay init` adds deliver_at by itself.
+        return tuple(field for field in FIELDS if field != "deliver_at")
+    if settings.source.mode == "wal":
+        return REQUIRED_FIELDS
+    return (*REQUIRED_FIELDS, "c_offset")
 
 
 def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
@@ -300,6 +313,21 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
+
+
+def require_slot(conn: Connection, settings: Settings) -> None:
+    """Raise ConfigurationError if the server has no slot of that name for relay and cannot be given one."""
+    name = settings.source.slot
+    state = slot_state(conn, name)
+    if state is not None:
+        require_ours(state, conn.info.dbname)
+        return
+    for finding in (
+        _role(conn),
+        _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots"),
+    ):
+        if finding.level is Level.ERROR:
+            raise ConfigurationError(finding.text)
 
 
 def _room(conn: Connection, setting: str, used: str) -> Finding:

@@ -73,6 +73,12 @@ def drop_indexes(conn: Connection, settings: Settings) -> int:
     return len(names)
 
 
+def drop_index(conn: Connection, settings: Settings) -> None:
+    """Drop the index for the configured number of partitions if it is there. Raises psycopg.Error."""
+    schema, _ = settings.source.table_name
+    conn.execute(sql.SQL("drop index if exists {}").format(sql.Identifier(schema, _name(settings))))
+
+
 def _name(settings: Settings) -> str:
     _, table = settings.source.table_name
     return f"{table[:40]}_relay_{settings.partitions}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from relay.source.slot import (
     require_ours,
     slot_state,
 )
-from relay.store import groups
+from relay.store import groups, streams
 from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,9 @@ class Recovery:
                 if state is not None:
                     drop_slot(conn, source.slot)
                 create_slot(conn, source.slot)
+                # A role of an administrator's own making need not have the right.
+                with suppress(psycopg.errors.InsufficientPrivilege):
+                    streams.record(conn, source.slot, self._settings.group)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise Unavailable(
                     f"the role may not make publication and slot ({error.diag.message_primary}): "

@@ -105,6 +105,11 @@ def _require_compatible(
         )
 
 
+def lock(conn: psycopg.Connection[Any]) -> None:
+    """Wait until no other installation is under way in the database; to the end of the transaction."""
+    conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
+
+
 def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:
     """Apply what is missing, all in one transaction under an advisory lock; returns the names that were applied.
 
@@ -112,7 +117,7 @@ def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:
     Raises psycopg.Error, or ConfigurationError for a schema that cannot be migrated, with nothing applied.
     """
     with conn.transaction():
-        conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
+        lock(conn)
         found = recorded(conn)
         _require_compatible(found, side, key, conn.info.dbname)
         installed = _missing(found, side)

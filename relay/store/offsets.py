@@ -138,9 +138,7 @@ def place(
 
 def replace(conn: psycopg.Connection[Any], group: str, partitions: int, offset: int) -> None:
     """Give the group another number of partitions, all of which go on at a c_offset."""
-    conn.execute(
-        "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
-    )
+    remove(conn, group)
     create(conn, group, partitions, offset, offset)
 
 
@@ -165,6 +163,13 @@ def create(
         """,
         (group, TOPIC, next_offset, handover_offset, partitions),
     ).rowcount
+
+
+def remove(conn: psycopg.Connection[Any], group: str) -> None:
+    """Forget the group's progress."""
+    conn.execute(
+        "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
+    )
 
 
 def partition_count(conn: psycopg.Connection[Any], group: str) -> int:

@@ -143,4 +143,20 @@ begin
 end
 $$;
 
+do $$
+begin
+    if not exists (select from pg_proc where oid = 'relay.reserve_offsets(bigint)'::regprocedure
+                      and proowner = to_regrole('relay_owner')) then
+        return;
+    end if;
+    if not has_schema_privilege('relay_owner', 'public', 'usage') then
+        grant usage on schema public to relay_owner;
+    end if;
+    grant insert on public.outbox_message_t to relay_owner;
+    grant create on schema relay to relay_owner;
+    alter function relay.publish(uuid, uuid, jsonb, uuid) owner to relay_owner;
+    revoke create on schema relay from relay_owner;
+end
+$$;
+
 insert into relay.migrations (name) values ('outbox/001_outbox.sql') on conflict do nothing;

@@ -1,5 +1,5 @@
 -- The gapless offset of the outbox and the triggers that keep it. Installs in the database that publishes events.
--- Applied once by `relay init`; `psql -v ON_ERROR_STOP=1 -1 -f` does the same.
+-- Applied once by `relay init`; `psql -v ON_ERROR_STOP=1 -1 -f` does the same, but does not examine what is there already.
 
 create schema if not exists relay;
 
@@ -18,10 +18,20 @@ create table if not exists relay.log_counter (
 );
 insert into relay.log_counter (id, next_offset) values (1, 1) on conflict do nothing;
 
+-- The slots and publications that read this database, so that uninstalling leaves none behind.
+create table if not exists relay.streams (
+    slot        text primary key,
+    group_id    text not null,
+    publication text
+);
+
+comment on column relay.streams.publication is
+    'the publication that relay made for it; null where it was there before';
+
 -- The row lock that this update takes is held to the end of the publisher's transaction: offsets are therefore in
 -- commit order and come back with a rollback.
 create or replace function relay.reserve_offsets(how_many bigint) returns bigint
-language sql security definer set search_path = pg_catalog, pg_temp
+language sql set search_path = pg_catalog, pg_temp
 as $$
     update relay.log_counter set next_offset = next_offset + how_many where id = 1
     returning next_offset - how_many
@@ -96,10 +106,12 @@ begin
 end
 $$;
 
--- Least privilege: two roles without login, to be granted or given a password by the administrator:
+-- Least privilege: three roles without login. The first two are to be granted or given a password by the administrator:
 --   relay_publisher   may publish, and nothing else
---   relay             runs the service: streams the WAL, reads the outbox, owns nothing
--- Where the installing role may not create roles (managed servers), the grants are left to the administrator.
+--   relay             runs the service: reads the outbox, owns nothing; `relay init` adds REPLICATION unless it polls
+--   relay_owner       owns the functions that run with the rights of their owner: insert into the outbox, move the counter
+-- Where the installing role may not create roles (managed servers), the grants are left to the administrator, and the
+-- functions belong to the installing role.
 
 revoke all on all functions in schema relay from public;
 
@@ -109,11 +121,34 @@ begin
         create role relay_publisher nologin;
     end if;
     if not exists (select from pg_roles where rolname = 'relay') then
-        create role relay nologin replication;
+        create role relay nologin;
+    end if;
+    if not exists (select from pg_roles where rolname = 'relay_owner') then
+        create role relay_owner nologin;
     end if;
 exception when insufficient_privilege then
-    raise notice 'relay: this role may not create roles; create relay_publisher and relay (REPLICATION) yourself, '
+    raise notice 'relay: this role may not create roles; create relay_publisher, relay and relay_owner yourself, '
                  'then run this file again';
+end
+$$;
+
+do $$
+begin
+    if not exists (select from pg_roles where rolname = 'relay_owner') then
+        return;
+    end if;
+    if not exists (select from pg_roles where rolname = current_user and rolsuper) then
+        execute format('grant relay_owner to %I', current_user);
+    end if;
+    -- A function's new owner must have the right to create in its schema.
+    grant usage, create on schema relay to relay_owner;
+    grant select, update (next_offset) on relay.log_counter to relay_owner;
+    alter function relay.reserve_offsets(bigint) owner to relay_owner;
+    alter function relay.fill_offset() owner to relay_owner;
+    alter function relay.write_back_offset() owner to relay_owner;
+    revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
 end
 $$;
 
@@ -125,6 +160,8 @@ begin
     if exists (select from pg_roles where rolname = 'relay') then
         grant usage on schema relay to relay;
         grant select on relay.log_counter, relay.migrations to relay;
+        -- relay creates a lost slot again.
+        grant select, insert on relay.streams to relay;
     end if;
 end
 $$;

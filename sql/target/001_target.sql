@@ -240,12 +240,14 @@ begin
 end
 $$;
 
+revoke all on function relay.lock_partitions(text, int, int[], text[]) from public;
+
 -- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
 
 do $$
 begin
     if not exists (select from pg_roles where rolname = 'relay') then
-        create role relay nologin replication;
+        create role relay nologin;
     end if;
 exception when insufficient_privilege then
     raise notice 'relay: this role may not create roles; create relay yourself, then run this file again';
@@ -260,10 +262,13 @@ begin
         -- A group that is split into another number of partitions gets other rows.
         grant select, insert, update, delete on relay.consumer_offsets to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
-        grant select, insert on relay.dead_letter_actions to relay;
+        -- Who acted, and when, is what the server says.
+        grant select on relay.dead_letter_actions to relay;
+        grant insert (group_id, letters, transaction_id, action, reason) on relay.dead_letter_actions to relay;
         grant select, insert, update on relay.groups to relay;
         grant select, insert, update, delete on relay.suspects to relay;
-        grant select, insert, update, delete on relay.deferred, relay.deferred_rows to relay;
+        grant select, insert, update, delete on relay.deferred to relay;
+        grant select, insert, delete on relay.deferred_rows to relay;
         grant select, insert, update, delete on relay.spark_portions to relay;
         grant select, insert, delete on relay.spark_events to relay;
         grant usage on sequence relay.spark_batches to relay;

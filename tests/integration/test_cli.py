@@ -12,7 +12,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from tests.outbox import PROJECTION, Outbox, event, host, wait_until
-from tests.postgres import Server, start_server
+from tests.postgres import Server
 from tests.process import ROOT, relay, running
 
 
@@ -310,21 +310,6 @@ def test_run_does_not_wait_for_what_only_another_dsn_mends(
     line = refused(config)
     assert f"{key}.dsn: cannot connect" in line
     assert words in line
-
-
-def test_wal_level_replica(tmp_path: Path) -> None:
-    with (
-        start_server({"wal_level": "replica"}) as server,
-        Outbox(server.create_database("plain")) as outbox,
-    ):
-        outbox.conn.execute(PROJECTION)
-        source = {**outbox.config()["source"], "mode": "wal"}
-        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
-        assert "wal_level=replica, relay needs logical" in refused(config, "init")
-        assert (
-            "wal_level=replica, relay needs logical"
-            in relay("check", "--config", str(config)).stderr
-        )
 
 
 def test_missing_table(config: Path, outbox: Outbox) -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
+import psycopg.conninfo
 import pytest
 from typer.testing import CliRunner
 
+from relay import install
+from relay.admin.uninstall import plan_removal, remove
 from relay.cli import app
 from relay.config import load
+from relay.events import FIELDS
 from relay.faults import ConfigurationError
 from relay.install import initialise
 from relay.preflight import require
 from relay.store import migrations
-from tests.outbox import Outbox
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.postgres import EmbeddedServer, Server, start_server
+from tests.process import ROOT
 
 COMMANDS = (
     ["status"],
@@ -111,7 +119,7 @@ def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox, chan
     for command in (["status"], ["dlq", "list"], ["init"]):
         said = refusal(config, *command)
         assert "unreleased edition" in said, command
-        assert "run `relay uninstall` and `relay init`" in said
+        assert "run `relay uninstall` and `relay init" in said
     assert "unreleased edition" in checked(config)
 
 
@@ -140,3 +148,429 @@ def test_publish_on_an_outbox_that_was_there_before_says_what_to_do(
     said = refusal(config, "publish", "--generate", "1")
     assert said.startswith("source.table: `relay publish` and relay.publish write to")
     assert "insert into shop.events with your own statements" in said
+
+
+def planted(outbox: Outbox) -> bool:
+    """Whether anything of relay is in the database."""
+    return bool(
+        outbox.value(
+            "select to_regnamespace('relay') is not null"
+            " or exists (select from pg_publication) or exists (select from pg_indexes where indexname ~ '_relay_')"
+            " or exists (select from pg_replication_slots where database = current_database())"
+        )
+    )
+
+
+OUTBOX = """
+    create table public.outbox_message_t (
+        id uuid primary key default gen_random_uuid(), host_id uuid not null, user_id uuid, aggregate_id varchar(64),
+        aggregate_version bigint default 1, aggregate_type text, event_type text not null,
+        event_ts timestamptz not null default current_timestamp, payload jsonb not null, metadata jsonb,
+        c_offset bigint unique check (c_offset >= 0), transaction_id uuid, transaction_ordinal int,
+        transaction_count int, note varchar(10) default 'x' check (length(note) < 11)
+    );
+"""
+FUNCTION = (
+    "create function public.evil() returns trigger language plpgsql as 'begin return new; end';"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            FUNCTION
+            + "create trigger t before insert on outbox_message_t for each row execute function evil()",
+            "has the trigger t",
+        ),
+        ("create rule r as on insert to outbox_message_t do also select 1", "has the rule r"),
+        (
+            "create policy p on outbox_message_t using (true)",
+            "has the row security policy p",
+        ),
+        ("alter table outbox_message_t enable row level security", "has row level security"),
+        (
+            "alter table outbox_message_t add more text default query_to_xml('select 1', true, true, '')::text",
+            "the default or generated value of more calls query_to_xml",
+        ),
+        (
+            "create function f(jsonb) returns int immutable language sql as 'select 1';"
+            "alter table outbox_message_t add more int generated always as (f(payload)) stored",
+            "the default or generated value of more calls public.f",
+        ),
+        (
+            "alter table outbox_message_t add constraint c check (pg_read_file(event_type) is not null)",
+            "the constraint c calls pg_read_file",
+        ),
+        (
+            "create table base (id uuid not null); alter table outbox_message_t inherit base",
+            "has the parent public.base",
+        ),
+        (
+            "create domain d as text; alter table outbox_message_t add more d",
+            "of the type public.d",
+        ),
+    ],
+)
+def test_an_outbox_with_code_of_somebody_else_is_not_adopted(
+    database: str, change: str, words: str
+) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute((OUTBOX + change).encode())
+        with pytest.raises(ConfigurationError) as said:
+            initialise(outbox.settings())
+        assert words in str(said.value)
+        assert not planted(outbox)
+
+
+def test_an_outbox_that_was_there_before_is_taken_over(database: str) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(OUTBOX.encode())
+        outbox.install()
+        outbox.publish(host(1), event(1))
+        outbox.drain(outbox.settings())
+        assert initialise(outbox.settings()) == []
+
+
+@pytest.fixture
+def mallory(database: str) -> Iterator[str]:
+    """A role that may create tables and schemas, and would like to be more."""
+    with Outbox(database) as outbox:
+        name = f"{outbox.slot}_mallory"
+        outbox.conn.execute(
+            f"create role {name}; grant create on schema public to {name};"
+            f"grant create on database {outbox.slot} to {name}".encode()
+        )
+        yield name
+        outbox.conn.execute(f"drop owned by {name} cascade; drop role {name}".encode())
+
+
+@pytest.mark.parametrize(
+    ("statements", "words"),
+    [
+        (OUTBOX, "the table public.outbox_message_t belongs to {}"),
+        ("create schema relay", "the schema relay belongs to {}"),
+        (
+            "reset role; create schema relay; grant create on schema relay to {0}; set role {0};"
+            "create function relay.reserve_offsets(bigint) returns bigint language sql as 'select 1'",
+            "the function relay.reserve_offsets(bigint) belongs to {}",
+        ),
+        (
+            "reset role; create schema relay; grant create on schema relay to {0}",
+            "{} may create objects in the schema relay: run `revoke create on schema relay from {}`",
+        ),
+    ],
+    ids=["outbox", "schema", "function", "right to create"],
+)
+def test_what_somebody_else_owns_is_not_adopted(
+    database: str, mallory: str, statements: str, words: str
+) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            f"set role {mallory}; {statements.format(mallory)}; reset role".encode()
+        )
+        outbox.conn.execute("create table before as select oid from pg_class")
+        with pytest.raises(ConfigurationError) as said:
+            initialise(outbox.settings())
+        assert words.format(mallory, mallory) in str(said.value)
+        outbox.conn.execute("drop table before")
+        assert outbox.value("select to_regclass('relay.migrations') is null")
+        outbox.conn.execute("drop schema if exists relay cascade")
+
+
+def test_a_schema_of_that_name_that_is_not_relays_is_not_adopted(database: str) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute("create schema relay; create table relay.race ()")
+        with pytest.raises(ConfigurationError, match="it holds race, but no table migrations"):
+            initialise(outbox.settings())
+
+
+def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -> None:
+    assert outbox.column(
+        "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
+    ) == ["fill_offset", "publish", "write_back_offset"]
+    assert outbox.column(
+        "select distinct pg_get_userbyid(proowner)::text from pg_proc"
+        " where pronamespace = 'relay'::regnamespace and prosecdef"
+    ) == ["relay_owner"]
+    assert not outbox.value(
+        "select rolcanlogin or rolsuper or rolreplication from pg_roles where rolname = 'relay_owner'"
+    )
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        conn.execute("set role relay_owner")
+        for forbidden in (
+            "select * from outbox_message_t",
+            "delete from outbox_message_t",
+            "insert into relay.log_counter values (2, 1)",
+            "create table relay.more ()",
+            "select * from relay.dead_letter_queue",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(forbidden.encode())
+
+
+def test_who_acted_on_a_dead_letter_cannot_be_forged(outbox: Outbox) -> None:
+    with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
+        for forged in ("acted_by", "acted_at"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(
+                    f"insert into relay.dead_letter_actions (group_id, letters, action, {forged})"
+                    " values ('default', '{1}', 'discard', '2000-01-01')".encode()
+                )
+        conn.execute("set role relay")
+        conn.execute(
+            "insert into relay.dead_letter_actions (group_id, letters, action) values ('default', '{1}', 'discard')"
+        )
+        assert outbox.column("select acted_by from relay.dead_letter_actions") == [name]
+        for more in (
+            "update relay.dead_letter_actions set acted_by = 'x'",
+            "delete from relay.dead_letter_actions",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(more.encode())
+
+
+def test_roles_have_what_the_mode_needs_and_installing_works_without_a_superuser(
+    mortal_server: Server,
+) -> None:
+    with psycopg.connect(mortal_server.dsn(), autocommit=True) as conn:
+        conn.execute("create role installer login createrole password 'p'")
+        conn.execute("create role humble login password 'p'")
+    mortal_server.create_database("first", "owner installer")
+    mortal_server.create_database("second", "owner humble")
+
+    def install(database: str, user: str | None, mode: str) -> str:
+        admin = mortal_server.dsn(database)
+        dsn = psycopg.conninfo.make_conninfo(admin, user=user, password="p") if user else admin
+        with Outbox(admin) as outbox:
+            source = {"dsn": dsn, "slot": database, "publication": database, "mode": mode}
+            initialise(outbox.settings(source=source))
+            outbox.publish(host(1), event(1))
+            assert outbox.column("select c_offset from outbox_message_t") == [1]
+            (owner,) = outbox.column(
+                "select distinct pg_get_userbyid(proowner)::text from pg_proc"
+                " where pronamespace = 'relay'::regnamespace and prosecdef"
+            )
+        return str(owner)
+
+    def replicates() -> bool:
+        with psycopg.connect(mortal_server.dsn()) as conn:
+            row = conn.execute(
+                "select rolreplication from pg_roles where rolname = 'relay'"
+            ).fetchone()
+            return bool(row and row[0])
+
+    assert install("first", "installer", "poll") == "relay_owner"
+    assert install("second", "humble", "poll") == "humble"
+    assert not replicates()
+    mortal_server.create_database("third")
+    assert install("third", None, "auto") == "relay_owner"
+    assert replicates()
+
+
+def test_missing_columns_are_named_at_once_and_nothing_is_left(
+    database: str, tmp_path: Path
+) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute("create schema shop; create table shop.events (id uuid, payload jsonb)")
+        source = {**outbox.config()["source"], "table": "shop.events"}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+        said = refusal(config, "init").splitlines()
+        assert [line.split("no column ")[1].split(" for")[0] for line in said] == [
+            "'host_id'",
+            "'event_type'",
+            "'c_offset'",
+        ]
+        assert not planted(outbox)
+        outbox.conn.execute("create table outbox_message_t (id uuid, c_offset bigint)")
+        own = outbox.config_file(tmp_path / "relay.yaml")
+        assert len(refusal(own, "init").splitlines()) == len(FIELDS) - 3
+        assert not planted(outbox)
+
+
+def test_the_advice_to_run_it_again_repeats_the_options(database: str, tmp_path: Path) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            (
+                OUTBOX + "insert into outbox_message_t (host_id, event_type, payload)"
+                " values (gen_random_uuid(), 'x', '{}')"
+            ).encode()
+        )
+        config = outbox.config_file(tmp_path / "relay.yaml")
+        said = refusal(config, "init", "--from", "beginning", "--admin-dsn", database)
+        assert f"`relay init --config {config} --admin-dsn … --from beginning` again" in said
+        assert not planted(outbox)
+
+
+def test_a_slot_that_cannot_be_made_leaves_nothing(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bool:
+        raise psycopg.errors.ConfigurationLimitExceeded("all replication slots are in use")
+
+    with Outbox(database) as outbox:
+        with monkeypatch.context() as broken:
+            broken.setattr(install, "ensure_slot", fail)
+            with pytest.raises(ConfigurationError, match="raise max_replication_slots"):
+                initialise(outbox.settings())
+            assert not planted(outbox)
+            assert outbox.value("select to_regclass('outbox_message_t') is null")
+        outbox.install()
+        with monkeypatch.context() as broken:
+            broken.setattr(install, "ensure_slot", fail)
+            other = {"dsn": database, "slot": f"{outbox.slot}_b", "publication": f"{outbox.slot}_b"}
+            with pytest.raises(ConfigurationError, match="raise max_replication_slots"):
+                initialise(outbox.settings(source=other, group="b", partitions=4))
+        assert outbox.column("select distinct group_id from relay.consumer_offsets") == ["default"]
+        assert outbox.column("select pubname::text from pg_publication") == [outbox.slot]
+        assert outbox.column("select slot from relay.streams") == [outbox.slot]
+        outbox.publish(host(1), event(1))
+
+
+def test_two_groups_cannot_share_a_slot(outbox: Outbox) -> None:
+    with pytest.raises(
+        ConfigurationError, match="is the slot of the group 'default': name another"
+    ):
+        initialise(outbox.settings(group="b"))
+    assert outbox.column("select distinct group_id from relay.consumer_offsets") == ["default"]
+
+
+def test_uninstalling_lists_every_group_and_orphans_no_slot(
+    outbox: Outbox, tmp_path: Path, server: Server
+) -> None:
+    second = {"dsn": outbox.dsn, "slot": f"{outbox.slot}_b", "publication": f"{outbox.slot}_b"}
+    initialise(outbox.settings(source=second, group="b"))
+    elsewhere = f"{outbox.slot}_other"
+    outbox.conn.execute(b"create publication bystander for table projection")
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    with Outbox(server.create_database(elsewhere)) as other:
+        try:
+            other.install()
+            asked = CliRunner().invoke(app, ["uninstall", "--config", str(config)], input="n\n")
+            assert asked.exit_code == 1
+            assert asked.output.splitlines()[:7] == [
+                "will drop group b: 8 partitions, 0 dead letters",
+                "will drop group default: 8 partitions, 0 dead letters",
+                f"will drop replication slot {outbox.slot} of the group default",
+                f"will drop replication slot {outbox.slot}_b of the group b",
+                f"will drop publication {outbox.slot}",
+                f"will drop publication {outbox.slot}_b",
+                f"will drop schema relay in the database {outbox.slot}",
+            ]
+            slots = (
+                "select slot_name::text from pg_replication_slots where database ~ %s order by 1"
+            )
+            assert len(outbox.column(slots, (outbox.slot,))) == 3
+            with relaying(outbox.settings()):
+                outbox.wait_drained()
+                assert "is running" in refusal(config, "uninstall", "--yes")
+            assert (
+                CliRunner().invoke(app, ["uninstall", "--config", str(config), "--yes"]).exit_code
+                == 0
+            )
+            assert outbox.column(slots, (outbox.slot,)) == [elsewhere]
+            assert outbox.column("select pubname::text from pg_publication") == ["bystander"]
+            assert "relay is not installed in" in refusal(config, "uninstall", "--yes")
+        finally:
+            server.drop_database(elsewhere)
+
+
+def test_uninstalling_where_relay_never_was_drops_nothing_of_another_database(
+    outbox: Outbox, tmp_path: Path, server: Server
+) -> None:
+    name = f"{outbox.slot}_never"
+    source = {**outbox.config()["source"], "dsn": server.create_database(name)}
+    config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+    try:
+        said = refusal(config, "uninstall", "--yes")
+        assert f"relay is not installed in '{name}'" in said
+    finally:
+        server.drop_database(name)
+    assert outbox.value(
+        "select count(*) from pg_replication_slots where slot_name = %s", (outbox.slot,)
+    )
+
+
+def test_offsets_go_on_after_uninstalling(outbox: Outbox) -> None:
+    outbox.fill(3)
+    settings = outbox.settings()
+    assert remove(settings, plan_removal(settings))
+    initialise(settings)
+    outbox.publish(host(1), event(1))
+    assert outbox.column("select c_offset from outbox_message_t order by 1") == list(range(1, 17))
+    outbox.drain(settings)
+    assert outbox.column("select c_offset from projection") == [16]
+
+
+def test_source_and_target_of_their_own_are_installed_and_uninstalled(
+    database: str, server: Server
+) -> None:
+    with Outbox(database) as outbox, Outbox(server.create_database(f"{outbox.slot}_to")) as target:
+        try:
+            settings = outbox.settings(target={"dsn": target.dsn})
+            initialise(settings)
+            assert target.value("select to_regclass('relay.log_counter') is null")
+            assert remove(settings, plan_removal(settings))[-2:] == [
+                f"schema relay in the database {outbox.slot}",
+                f"schema relay in the database {target.slot}",
+            ]
+            assert not planted(outbox)
+            assert not planted(target)
+            # Two addresses of one database, which an installation must not take for two.
+            alias = outbox.dsn + ("&" if "?" in outbox.dsn else "?") + "connect_timeout=9"
+            initialise(outbox.settings(target={"dsn": alias}))
+        finally:
+            server.drop_database(target.slot)
+
+
+def test_a_low_wal_level_is_the_same_to_init_and_check(tmp_path: Path) -> None:
+    with (
+        start_server({"wal_level": "replica"}) as server,
+        Outbox(server.create_database("plain")) as outbox,
+    ):
+        outbox.conn.execute(PROJECTION)
+        for mode, status in (("wal", 2), ("auto", 0), ("poll", 0)):
+            source = {**outbox.config()["source"], "mode": mode}
+            config = outbox.config_file(tmp_path / f"{mode}.yaml", source=source)
+            for command in ("init", "check"):
+                result = CliRunner().invoke(app, [command, "--config", str(config)])
+                said = f"{result.output}{result.exception}"
+                assert status == (0 if result.exit_code == 0 else 2), said
+                warned = (
+                    "wal_level=replica, relay needs logical" in said
+                    and "or set source.mode: poll" in said
+                )
+                assert warned == (mode != "poll"), said
+        outbox.publish(host(1), event(1))
+
+
+def test_the_lines_of_the_documentation_leave_the_role_the_stream_only(
+    mortal_server: Server,
+) -> None:
+    if not isinstance(mortal_server, EmbeddedServer):
+        pytest.skip("needs the server's pg_hba.conf")
+    app_dsn = mortal_server.create_database("app")
+    with Outbox(app_dsn) as outbox:
+        outbox.install()
+        outbox.conn.execute("alter role relay login password 'p'")
+
+        def connects(dsn: str, replication: str = "false") -> bool:
+            options = {"user": "relay", "password": "p", "replication": replication}
+            try:
+                psycopg.connect(psycopg.conninfo.make_conninfo(dsn, **options)).close()
+            except psycopg.OperationalError:
+                return False
+            return True
+
+        other = mortal_server.dsn()
+        assert connects(other)
+        assert connects(app_dsn, replication="true")
+        section = (ROOT / "docs" / "security.md").read_text().split("pg_hba.conf\n")[1]
+        lines = section.split("```")[0].replace("10.0.0.5/32", "127.0.0.1/32")
+        file = mortal_server.cluster.data / "pg_hba.conf"
+        file.write_text(lines + file.read_text())
+        outbox.conn.execute("select pg_reload_conf()")
+        wait_until(lambda: not connects(other))
+        assert connects(app_dsn)
+        assert connects(app_dsn, replication="database")
+        assert not connects(app_dsn, replication="true")

@@ -103,7 +103,8 @@ def adopted(outbox: Outbox, *changes: str, **source: Any) -> Settings:
     outbox.conn.execute(ADOPTED)
     for change in changes:
         outbox.conn.execute(change.encode())
-    names = {"publication": f"{outbox.slot}_adopted", "table": "public.adopted"}
+    name = f"{outbox.slot}_adopted"
+    names = {"slot": name, "publication": name, "table": "public.adopted"}
     return outbox.settings(source={**outbox.config()["source"], **names, **source}, group="adopted")
 
 

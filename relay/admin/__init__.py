@@ -1,0 +1,1 @@
+"""Commands of an administrator, one module each."""

@@ -1,0 +1,285 @@
+"""What `relay init` finds in a database and may build on: nothing that runs the code of somebody who is not trusted.
+
+relay.publish inserts into relay's own outbox with the rights of relay_owner, and `relay init` runs with those of an
+administrator. A planted schema, table or role of the same name would lend these rights to whoever planted it.
+
+Sources: PostgreSQL documentation, "Writing SECURITY DEFINER Functions Safely", and the chapter "System Catalogs".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, LiteralString
+
+import psycopg
+
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+
+_SAFE = frozenset(
+    {
+        "abs",
+        "char_length",
+        "clock_timestamp",
+        "gen_random_uuid",
+        "hashtext",
+        "jsonb_typeof",
+        "length",
+        "lower",
+        "mod",
+        "nextval",
+        "now",
+        "octet_length",
+        "pg_column_size",
+        "statement_timestamp",
+        "transaction_timestamp",
+        "upper",
+        "uuidv4",
+        "uuidv7",
+    }
+)
+"""Functions that expressions of the outbox may call. Others, such as query_to_xml, run whatever they are given."""
+
+_CURE = "drop it, or rename the table and let relay make its own, or name a table of yours as source.table"
+
+_LITERAL = re.compile(r"'(?:[^']|'')*'")
+_TYPE = re.compile(r"::(?:[a-z_]+ ?)+\([\d,]+\)")
+_CALL = re.compile(r'([\w".]+)\(')
+_FOREIGN = re.compile(r"OPERATOR\((?!pg_catalog\.)|::\"?\w+\"?\.")
+
+
+def pin_search_path(conn: Connection) -> None:
+    """Let names without a schema mean PostgreSQL's own objects only."""
+    conn.execute("set search_path = pg_catalog, pg_temp")
+
+
+def claim_schema(conn: Connection, key: str) -> bool:
+    """Create the schema relay, or examine the one that is there; returns whether it was created.
+
+    Belongs in the transaction that installs the rest. `key` is the configuration key of the database. Raises
+    ConfigurationError with a line for each thing that relay would not have made.
+    """
+    found = [*_owner_role(conn)]
+    row = conn.execute("select to_regnamespace('relay') is not null").fetchone()
+    exists = bool(row and row[0])
+    if exists:
+        tables = _oids(conn, "select oid from pg_class where relnamespace = 'relay'::regnamespace")
+        found += [*_strangers(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
+    _refuse(found, key)
+    if not exists:
+        # Without IF NOT EXISTS: one that somebody creates at this moment makes this fail.
+        conn.execute("create schema relay")
+    return not exists
+
+
+def require_adoptable(conn: Connection, table: str, key: str) -> None:
+    """Examine relay's own outbox and its partitions, which may have been there before.
+
+    `table` is its qualified name. Raises ConfigurationError with a line for each thing that relay would not have made.
+    """
+    tables = _oids(
+        conn,
+        "select %(table)s::regclass::oid union select relid::oid from pg_partition_tree(%(table)s::regclass)",
+        {"table": table},
+    )
+    found = [
+        *_owners(conn, tables),
+        *_attached(conn, tables),
+        *_types(conn, tables),
+        *_expressions(conn, tables),
+    ]
+    _refuse(found, key)
+
+
+def _oids(
+    conn: Connection, query: LiteralString, parameters: Mapping[str, str] | None = None
+) -> list[int]:
+    return [oid for (oid,) in conn.execute(query, parameters)]
+
+
+def _trusted(conn: Connection) -> list[int]:
+    """The installing role, those that it belongs to, superusers, and the owner of the database."""
+    return _oids(
+        conn,
+        """
+        select role.oid from pg_roles as role
+         where role.rolname in (current_user, 'relay_owner', 'pg_database_owner') or role.rolsuper
+            or role.oid = (select datdba from pg_database where datname = current_database())
+            or (pg_has_role(current_user, role.oid, 'member')
+                and not (select rolsuper from pg_roles where rolname = current_user))
+        """,
+    )
+
+
+def _refuse(found: list[str], key: str) -> None:
+    if found:
+        raise ConfigurationError("\n".join(f"{key}: {line}" for line in found))
+
+
+def _owner_role(conn: Connection) -> Iterator[str]:
+    row = conn.execute(
+        """
+        select rolcanlogin or rolsuper or rolcreaterole or rolcreatedb or rolreplication or rolbypassrls
+               or exists (select from pg_auth_members where member = r.oid)
+          from pg_roles as r where rolname = 'relay_owner'
+        """
+    ).fetchone()
+    if row and row[0]:
+        yield (
+            "the role relay_owner may do more than own relay's functions: take login, every attribute and every "
+            "membership in other roles from it, or drop it"
+        )
+
+
+def _strangers(conn: Connection) -> Iterator[str]:
+    """Objects in the schema relay, and itself, that belong to somebody who is not trusted."""
+    for kind, name, owner in conn.execute(
+        """
+        with object (kind, name, owner) as (
+            select 'schema', nspname::text, nspowner from pg_namespace where nspname = 'relay'
+            union all
+            select case relkind when 'S' then 'sequence' when 'v' then 'view' else 'table' end,
+                   oid::regclass::text, relowner
+              from pg_class where relnamespace = 'relay'::regnamespace and relkind in ('r', 'p', 'v', 'm', 'f', 'S')
+            union all
+            select 'function', oid::regprocedure::text, proowner
+              from pg_proc where pronamespace = 'relay'::regnamespace
+            union all
+            select 'type', oid::regtype::text, typowner from pg_type
+             where typnamespace = 'relay'::regnamespace and typtype in ('d', 'e', 'r')
+        )
+        select kind, name, pg_get_userbyid(owner) from object where owner <> all (%s) order by 1, 2
+        """,
+        (_trusted(conn),),
+    ):
+        yield _belongs(f"the {kind}", name, owner)
+
+
+def _creators(conn: Connection) -> Iterator[str]:
+    for (grantee,) in conn.execute(
+        """
+        select case when a.grantee = 0 then 'public' else pg_get_userbyid(a.grantee) end
+          from pg_namespace, aclexplode(nspacl) as a
+         where nspname = 'relay' and a.privilege_type = 'CREATE' and a.grantee <> all (%s)
+        """,
+        (_trusted(conn),),
+    ):
+        yield (
+            f"{grantee} may create objects in the schema relay: "
+            f"run `revoke create on schema relay from {grantee}`"
+        )
+
+
+def _content(conn: Connection) -> Iterator[str]:
+    """What a schema holds that relay did not make, although it has the name."""
+    row = conn.execute(
+        """
+        select min(relname) from pg_class
+         where relnamespace = 'relay'::regnamespace and relkind in ('r', 'p', 'v', 'm', 'f')
+           and to_regclass('relay.migrations') is null
+        """
+    ).fetchone()
+    if row and row[0]:
+        yield (
+            f"the schema relay is not relay's: it holds {row[0]}, but no table migrations: rename the schema, "
+            "or use another database"
+        )
+
+
+def _owners(conn: Connection, tables: list[int]) -> Iterator[str]:
+    for table, owner in conn.execute(
+        """
+        select oid::regclass::text, pg_get_userbyid(relowner) from pg_class
+         where oid = any (%s) and relowner <> all (%s) order by 1
+        """,
+        (tables, _trusted(conn)),
+    ):
+        yield f"{_belongs('the table', table, owner)}, or run `relay init` as {owner}"
+
+
+def _belongs(kind: str, name: str, owner: str) -> str:
+    return (
+        f"{kind} {name} belongs to {owner}, who is neither the installing role, one that it belongs to, a superuser "
+        "nor the owner of the database: drop it, or give it to one of these"
+    )
+
+
+def _attached(conn: Connection, tables: list[int]) -> Iterator[str]:
+    """Triggers, rules, policies and inheritance."""
+    for table, what in conn.execute(
+        """
+        with t as (select oid, relkind, relispartition, relrowsecurity from pg_class where oid = any (%s))
+        select t.oid::regclass::text, what from t cross join lateral (
+            select 'the trigger ' || tgname from pg_trigger join pg_proc as p on p.oid = tgfoid
+             where tgrelid = t.oid and not tgisinternal and p.pronamespace <> 'relay'::regnamespace
+            union all
+            select 'the rule ' || rulename from pg_rewrite where ev_class = t.oid and rulename <> '_RETURN'
+            union all
+            select 'the row security policy ' || polname from pg_policy where polrelid = t.oid
+            union all
+            select 'row level security' where t.relrowsecurity
+            union all
+            select 'the parent ' || inhparent::regclass::text from pg_inherits
+             where inhrelid = t.oid and not t.relispartition
+            union all
+            select 'the child ' || inhrelid::regclass::text from pg_inherits
+             where inhparent = t.oid and t.relkind = 'r'
+        ) as attached (what)
+        order by 1, 2
+        """,
+        (tables,),
+    ):
+        yield f"{table} has {what}, which relay would not have made: {_CURE}"
+
+
+def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
+    for table, column, kind in conn.execute(
+        """
+        select c.oid::regclass::text, a.attname, format_type(a.atttypid, a.atttypmod)
+          from pg_class as c join pg_attribute as a on a.attrelid = c.oid join pg_type as y on y.oid = a.atttypid
+         where c.oid = any (%s) and a.attnum > 0 and not a.attisdropped and y.typnamespace <> 'pg_catalog'::regnamespace
+         order by 1, 2
+        """,
+        (tables,),
+    ):
+        yield (
+            f"{table} has the column {column} of the type {kind}, which is not PostgreSQL's own: {_CURE}"
+        )
+
+
+def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
+    """Defaults, generated columns, constraints and indexes, which an insert computes."""
+    for table, name, expression in conn.execute(
+        """
+        with t as (select oid from pg_class where oid = any (%s))
+        select t.oid::regclass::text, name, expression from t cross join lateral (
+            select 'the default or generated value of ' || attname, pg_get_expr(adbin, adrelid)
+              from pg_attrdef join pg_attribute on attrelid = adrelid and attnum = adnum where adrelid = t.oid
+            union all
+            select 'the constraint ' || conname, pg_get_expr(conbin, conrelid)
+              from pg_constraint where conrelid = t.oid and conbin is not null
+            union all
+            select 'the index ' || indexrelid::regclass::text,
+                   concat_ws(' ', pg_get_expr(indexprs, indrelid), pg_get_expr(indpred, indrelid))
+              from pg_index where indrelid = t.oid and (indexprs is not null or indpred is not null)
+        ) as computed (name, expression)
+        order by 1, 2
+        """,
+        (tables,),
+    ):
+        called = foreign_calls(expression)
+        if called:
+            yield (
+                f"{table}: {name} calls {', '.join(sorted(called))}, which relay would not have made: {_CURE}"
+            )
+
+
+def foreign_calls(expression: str) -> set[str]:
+    """What an expression, as PostgreSQL prints it with an empty search path, calls that is not known to be harmless."""
+    plain = _TYPE.sub("", _LITERAL.sub("''", expression))
+    calls = {name for name in _CALL.findall(plain) if name.lower() == name and name not in _SAFE}
+    return calls | (
+        {"an operator or a type of somebody's own"} if _FOREIGN.search(plain) else set()
+    )

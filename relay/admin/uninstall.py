@@ -1,0 +1,175 @@
+"""Takes relay out of databases: every group with its slot, the publications, the indexes, the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from relay.config import Settings
+from relay.faults import ConfigurationError
+from relay.install import administrators
+from relay.source.index import drop_indexes
+from relay.source.slot import drop_publication, drop_slot, slot_state
+from relay.store import migrations, presence, streams
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of the target, with what is lost with it."""
+
+    name: str
+    partitions: int
+    dead_letters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What uninstalling drops. `schemas` names the databases; outboxes and their rows are never among it."""
+
+    groups: tuple[Group, ...]
+    slots: tuple[streams.Stream, ...]
+    publications: tuple[str, ...]
+    schemas: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The removal in words, a line for each thing."""
+        here = {group.name for group in self.groups}
+        return [
+            *(
+                f"group {group.name}: {group.partitions} partitions, {group.dead_letters} dead letters"
+                for group in self.groups
+            ),
+            *(
+                f"replication slot {slot.slot} of the group {slot.group_id}"
+                + ("" if slot.group_id in here else ", whose progress is in a target that stays")
+                for slot in self.slots
+            ),
+            *(f"publication {name}" for name in self.publications),
+            *(f"schema relay in the database {name}" for name in self.schemas),
+        ]
+
+
+def plan_removal(
+    settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None
+) -> Removal:
+    """Find what `relay uninstall` drops: everything that belongs to the relay of the configured source and target.
+
+    Raises ConfigurationError if relay is installed in neither, or while an instance runs.
+    """
+    with administrators(settings, source_dsn, target_dsn) as (source, target):
+        removal = _plan(settings, source, target)
+        with _stopped(removal, source, target):
+            return removal
+
+
+def remove(
+    settings: Settings,
+    agreed: Removal,
+    source_dsn: str | None = None,
+    target_dsn: str | None = None,
+) -> list[str]:
+    """Drop what was agreed to; returns it in words.
+
+    Raises ConfigurationError, with nothing dropped, if there is something else now, a right is missing, or an instance
+    runs.
+    """
+    with administrators(settings, source_dsn, target_dsn) as (source, target):
+        removal = _plan(settings, source, target)
+        if removal != agreed:
+            raise ConfigurationError(
+                "uninstall: what there is has changed meanwhile: run `relay uninstall` again"
+            )
+        with _stopped(removal, source, target):
+            try:
+                _drop(settings, removal, source, target)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise ConfigurationError(
+                    f"source.dsn or target.dsn: {error.diag.message_primary}: connect as an administrator "
+                    "(`relay uninstall --admin-dsn …`)"
+                ) from None
+    return removal.lines()
+
+
+def _plan(settings: Settings, source: Connection, target: Connection) -> Removal:
+    databases = [source] if source is target else [source, target]
+    installed = [conn for conn in databases if migrations.recorded(conn)]
+    if not installed:
+        names = " nor in ".join(repr(conn.info.dbname) for conn in databases)
+        raise ConfigurationError(
+            f"uninstall: relay is not installed in {names}: nothing to drop; or correct source.dsn and target.dsn"
+        )
+    reads = source in installed
+    known = {each.slot: each for each in streams.all_streams(source)} if reads else {}
+    configured = settings.source
+    if reads and configured.slot not in known and not known:
+        known[configured.slot] = streams.Stream(
+            configured.slot, settings.group, configured.publication
+        )
+    there = [known[name] for name in sorted(known) if _is_here(source, name)]
+    return Removal(
+        groups=tuple(_groups(target)) if target in installed else (),
+        slots=tuple(there),
+        publications=tuple(
+            sorted({each.publication for each in known.values() if each.publication})
+        ),
+        schemas=tuple(conn.info.dbname for conn in installed),
+    )
+
+
+def _is_here(source: Connection, slot: str) -> bool:
+    """Whether there is such a slot, and in this database: a slot's name is unique in the whole cluster."""
+    state = slot_state(source, slot)
+    return state is not None and state.database == source.info.dbname
+
+
+def _groups(target: Connection) -> Iterator[Group]:
+    for name, partitions, dead in target.execute(
+        """
+        select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.letters, 0)
+          from (select group_id, count(*) as partitions from relay.consumer_offsets group by 1) as o
+          full join (select group_id, count(*) as letters from relay.dead_letter_queue group by 1) as d using (group_id)
+         order by 1
+        """
+    ):
+        yield Group(name, partitions, dead)
+
+
+@contextmanager
+def _stopped(removal: Removal, source: Connection, target: Connection) -> Iterator[None]:
+    """Raise ConfigurationError if an instance of a group runs, or somebody reads a slot; let none start meanwhile."""
+    with ExitStack() as locks:
+        for group in removal.groups:
+            if not locks.enter_context(presence.stopped(target, group.name)):
+                running = ", ".join(presence.instances(target, group.name))
+                raise ConfigurationError(
+                    f"group: an instance of {group.name!r} is running ({running}): stop it first"
+                )
+        for each in removal.slots:
+            state = slot_state(source, each.slot)
+            if state is not None and state.active:
+                raise ConfigurationError(
+                    f"source.slot: {each.slot!r} of the group {each.group_id!r} is being read by process "
+                    f"{state.active_pid}: stop the running relay first"
+                )
+        yield
+
+
+def _drop(settings: Settings, removal: Removal, source: Connection, target: Connection) -> None:
+    with ExitStack() as transactions:
+        databases = [source] if source is target else [source, target]
+        for conn in databases:
+            transactions.enter_context(conn.transaction())
+        for name in removal.publications:
+            drop_publication(source, name)
+        drop_indexes(source, settings)
+        for conn in databases:
+            conn.execute("drop schema if exists relay cascade")
+        # A slot does not come back with a rollback: last.
+        for each in removal.slots:
+            drop_slot(source, each.slot)

@@ -1,0 +1,66 @@
+"""The slots and publications that read a source, and the groups they belong to: `relay.streams`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A slot, its group, and its publication where relay made that one."""
+
+    slot: str
+    group_id: str
+    publication: str | None
+
+
+def all_streams(conn: Connection) -> list[Stream]:
+    """Every stream of this source; none where it has a schema of an edition that did not record them."""
+    row = conn.execute("select to_regclass('relay.streams') is not null").fetchone()
+    if not row or not row[0]:
+        return []
+    with conn.cursor(row_factory=class_row(Stream)) as cursor:
+        return cursor.execute(
+            "select slot, group_id, publication from relay.streams order by slot"
+        ).fetchall()
+
+
+def record(conn: Connection, slot: str, group: str, publication: str | None = None) -> bool:
+    """Remember a slot; returns whether it was not known.
+
+    `publication` is the one that relay made for it; None keeps what is known.
+    """
+    new = conn.execute(
+        "insert into relay.streams (slot, group_id, publication) values (%s, %s, %s) on conflict do nothing",
+        (slot, group, publication),
+    ).rowcount
+    # The service may insert only, and makes no publication of its own.
+    if publication is not None:
+        conn.execute(
+            "update relay.streams set publication = %s where slot = %s", (publication, slot)
+        )
+    return new > 0
+
+
+def forget(conn: Connection, slot: str) -> None:
+    """Forget a slot."""
+    conn.execute("delete from relay.streams where slot = %s", (slot,))
+
+
+def require_free(conn: Connection, slot: str, group: str) -> None:
+    """Raise ConfigurationError if the slot belongs to another group, which would lose what this one confirms."""
+    row = conn.execute(
+        "select group_id from relay.streams where slot = %s and group_id <> %s", (slot, group)
+    ).fetchone()
+    if row:
+        raise ConfigurationError(
+            f"source.slot: {slot!r} is the slot of the group {row[0]!r}: name another slot for the group {group!r}"
+        )
