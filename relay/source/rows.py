@@ -226,14 +226,16 @@ class OutboxRows:
         in it stay whole; only in a longer commit they must be contiguous.
         """
         transaction = self._transaction(conn)
+        # As bytes, since a text may hold some that cannot be sent as UTF-8.
+        stored = sql.SQL("convert_to({}::text, getdatabaseencoding())").format(transaction)
         here = sql.SQL(
             """
-            select {offset}, {transaction}::text, xmin::text, {left} from {table}
+            select {offset}, {stored}, xmin::text, {left} from {table}
              where {offset} between %s and %s order by {offset} desc limit 1
             """
         ).format(
             offset=self._offset,
-            transaction=transaction,
+            stored=stored,
             left=self._left_in_transaction(conn),
             table=self._table,
         )
@@ -254,8 +256,8 @@ class OutboxRows:
             if transaction_id is None:
                 other = sql.SQL("({} is not null or {})").format(transaction, other_commit)
             else:
-                other = sql.SQL("{}::text is distinct from {}").format(
-                    transaction, sql.Literal(transaction_id)
+                other = sql.SQL("{} is distinct from {}").format(
+                    stored, sql.Literal(transaction_id)
                 )
             reached = end
             for unrelated, limit in ((other, tip), (other_commit, min(tip, end + patience))):

@@ -548,3 +548,34 @@ def test_offsets_of_another_origin_do_not_tell_moves(outbox: Outbox) -> None:
     outbox.conn.execute("alter table adopted alter c_offset set default nextval('another')")
     assert not rows_move(outbox.conn, settings.source)
     assert not rows_move(outbox.conn, outbox.settings().source)
+
+
+@pytest.mark.parametrize("mode", ["wal", "poll"])
+@pytest.mark.parametrize("encoded", ["SQL_ASCII"], indirect=True)
+def test_undecodable_ids_stop_nothing(encoded: Outbox, mode: str) -> None:
+    changes = [
+        f"alter table adopted alter {name} drop default, alter {name} type text"
+        for name in ("id", "host_id", "user_id", "transaction_id")
+    ]
+    settings = adopted(encoded, *changes, mode=mode, slot=f"{encoded.slot}_adopted")
+    initialise(settings)
+    rows = [
+        (b"%032d", b"%032d", b"%032d"),
+        (b"%031d\xff", b"%032d", b"%032d"),
+        (b"%032d", b"%031d\xff", b"%032d"),
+        (b"%032d", b"%032d", b"%032d"),
+        (b"%032d", b"%032d", b"%031d\xff"),
+    ]
+    with psycopg.connect(
+        make_conninfo(encoded.dsn, client_encoding="SQL_ASCII"), autocommit=True
+    ) as writer:
+        for number, ids in enumerate(rows):
+            first, second, third = (each % number for each in ids)
+            writer.execute(
+                b"insert into adopted (id, host_id, transaction_id, event_type, payload) values"
+                b" ('%s', '%s', '%s', 'e', '{\"amount\": %d}')" % (first, second, third, number)
+            )
+    with relaying(settings):
+        wait_until(lambda: encoded.handled() >= 5)
+    assert encoded.column("select amount from projection order by amount") == [0, 3]
+    assert encoded.value("select count(*) from relay.dead_letter_queue") == 3
