@@ -46,6 +46,9 @@ class CircuitBreaker(Section):
     cool_down: Seconds = 30.0
 
 
+_PARTITIONED_FORMATS = ("parquet", "orc", "json", "csv", "avro", "delta")
+"""Of which a DataFrame writer can replace single partitions; others would replace everything below a path."""
+
 SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
 """The columns that a DataFrame writer gets: `date` is that of `event_ts` in UTC."""
 
@@ -109,6 +112,14 @@ class SparkHandler(_Handler):
     def _one_place(self) -> SparkHandler:
         if sum(place is not None for place in (self.path, self.table, self.callable)) != 1:
             raise ValueError("needs one of path, table and callable")
+        return self
+
+    @model_validator(mode="after")
+    def _replaces_partitions(self) -> SparkHandler:
+        if self.path is not None and self.format.lower() not in _PARTITIONED_FORMATS:
+            raise ValueError(
+                f"format: must be one of {', '.join(_PARTITIONED_FORMATS)}; write {self.format} with a callable"
+            )
         return self
 
 

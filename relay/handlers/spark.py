@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from relay.faults import ConfigurationError
 from relay.handler_settings import SparkHandler
 from relay.handlers.imports import load
 from relay.handlers.sql import SqlBatch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 BATCH_COLUMN = "relay_batch"
-"""Its number is a partition of files and tables: a batch that is written again replaces that and nothing else."""
+"""A batch's id is a partition of files and tables: a batch that is written again replaces that and nothing else."""
 
 Write = Callable[["DataFrame", int], object]
 
@@ -43,7 +44,7 @@ def writer(name: str, settings: SparkHandler) -> Write:
         if settings.table is None:
             _to_path(frame, settings)
         else:
-            _to_table(frame, settings, settings.table)
+            _to_table(frame, name, settings, settings.table)
 
     return write
 
@@ -59,11 +60,18 @@ def _to_path(frame: DataFrame, settings: SparkHandler) -> None:
     )
 
 
-def _to_table(frame: DataFrame, settings: SparkHandler, table: str) -> None:
+def _to_table(frame: DataFrame, name: str, settings: SparkHandler, table: str) -> None:
     session = frame.sparkSession
     if not session.catalog.tableExists(table):
         by = [*settings.partition_by, BATCH_COLUMN]
         frame.limit(0).write.saveAsTable(table, settings.format, "ignore", by, **_options(settings))
+    partitions = {each.name for each in session.catalog.listColumns(table) if each.isPartition}
+    if BATCH_COLUMN not in partitions:
+        # What is overwritten in it would be more than a batch of relay's.
+        raise ConfigurationError(
+            f"handlers.{name}.table: {table} is not partitioned by {BATCH_COLUMN}, so relay did not create it, and "
+            "writing to it would replace its rows: name another table, which relay creates, or append with a callable"
+        )
     # Here, not where the session is made: on a Connect server, or with a `conf` of the user, the whole table would go.
     session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
     columns = session.table(table).columns

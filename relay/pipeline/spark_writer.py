@@ -1,7 +1,7 @@
 """Writes what was put aside for handlers of `type: spark`, beside the batches.
 
 The executors read the events themselves. A batch is written until that has worked, and always has the same events under
-the same number.
+the same id.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class SparkWriter:
 
     def _write_due(self, conn: spark_batches.Connection) -> bool:
         group, each = self._settings.group, self._handler
-        batch = spark_batches.take(conn, group, self._name, each.max_events, each.every)
+        batch = spark_batches.take(
+            conn, group, self._name, each.max_events, each.every, each.host_buckets
+        )
         if batch is None:
             return False
         session = self._ready_session()
@@ -132,9 +134,9 @@ class SparkWriter:
             ]
         )
         frame = session.createDataFrame(table).mapInArrow(
-            partial(read, self._configuration, self._handler.host_buckets), _SCHEMA
+            partial(read, self._configuration, batch.host_buckets), _SCHEMA
         )
-        return frame.withColumn(BATCH_COLUMN, functions.lit(batch.number).cast("bigint"))
+        return frame.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
     def _ready_session(self) -> SparkSession:
         session = self._session.get()

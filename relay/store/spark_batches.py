@@ -19,9 +19,15 @@ _SPACE = 0x73706172  # "spar"
 
 @dataclass(frozen=True, slots=True)
 class SparkBatch:
-    """What is written together. The same number always means the same events."""
+    """What is written together. The same number and the same id always mean the same events.
+
+    `number` counts the batches of a target; `id` is the batch's own in every target that ever shares its destination,
+    a target restored from a backup included.
+    """
 
     number: int
+    id: str
+    host_buckets: int
     portions: list[int]
     sizes: list[int]
     """How many events each portion has."""
@@ -56,31 +62,34 @@ def claim(conn: Connection, group: str, handler: str) -> bool:
 
 
 def take(
-    conn: Connection, group: str, handler: str, events: int, seconds: float
+    conn: Connection, group: str, handler: str, events: int, seconds: float, host_buckets: int
 ) -> SparkBatch | None:
-    """The batch that was begun and not finished, or a new one.
+    """The batch that was begun and not finished, or a new one, for so many buckets.
 
     A new one is due when so many events are staged, or when the oldest is so many seconds old.
     """
     with conn.transaction():
-        return _begun(conn, group, handler) or _begin(conn, group, handler, events, seconds)
+        return _begun(conn, group, handler) or _begin(
+            conn, group, handler, events, seconds, host_buckets
+        )
 
 
 def _begun(conn: Connection, group: str, handler: str) -> SparkBatch | None:
     with conn.cursor(row_factory=class_row(SparkBatch)) as cursor:
         return cursor.execute(
             """
-            select batch as number, array_agg(id order by id) as portions, array_agg(events order by id) as sizes
+            select batch as number, batch_id as id, host_buckets,
+                   array_agg(id order by id) as portions, array_agg(events order by id) as sizes
               from relay.spark_portions
              where group_id = %s and handler = %s and batch is not null
-             group by batch order by batch limit 1
+             group by batch, batch_id, host_buckets order by batch limit 1
             """,
             (group, handler),
         ).fetchone()
 
 
 def _begin(
-    conn: Connection, group: str, handler: str, events: int, seconds: float
+    conn: Connection, group: str, handler: str, events: int, seconds: float, host_buckets: int
 ) -> SparkBatch | None:
     with conn.cursor(row_factory=class_row(SparkBatch)) as cursor:
         return cursor.execute(
@@ -90,19 +99,29 @@ def _begin(
                   from relay.spark_portions
                  where group_id = %(group)s and handler = %(handler)s and batch is null
             ), due as (
-                select nextval('relay.spark_batches') as number from staged
+                select nextval('relay.spark_batches') as number, gen_random_uuid() as id from staged
                 having max(total) >= %(events)s
                     or min(staged_at) <= clock_timestamp() - make_interval(secs => %(seconds)s)
             ), begun as (
-                update relay.spark_portions as portion set batch = due.number
+                update relay.spark_portions as portion
+                   set batch        = due.number,
+                       batch_id     = to_char(due.number, 'FM000000000000') || '-' || due.id,
+                       host_buckets = %(host_buckets)s
                   from staged, due
                  where portion.id = staged.id and staged.total - staged.events < %(events)s
-                returning portion.id, portion.events, portion.batch
+                returning portion.id, portion.events, portion.batch, portion.batch_id, portion.host_buckets
             )
-            select batch as number, array_agg(id order by id) as portions, array_agg(events order by id) as sizes
-              from begun group by batch
+            select batch as number, batch_id as id, host_buckets,
+                   array_agg(id order by id) as portions, array_agg(events order by id) as sizes
+              from begun group by batch, batch_id, host_buckets
             """,
-            {"group": group, "handler": handler, "events": events, "seconds": seconds},
+            {
+                "group": group,
+                "handler": handler,
+                "events": events,
+                "seconds": seconds,
+                "host_buckets": host_buckets,
+            },
         ).fetchone()
 
 

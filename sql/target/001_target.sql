@@ -186,13 +186,17 @@ create table if not exists relay.spark_portions (
     handler   text        not null,
     events    bigint      not null,
     staged_at timestamptz not null default now(),
-    batch     bigint
+    batch     bigint,
+    batch_id  text,
+    host_buckets int
 );
 
 comment on table relay.spark_portions is
     'the events that one target transaction routed to a handler of type spark';
 comment on column relay.spark_portions.batch is
     'the batch that it is written with; null until that is decided, and never changed after';
+comment on column relay.spark_portions.batch_id is
+    'what no batch of another target, or of this one restored from a backup, has: the partition that it is written to';
 
 create sequence if not exists relay.spark_batches;
 

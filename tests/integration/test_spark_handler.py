@@ -209,7 +209,7 @@ def test_a_writer_that_comes_too_late_replaces_nothing(
     with relaying(outbox.settings(**lake(path, every=3_600)), session):
         outbox.wait_handled()
     spark = session.get()
-    batch = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0)
+    batch = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
     assert spark is not None
     assert batch is not None
     late = SparkWriter("lake", settings, session)._frame(spark, batch)
@@ -228,6 +228,71 @@ def test_the_rights_that_are_granted_suffice(
         with relayed(outbox, "inline", session, source=source, **lake(tmp_path / "lake")):
             written_all(outbox)
     assert_each_once(outbox, tmp_path / "lake")
+
+
+def test_a_table_of_the_users_is_left_alone(
+    outbox: Outbox, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one without partitions loses its rows, nor one that has some of relay's columns as partitions."""
+    spark = session.get()
+    assert spark is not None
+    outbox.publish(host(1), event(1))
+    plain, dated = f"plain_{outbox.slot}", f"dated_{outbox.slot}"
+    spark.sql(f"create table {plain} as select '1' as id").collect()
+    spark.sql(
+        f"create table {dated} using parquet partitioned by (date) as select '1' as id, current_date as date"
+    ).collect()
+    handlers = {
+        name: {"type": "spark", "every": 0.1, "table": name, "partition_by": ["date"]}
+        for name in (plain, dated)
+    }
+    try:
+        with relayed(
+            outbox, "inline", session, handlers=handlers, routes=[{"handlers": [plain, dated]}]
+        ):
+            refusals = [f"handlers.{name}.table: {name} is not partitioned" for name in handlers]
+            wait_until(lambda: all(refusal in caplog.text for refusal in refusals))
+        for name in handlers:
+            assert [row.id for row in spark.table(name).collect()] == ["1"]
+    finally:
+        for name in handlers:
+            spark.sql(f"drop table {name}")
+    assert outbox.value("select sum(events) from relay.spark_portions") == 2
+
+
+def test_a_target_that_counts_from_the_start_again_replaces_nothing(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """As another target that shares the path, or this one restored from a backup."""
+    path = tmp_path / "lake"
+    with relayed(outbox, "inline", session, **lake(path)):
+        for _ in range(2):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+            written_all(outbox)
+            outbox.conn.execute("alter sequence relay.spark_batches restart")
+    assert assert_each_once(outbox, path).num_rows == 2
+
+
+def test_a_batch_that_was_begun_keeps_its_buckets(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    for number in range(20):
+        outbox.publish(host(number), event(1))
+    with relaying(outbox.settings(**lake(path, every=3_600)), session):
+        outbox.wait_handled()
+    settings = outbox.settings(**lake(path, host_buckets=4))
+    first = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
+    while first is not None:
+        assert SparkWriter("lake", settings, session)._look()
+        first = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
+    found = assert_each_once(outbox, path)
+    buckets = outbox.column(
+        "select distinct (abs(hashtext(host_id::text)::bigint) % 8)::int from outbox_message_t"
+    )
+    assert set(found["host_bucket"].to_pylist()) == set(buckets)
+    assert max(buckets) >= 4
 
 
 @pytest.mark.chaos
