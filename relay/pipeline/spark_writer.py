@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from relay.config import Settings
 from relay.events import SQL_TYPES
-from relay.faults import TransientFault
+from relay.faults import TransientFault, Undelivered, describe
 from relay.handler_settings import SPARK_COLUMNS
 from relay.handlers.spark import BATCH_COLUMN, writer
 from relay.patience import say_once, until_it_works
-from relay.pipeline.session import Session, first_line
+from relay.pipeline.session import Session
 from relay.store import spark_batches
 from relay.store.connections import connect
 
@@ -93,7 +93,7 @@ class SparkWriter:
         except Exception as error:
             # Whatever it is, such as a place to write to that is wrong or away: the events are safe until it is mended.
             self._disconnect()
-            raise TransientFault(first_line(error)) from None
+            raise Undelivered(describe(error)) from None
 
     def _write_due(self, conn: spark_batches.Connection) -> bool:
         group, each = self._settings.group, self._handler
