@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from relay.events import Lsn
 from relay.transactions import Transactions
@@ -41,18 +41,28 @@ class Batch:
     rows_move: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a partition has come in the target: see the comments on `relay.consumer_offsets`."""
+
+    next_offset: int
+    applied_lsn: Lsn
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
     `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `rows_move`
-    is the batch's.
+    is the batch's. `floors` is how far partitions must have come, of those that the target could have forgotten in a
+    crash.
     """
 
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
     rows_move: bool = False
+    floors: Mapping[int, Reached] = field(default_factory=dict)
 
     @property
     def events(self) -> int:
@@ -92,7 +102,8 @@ class TaskOutcome:
     """What became of one task's events.
 
     `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
-    says that another instance holds the partitions of a range, and nothing was done.
+    says that another instance holds the partitions of a range, and nothing was done. `reached` is where a task left
+    its partitions, if the target may still lose the commit.
     """
 
     partitions: tuple[int, ...]
@@ -101,6 +112,7 @@ class TaskOutcome:
     deferred: int = 0
     dead: tuple[DeadTransaction, ...] = ()
     busy: bool = False
+    reached: Mapping[int, Reached] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,13 @@ class Outcome:
     def skipped(self) -> int:
         """Events that were in the target already."""
         return sum(task.skipped for task in self.tasks)
+
+    @property
+    def reached(self) -> dict[int, Reached]:
+        """Where the tasks left their partitions, if the target may still lose their commits."""
+        return {
+            partition: reached for task in self.tasks for partition, reached in task.reached.items()
+        }
 
     @property
     def dead(self) -> list[DeadTransaction]:

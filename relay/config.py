@@ -113,10 +113,21 @@ class Source(Section):
         return {name: self.columns.get(name, name) or "" for name in FIELDS}
 
 
+def _switch(value: Any) -> Any:
+    """`on` and `off`, which YAML reads as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class Target(Section):
     """Where effects, dead letters and offsets are written."""
 
     dsn: Dsn | None = None
+    synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"
+
+    @property
+    def durable(self) -> bool:
+        """Whether a commit is on the target's disk when it returns."""
+        return self.synchronous_commit == "on"
 
 
 class Poll(Section):

@@ -30,6 +30,7 @@ from relay.source.choice import open_source
 from relay.store import groups
 from relay.store.connections import connect
 from relay.store.presence import Presence, instances
+from relay.store.unflushed import Unflushed
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,14 @@ class Service:
         accept_configuration: bool = False,
     ) -> None:
         self._settings = settings
-        self._pipeline = Pipeline(settings, session)
         self._source = open_source(settings)
+        self._unflushed = (
+            None
+            if settings.target.durable or settings.source.mode == "poll"
+            else Unflushed(settings.target_dsn, settings.group, self._source.confirm, self.stop)
+        )
+        floors = self._unflushed.floors if self._unflushed else None
+        self._pipeline = Pipeline(settings, session, floors)
         self._presence = Presence(
             settings.target_dsn,
             settings.group,
@@ -101,6 +108,8 @@ class Service:
             self._reviver.start(guarded=died)
             for writer in self._writers:
                 writer.start()
+            if self._unflushed:
+                self._unflushed.start()
             self._source.start()
             for batch in self._source.batches():
                 self._relay(batch)
@@ -108,6 +117,8 @@ class Service:
         except Interrupted:
             log.warning("stopping with the batch in hand unfinished; it will be delivered again")
         finally:
+            if self._unflushed:
+                self._unflushed.close()
             self._source.close()
             self._reviver.close()
             for writer in self._writers:
@@ -123,7 +134,8 @@ class Service:
 
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
-        for error in (self._reviver.error, self._presence.error):
+        lost = self._unflushed.error if self._unflushed else None
+        for error in (self._reviver.error, self._presence.error, lost):
             if error is not None:
                 raise error
 
@@ -149,6 +161,8 @@ class Service:
         started = time.monotonic()
         outcome = self._pipeline.run(batch)
         self._source.ack(batch, outcome)
+        if self._unflushed and batch.window is None:
+            self._unflushed.add(batch.end, outcome.reached)
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)
         self._summary.note(batch, outcome)

@@ -104,7 +104,8 @@ class _Stage:
         with connect(self._dsn) as lock, lock.transaction():
             lock.execute("select from relay.consumer_offsets for update")
             # Nobody relies on the durability of these commits, and a slow disk would take long for ten thousand.
-            with connect(self._dsn, options="-c synchronous_commit=off") as conn:
+            with connect(self._dsn) as conn:
+                conn.execute("set synchronous_commit = off")
                 self._look_on(
                     self._shop.backlog(conn, self._scale),
                     lambda published, _: self._screen.show("published", published, total),

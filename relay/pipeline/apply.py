@@ -9,28 +9,29 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import psycopg
-from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
-from relay.batch import DeadTransaction, Range, Task, TaskOutcome, Work
+from relay.batch import DeadTransaction, Range, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
 from relay.faults import describe, timed_out
+from relay.handler_settings import PythonHandler
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.rows import OutboxRows, prepare_reading
 from relay.store import dead_letters, deferred, offsets
-from relay.store.connections import open_pool
+from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
+from relay.store.unflushed import require_kept
 from relay.transactions import Mask, Places, Transactions, Undecoded
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,18 @@ class Applier:
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
+        self._durable = settings.target.durable
         self._routing = Routing(settings)
         self._waiting = Waiting(settings, self._routing)
         self._handling = Handling(settings, self._routing, self._waiting, connections)
         self._connections = connections
-        self._pool = open_pool(settings.target_dsn, connections, self._handling.configure)
+        self._pool = HandlerPool(
+            settings.target_dsn,
+            connections,
+            self._handling.configure,
+            durable=self._durable,
+            inspect=any(isinstance(each, PythonHandler) for each in settings.handlers.values()),
+        )
         self._settings = settings
         self._rows = OutboxRows(settings)
 
@@ -108,32 +116,41 @@ class Applier:
         except HandlerFailed as failure:
             raise reason_of(failure) from None
 
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        """A target transaction. What a handler does after it ended the transaction is not committed by itself."""
-        with self._pool.connection() as conn:
-            conn.autocommit = False
-            try:
-                with conn.transaction():
-                    yield conn
-            finally:
-                if conn.info.transaction_status == TransactionStatus.IDLE:
-                    conn.autocommit = True
-
     def _attempt(self, task: Work, run: Run) -> TaskOutcome:
-        with self._transaction() as conn:
+        with self._pool.transaction() as conn:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
             cursors, holding = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
+            require_kept(task.floors, cursors)
             fresh = _fresh(task, cursors)
             if not len(fresh):
-                return TaskOutcome(task.partitions, skipped=task.events)
+                reached = self._reached(cursors)
+                return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             dead, waiting = self._deliver(conn, fresh, holding, run)
-            offsets.advance(conn, self._group, _advances(fresh, task.touched))
+            advances = _advances(fresh, task.touched)
+            offsets.advance(conn, self._group, advances, self._durable)
         events = fresh.events
-        return _outcome(task, events, task.events - events, waiting, dead)
+        outcome = _outcome(task, events, task.events - events, waiting, dead)
+        return replace(outcome, reached=self._reached(cursors, advances))
+
+    def _reached(
+        self, cursors: Mapping[int, offsets.Cursor], advances: Iterable[offsets.Advance] = ()
+    ) -> dict[int, Reached]:
+        """Where partitions are now, if that may still be lost."""
+        if self._durable:
+            return {}
+        reached = {
+            partition: Reached(cursor.next_offset, cursor.applied_lsn)
+            for partition, cursor in cursors.items()
+        }
+        for each in advances:
+            before = reached[each.partition_id]
+            reached[each.partition_id] = Reached(
+                max(before.next_offset, each.next_offset), max(before.applied_lsn, each.applied_lsn)
+            )
+        return reached
 
     def _apply_range(self, conn: Connection, task: Range, run: Run) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
@@ -157,7 +174,7 @@ class Applier:
                 events += transactions.events
                 waiting += parked
                 dead += buried
-        offsets.hand_over(conn, self._group, list(floors), task.upto + 1)
+        offsets.hand_over(conn, self._group, list(floors), task.upto + 1, self._durable)
         return _outcome(task, events, 0, waiting, dead)
 
     def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
@@ -237,7 +254,7 @@ class Applier:
 
     def _revive(self, run: Run) -> int:
         limits = self._settings.batch
-        with self._transaction() as conn:
+        with self._pool.transaction() as conn:
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
             if due:
                 transactions = deferred.transactions(

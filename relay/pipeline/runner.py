@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from threading import Event
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import psycopg
 from psycopg_pool import ConnectionPool
 from tenacity import RetryCallState
 
-from relay.batch import Batch, Outcome, TaskOutcome, Work
+from relay.batch import Batch, Outcome, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.faults import (
     Action,
@@ -48,13 +49,23 @@ class Engine(Protocol):
         """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
 
 
+Floors = Callable[[Iterable[int]], Mapping[int, Reached]]
+
+
 class Pipeline:
     """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process.
 
-    A Spark session that is passed in is shared: it must be started, and stays open at the end.
+    A Spark session that is passed in is shared: it must be started, and stays open at the end. `floors` tells how far
+    partitions must have come, of those that the target could have forgotten in a crash.
     """
 
-    def __init__(self, settings: Settings, session: Session | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session | None = None,
+        floors: Floors | None = None,
+    ) -> None:
+        self._floors = floors
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
@@ -117,7 +128,7 @@ class Pipeline:
             engine = self._engine(batch)
             if todo is None:
                 lanes = 1 if batch.events <= ONE_LANE_EVENTS else engine.lanes
-                todo = self._planner.work(batch, lanes)
+                todo = self._with_floors(self._planner.work(batch, lanes))
             results = engine.run(todo, self._guarded_events > 0)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
@@ -130,6 +141,14 @@ class Pipeline:
         handled = outcome.applied + outcome.deferred + sum(dead.events for dead in outcome.dead)
         self._guarded_events -= handled
         return outcome
+
+    def _with_floors(self, tasks: Sequence[Work]) -> Sequence[Work]:
+        if self._floors is None:
+            return tasks
+        return [
+            replace(task, floors=self._floors(task.partitions)) if isinstance(task, Task) else task
+            for task in tasks
+        ]
 
     def _until_it_works(self, attempt: Callable[[], None], batch: Batch) -> None:
         self._in_hand, self._said = batch.number, ""

@@ -43,7 +43,10 @@ class Source(Protocol):
         """Batches as they come. Ends after `stop()`. Raises RelayError."""
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is durable."""
+        """The batch is committed, and durable unless `target.synchronous_commit` is off."""
+
+    def confirm(self, end: Lsn) -> None:
+        """Everything up to a position is durable, where `ack` did not say so."""
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
@@ -109,10 +112,14 @@ class StreamSource:
         return self._wal.flushed
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is durable; a polled one as far as it could be claimed."""
+        """The batch is committed; a polled one as far as it could be claimed."""
         if batch.window is None:
             self._wal.ack(batch, outcome)
         self._progressed = any(not task.busy for task in outcome.tasks)
+
+    def confirm(self, end: Lsn) -> None:
+        """Everything up to a position is durable."""
+        self._wal.confirm(end)
 
     def batches(self) -> Iterator[Batch]:
         """Whole commits as they come, each behind what it follows on. Ends after `stop()`. Raises RelayError."""

@@ -188,8 +188,11 @@ class PollSource:
                 self._listener.wait(BUSY_SECONDS)
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is durable, as far as it could be claimed."""
+        """The batch is committed, as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
+
+    def confirm(self, end: Lsn) -> None:
+        """Nothing is confirmed to the outbox: the cursors in the target are all there is."""
 
 
 def note_mode(settings: Settings, mode: str, reason: str | None) -> None:

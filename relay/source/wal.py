@@ -221,10 +221,17 @@ class WalSource:
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
-        """The batch is durable: PostgreSQL may recycle its WAL."""
-        self._progress.ack(batch.end)
+        """The batch is committed: its memory is free, and PostgreSQL may recycle its WAL if that is durable."""
         with self._changed:
             self._buffered -= batch.size
+        if self._settings.target.durable:
+            self.confirm(batch.end)
+        else:
+            self._bell.ring()
+
+    def confirm(self, end: Lsn) -> None:
+        """Everything up to a position is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
+        self._progress.ack(end)
         self._bell.ring()
 
     def _take(self, timeout: float) -> list[Transactions]:

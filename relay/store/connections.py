@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psycopg
 from psycopg import sql
 from psycopg.adapt import Buffer, Dumper
+from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool
 
 from relay.events import Lsn
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
@@ -34,6 +39,40 @@ TEXT_FORM: Mapping[str, str] = {
 Source: PostgreSQL documentation, "Client Connection Defaults"; pg_dump and postgres_fdw pin theirs for the same reason.
 """
 
+KEEPALIVE: Mapping[str, str] = {
+    "tcp_keepalives_idle": "30",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+}
+"""After a minute without an answer the server ends the session, and lets go of the rows that it held."""
+LOCK_TIMEOUT = "30s"
+"""How long a statement waits for a lock, where the user has set nothing, before it is tried again with its task."""
+
+_SESSION = "; ".join(f"set {name} = {value}" for name, value in KEEPALIVE.items())
+_DURABLE = """
+    select set_config('synchronous_commit', 'on', false)
+     where current_setting('synchronous_commit') not in ('on', 'remote_apply')
+"""
+_BOUNDED = f"""
+    select set_config('lock_timeout', '{LOCK_TIMEOUT}', false) where current_setting('lock_timeout') = '0'
+"""
+_RESET = "reset session authorization; reset role; reset all; unlisten *; close all"
+"""With `pg_advisory_unlock_all`, what DISCARD ALL does, but for temporary relations and prepared statements.
+
+Source: PostgreSQL documentation, "DISCARD".
+"""
+_CREATE_LEFT_OVER = r"""
+    create or replace function pg_temp.relay_left_over() returns boolean language plpgsql as $$
+    begin
+        perform pg_advisory_unlock_all();
+        return exists (select from pg_prepared_statements where from_sql)
+            or exists (select from pg_depend join pg_class on pg_class.oid = objid
+                        where classid = 'pg_class'::regclass and refclassid = 'pg_namespace'::regclass
+                          and refobjid = pg_my_temp_schema() and relname not like 'relay\_%');
+    end $$
+"""
+"""A function, since planning such a query anew would cost more than all the rest."""
+
 Configure = Callable[[psycopg.Connection[Any]], None]
 
 
@@ -45,13 +84,19 @@ class _LsnDumper(Dumper):
 
 
 def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
-    """One connection in autocommit mode. Raises psycopg.OperationalError."""
-    return psycopg.connect(
+    """One connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError."""
+    conn = psycopg.connect(
         dsn,
         autocommit=True,
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
         **{"application_name": "relay", "client_encoding": "UTF8", **options},
     )
+    try:
+        conn.execute(f"{_SESSION}; {_DURABLE}".encode())
+    except BaseException:
+        conn.close()
+        raise
+    return conn
 
 
 def pin_text_form(conn: psycopg.Connection[Any]) -> None:
@@ -70,11 +115,102 @@ def pin_text_form(conn: psycopg.Connection[Any]) -> None:
 def open_pool(
     dsn: str, size: int, configure: Configure | None = None
 ) -> ConnectionPool[psycopg.Connection[Any]]:
-    """A pool of at most `size` connections in which dicts are written as jsonb and `Lsn` as pg_lsn."""
+    """A pool of at most `size` connections in which dicts are written as jsonb and `Lsn` as pg_lsn.
 
+    Commits are durable and no statement waits for a lock for longer than `LOCK_TIMEOUT`.
+    """
+    return _pool(dsn, size, f"{_SESSION}; {_DURABLE}; {_BOUNDED}", configure)
+
+
+class HandlerPool:
+    """Sessions of the target in which statements of the user's run, at most `size`.
+
+    What they change in a session is reset with the commit, in the same round trip. Not `durable`, a commit may be lost
+    with the server. With `inspect` a session in which they left temporary tables or prepared statements is closed.
+    """
+
+    def __init__(
+        self, dsn: str, size: int, configure: Configure, durable: bool, inspect: bool
+    ) -> None:
+        self._configure = configure
+        self._inspect = inspect
+        self._reset = b""
+        commit = _DURABLE if durable else "set synchronous_commit = off"
+        self._pool = _pool(dsn, size, f"{_SESSION}; {commit}; {_BOUNDED}", self._prepare)
+
+    def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """A session for statements of relay's own, in autocommit mode."""
+        return self._pool.connection()
+
+    @contextmanager
+    def transaction(self) -> Iterator[psycopg.Connection[Any]]:
+        """A transaction, which the first statement begins; it is committed at the end, or rolled back."""
+        with self._pool.connection() as conn:
+            conn.autocommit = False
+            try:
+                yield conn
+                left_over = _run(conn, b"commit; " + self._reset)
+            except BaseException:
+                self._abandon(conn)
+                raise
+            conn.autocommit = True
+            if left_over and self._inspect:
+                _close(conn)
+
+    def close(self) -> None:
+        """Close the sessions."""
+        self._pool.close()
+
+    def _prepare(self, conn: psycopg.Connection[Any]) -> None:
+        # With literals, since a query for each setting would cost as much as all the rest.
+        row = conn.execute(
+            "select current_setting('synchronous_commit'), current_setting('lock_timeout')"
+        ).fetchone()
+        commit, timeout = row or ("on", LOCK_TIMEOUT)
+        last = "pg_temp.relay_left_over()" if self._inspect else "pg_advisory_unlock_all()"
+        if self._inspect:
+            conn.execute(_CREATE_LEFT_OVER)
+        self._reset = (
+            f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'; select {last}"
+        ).encode()
+        self._configure(conn)
+
+    def _abandon(self, conn: psycopg.Connection[Any]) -> None:
+        try:
+            conn.rollback()
+            conn.autocommit = True
+            if _run(conn, self._reset) and self._inspect:
+                _close(conn)
+        except psycopg.Error:
+            conn.close()
+
+
+def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:
+    """Run statements of which the last tells something; returns whether that is true. Raises psycopg.Error."""
+    result = conn.pgconn.exec_(command)
+    if result.status != ExecStatus.TUPLES_OK:
+        raise psycopg.errors.error_from_result(result, encoding="utf-8")
+    return result.get_value(0, 0) == b"t"
+
+
+def _close(conn: psycopg.Connection[Any]) -> None:
+    log.warning(
+        "a handler left temporary tables or prepared statements in its session, which is closed: drop them, or create "
+        "tables with `on commit drop`"
+    )
+    conn.close()
+
+
+def _pool(
+    dsn: str,
+    size: int,
+    session: str,
+    configure: Configure | None,
+) -> ConnectionPool[psycopg.Connection[Any]]:
     def prepare(conn: psycopg.Connection[Any]) -> None:
         conn.adapters.register_dumper(dict, JsonbDumper)
         conn.adapters.register_dumper(Lsn, _LsnDumper)
+        conn.execute(session.encode())
         if configure is not None:
             configure(conn)
 

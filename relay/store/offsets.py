@@ -86,9 +86,16 @@ def claim(
 
 
 def hand_over(
-    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], next_offset: int
+    conn: psycopg.Connection[Any],
+    group: str,
+    partitions: Sequence[int],
+    next_offset: int,
+    durable: bool = True,
 ) -> None:
-    """Everything below `next_offset` in these partitions was applied by another way than the WAL; they are locked."""
+    """Everything below `next_offset` in these partitions was applied by another way than the WAL; they are locked.
+
+    See `advance` about `durable`.
+    """
     conn.execute(
         """
         update relay.consumer_offsets
@@ -96,29 +103,49 @@ def hand_over(
                handover_offset = greatest(handover_offset, %(next)s),
                updated_at      = now()
          where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
+        returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
+                       then set_config('synchronous_commit', 'on', true) end
         """,
-        {"next": next_offset, "group": group, "topic": TOPIC, "partitions": list(partitions)},
+        {
+            "next": next_offset,
+            "group": group,
+            "topic": TOPIC,
+            "partitions": list(partitions),
+            "durable": durable,
+        },
     )
 
 
-def advance(conn: psycopg.Connection[Any], group: str, advances: Sequence[Advance]) -> None:
-    """Move the partitions forward; they must be locked. No cursor ever moves back."""
+def advance(
+    conn: psycopg.Connection[Any],
+    group: str,
+    advances: Sequence[Advance],
+    durable: bool = True,
+) -> None:
+    """Move the partitions forward; they must be locked. No cursor ever moves back.
+
+    `durable` commits wait for the disk, whatever a handler has set for its transaction.
+    """
     conn.execute(
         """
         update relay.consumer_offsets as o
            set next_offset = greatest(o.next_offset, a.next_offset),
                applied_lsn = greatest(o.applied_lsn, a.applied_lsn::pg_lsn),
                updated_at  = now()
-          from unnest(%s::int[], %s::bigint[], %s::text[]) as a (partition_id, next_offset, applied_lsn)
-         where o.group_id = %s and o.topic_id = %s and o.partition_id = a.partition_id
+          from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::text[])
+               as a (partition_id, next_offset, applied_lsn)
+         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
+        returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
+                       then set_config('synchronous_commit', 'on', true) end
         """,
-        (
-            [a.partition_id for a in advances],
-            [a.next_offset for a in advances],
-            [str(a.applied_lsn) for a in advances],
-            group,
-            TOPIC,
-        ),
+        {
+            "partitions": [a.partition_id for a in advances],
+            "offsets": [a.next_offset for a in advances],
+            "lsns": [str(a.applied_lsn) for a in advances],
+            "group": group,
+            "topic": TOPIC,
+            "durable": durable,
+        },
     )
 
 
@@ -145,6 +172,27 @@ def replace(conn: psycopg.Connection[Any], group: str, partitions: int, offset: 
 def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order."""
     return _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
+
+
+def with_wal_position(
+    conn: psycopg.Connection[Any], group: str
+) -> tuple[Mapping[int, Cursor], str]:
+    """Every partition of the group, and a position of the target's WAL that their commits lie below."""
+    rows = conn.execute(
+        """
+        select partition_id, next_offset, applied_lsn::text, handover_offset, pg_current_wal_insert_lsn()::text
+          from relay.consumer_offsets where group_id = %s and topic_id = %s
+        """,
+        (group, TOPIC),
+    ).fetchall()
+    position = max((row[-1] for row in rows), key=Lsn.parse, default="0/0")
+    return {cursor.partition_id: cursor for cursor in _cursors(rows)}, position
+
+
+def is_flushed(conn: psycopg.Connection[Any], position: str) -> bool:
+    """Whether the target's WAL is on its disk up to a position."""
+    row = conn.execute("select pg_current_wal_flush_lsn() >= %s::pg_lsn", (position,)).fetchone()
+    return bool(row and row[0])
 
 
 def create(

@@ -1,0 +1,146 @@
+"""What a target with `synchronous_commit: off` has committed and may not have on its disk yet.
+
+Such a commit may be confirmed to the source only once it is there. A thread looks, in one session: the cursors that it
+sees are durable when everything that was in the WAL at that moment is flushed, since a crash would have ended the
+session. Until then each task checks, under the lock of its partitions, that they are where they were left.
+
+Source: PostgreSQL documentation, "Asynchronous Commit" and "Subscription" (`synchronous_commit`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from threading import Condition, Event, Thread
+from typing import Any
+
+import psycopg
+
+from relay.batch import Reached
+from relay.events import Lsn
+from relay.faults import RelayError, TaskFault, TransientFault
+from relay.patience import say_once, until_it_works
+from relay.store import offsets
+from relay.store.connections import connect
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+"""How often it is asked whether the WAL is flushed; PostgreSQL's WAL writer does it every 0.2 s by default."""
+CLOSE_SECONDS = 2.0
+"""How long an end waits for the last commits; what is not confirmed then is delivered again and recognised."""
+
+
+def require_kept(floors: Mapping[int, Reached], cursors: Mapping[int, offsets.Cursor]) -> None:
+    """Raise RelayError if a partition is behind where this process left it."""
+    for partition, floor in floors.items():
+        cursor = cursors.get(partition)
+        if (
+            cursor is None
+            or cursor.next_offset < floor.next_offset
+            or cursor.applied_lsn < floor.applied_lsn
+        ):
+            raise RelayError(
+                "target.synchronous_commit: off: the target has crashed and lost commits that were not on its disk "
+                "yet; nothing of them was confirmed: start relay again, and the slot delivers them again"
+            )
+
+
+class Unflushed:
+    """The commits of this process whose positions in the source are still to be confirmed, oldest first.
+
+    `confirm` is called with a position once everything up to it is durable, `failed` once when the target has lost
+    commits; both from a thread of its own.
+    """
+
+    def __init__(
+        self, dsn: str, group: str, confirm: Callable[[Lsn], None], failed: Callable[[], None]
+    ) -> None:
+        self._dsn = dsn
+        self._group = group
+        self._confirm = confirm
+        self._failed = failed
+        self._conn: psycopg.Connection[Any] | None = None
+        self._pending: deque[tuple[Lsn, Mapping[int, Reached]]] = deque()
+        self._changed = Condition()
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="flushed", daemon=True)
+        self.error: RelayError | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a little for the last commits, then end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending or self.error, CLOSE_SECONDS)
+            self._stopping.set()
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def add(self, end: Lsn, reached: Mapping[int, Reached]) -> None:
+        """Everything up to a position of the source is committed; its partitions are where `reached` says."""
+        with self._changed:
+            self._pending.append((end, reached))
+            self._changed.notify_all()
+
+    def floors(self, partitions: Iterable[int]) -> dict[int, Reached]:
+        """How far the partitions have to be, of those that a crash could have set back."""
+        with self._changed:
+            last: dict[int, Reached] = {}
+            for _, reached in self._pending:
+                last.update(reached)
+        return {partition: last[partition] for partition in partitions if partition in last}
+
+    def _run(self) -> None:
+        retrying = until_it_works(
+            self._stopping, say_once(log, "cannot see yet what the target has on its disk")
+        )
+        try:
+            while self._wait_for_work():
+                retrying(self._look)
+        except Exception as error:
+            if isinstance(error, RelayError) or not self._stopping.is_set():
+                self._fail(error)
+        finally:
+            self._disconnect()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.error = TaskFault.of(error).as_error()
+            self._changed.notify_all()
+        self._failed()
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._stopping.is_set())
+        return not self._stopping.is_set()
+
+    def _look(self) -> None:
+        """Confirm what is pending now, as soon as it is flushed."""
+        with self._changed:
+            pending = list(self._pending)
+        try:
+            self._conn = self._conn or connect(self._dsn)
+            cursors, position = offsets.with_wal_position(self._conn, self._group)
+            for _, reached in pending:
+                require_kept(reached, cursors)
+            while not offsets.is_flushed(self._conn, position):
+                if self._stopping.wait(LOOK_SECONDS):
+                    raise TransientFault("stopping")
+        except psycopg.Error:
+            self._disconnect()
+            raise
+        self._confirm(pending[-1][0])
+        with self._changed:
+            for _ in pending:
+                self._pending.popleft()
+            self._changed.notify_all()
+
+    def _disconnect(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()

@@ -1,0 +1,179 @@
+"""What relay's sessions in the target have: nothing of what handlers left there, and commits that survive a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from relay.batch import Reached
+from relay.events import Lsn
+from relay.faults import RelayError
+from relay.pipeline.session import Session
+from relay.store.connections import HandlerPool, connect
+from relay.store.offsets import Cursor
+from relay.store.unflushed import require_kept
+from tests.outbox import Outbox, event, host, relaying, wait_until
+
+
+def nothing(_: psycopg.Connection[object]) -> None:
+    """No handler to prepare a session for."""
+
+
+CHANGES = [
+    ("set search_path = nowhere", "show search_path"),
+    ("set role pg_monitor", "select current_user"),
+    ("set session authorization pg_monitor", "select session_user"),
+    ("select set_config('work_mem', '64kB', false)", "show work_mem"),
+    ("set synchronous_commit = off", "show synchronous_commit"),
+    ("set lock_timeout = 0", "show lock_timeout"),
+    ("set tcp_keepalives_idle = 7200", "show tcp_keepalives_idle"),
+    ("set default_transaction_read_only = on", "show default_transaction_read_only"),
+    ("select pg_advisory_lock(7)", "select count(*) from pg_locks where locktype = 'advisory'"),
+    ("listen something", "select count(*) from pg_listening_channels()"),
+    ("declare c cursor with hold for select 1", "select count(*) from pg_cursors"),
+]
+
+
+@pytest.fixture
+def pool(database: str) -> Iterator[HandlerPool]:
+    """One session."""
+    made = HandlerPool(database, 1, nothing, durable=True, inspect=True)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("change", "question"), CHANGES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_handler_changes_in_its_session_ends_with_its_task(
+    pool: HandlerPool, change: str, question: str, fails: bool
+) -> None:
+    with pool.connection() as conn:
+        process, before = conn.info.backend_pid, conn.execute(question.encode()).fetchone()
+    with suppress(ZeroDivisionError), pool.transaction() as conn:
+        conn.execute(change.encode())
+        if fails:
+            raise ZeroDivisionError
+    with pool.connection() as conn:
+        assert conn.execute(question.encode()).fetchone() == before
+        assert conn.info.backend_pid == process
+
+
+@pytest.mark.parametrize("change", ["create temporary table t ()", "prepare p as select 1"])
+def test_a_session_that_a_handler_filled_is_not_used_again(pool: HandlerPool, change: str) -> None:
+    with pool.transaction() as conn:
+        process = conn.info.backend_pid
+        conn.execute("create temporary table relay_own ()")
+    with pool.transaction() as conn:
+        assert conn.info.backend_pid == process
+        conn.execute(change.encode())
+    with pool.transaction() as conn:
+        assert conn.info.backend_pid != process
+
+
+def test_a_task_is_committed_whole_or_not_at_all(pool: HandlerPool) -> None:
+    with pool.connection() as conn:
+        conn.execute("create table effects (n int primary key deferrable initially deferred)")
+    with pool.transaction() as conn:
+        conn.execute("insert into effects values (1)")
+    with pytest.raises(psycopg.errors.UniqueViolation), pool.transaction() as conn:
+        conn.execute("insert into effects values (2), (1)")
+    with pool.transaction() as conn, suppress(psycopg.errors.DivisionByZero), conn.transaction():
+        conn.execute("insert into effects values (3)")
+        conn.execute("select 1 / 0")
+    with pool.connection() as conn:
+        assert conn.execute("select n from effects").fetchall() == [(1,)]
+
+
+def test_a_node_that_lost_power_holds_nothing_for_hours(outbox: Outbox) -> None:
+    with connect(outbox.dsn) as conn:
+        assert conn.execute("show tcp_keepalives_idle").fetchone() == ("30",)
+    outbox.conn.execute("create table seen (name text, setting text)")
+    outbox.publish(host(1), event(1))
+    handler = {
+        "type": "sql",
+        "statement": "insert into seen select name, current_setting(name) from"
+        " unnest('{tcp_keepalives_idle,tcp_keepalives_interval,tcp_keepalives_count,lock_timeout}'::text[]) as name",
+    }
+    outbox.drain(outbox.settings(handlers={"h": handler}, routes=[{"handlers": ["h"]}]))
+    assert outbox.column("select setting from seen order by name") == ["30s", "3", "30", "10"]
+
+
+def test_a_lock_that_is_held_too_long_is_waited_for_again(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = {"dsn": make_conninfo(outbox.dsn, options="-c lock_timeout=50ms")}
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("select from relay.consumer_offsets for update")
+        with relaying(outbox.settings(target=target)):
+            outbox.publish(host(1), event(1))
+            wait_until(lambda: "the batch waits to be tried again" in caplog.text)
+            other.rollback()
+            outbox.wait_handled()
+    outbox.assert_exact()
+    assert outbox.value("select count(*) from projection") == 1
+
+
+@pytest.mark.parametrize("wanted", ["on", "off"])
+def test_synchronous_commit_is_what_the_configuration_says(outbox: Outbox, wanted: str) -> None:
+    """Whatever is set for the role or the database, in the connection string, or by a handler for its transaction."""
+    outbox.conn.execute(
+        f"""
+        create table seen (at text, setting text);
+        create function saw() returns trigger language plpgsql as
+            $$ begin insert into seen values ('commit', current_setting('synchronous_commit')); return null; end $$;
+        create constraint trigger saw after insert on projection deferrable initially deferred
+            for each row execute function saw();
+        alter database {outbox.slot} set synchronous_commit = {"off" if wanted == "on" else "on"};
+        """.encode()
+    )
+    handlers = {
+        "h": {
+            "type": "sql",
+            "statement": "insert into seen values ('start', current_setting('synchronous_commit'))",
+        },
+        "off": {"type": "sql", "statement": "select set_config('synchronous_commit', 'off', true)"},
+        **outbox.config()["handlers"],
+    }
+    target = {
+        "dsn": make_conninfo(outbox.dsn, options="-c synchronous_commit=local"),
+        "synchronous_commit": wanted == "on",
+    }
+    outbox.publish(host(1), event(1))
+    settings = outbox.settings(
+        target=target, handlers=handlers, routes=[{"handlers": list(handlers)}]
+    )
+    outbox.drain(settings)
+    assert outbox.column("select setting from seen order by at") == [wanted, wanted]
+
+
+def test_a_setting_that_waits_for_more_is_kept(database: str) -> None:
+    with connect(database, options="-c synchronous_commit=remote_apply") as conn:
+        assert conn.execute("show synchronous_commit").fetchone() == ("remote_apply",)
+
+
+def test_without_synchronous_commit_everything_is_confirmed_in_the_end(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    outbox.fill(100)
+    settings = outbox.settings(engine, target={"synchronous_commit": "off"})
+    outbox.drain(settings, session)
+    outbox.drain(settings, session)
+    outbox.assert_exact()
+
+
+FLOOR = Reached(next_offset=7, applied_lsn=Lsn(100))
+
+
+@pytest.mark.parametrize(
+    ("next_offset", "lsn", "kept"),
+    [(7, 100, True), (8, 200, True), (6, 100, False), (7, 99, False)],
+)
+def test_a_target_that_lost_commits_is_recognised(next_offset: int, lsn: int, kept: bool) -> None:
+    cursors = {2: Cursor(2, next_offset, Lsn(lsn), 1)}
+    require_kept({}, cursors)
+    with nullcontext() if kept else pytest.raises(RelayError, match="lost commits"):
+        require_kept({2: FLOOR}, cursors)
