@@ -104,22 +104,22 @@ def _plan(settings: Settings, source: Connection, target: Connection) -> Removal
         raise ConfigurationError(
             f"uninstall: relay is not installed in {names}: nothing to drop; or correct source.dsn and target.dsn"
         )
-    reads = source in installed
-    known = {each.slot: each for each in streams.all_streams(source)} if reads else {}
-    configured = settings.source
-    if reads and configured.slot not in known and not known:
-        known[configured.slot] = streams.Stream(
-            configured.slot, settings.group, configured.publication
-        )
-    there = [known[name] for name in sorted(known) if _is_here(source, name)]
+    known = _streams(source, settings) if source in installed else []
     return Removal(
         groups=tuple(_groups(target)) if target in installed else (),
-        slots=tuple(there),
-        publications=tuple(
-            sorted({each.publication for each in known.values() if each.publication})
-        ),
+        slots=tuple(each for each in known if _is_here(source, each.slot)),
+        publications=tuple(sorted({each.publication for each in known if each.publication})),
         schemas=tuple(conn.info.dbname for conn in installed),
     )
+
+
+def _streams(source: Connection, settings: Settings) -> list[streams.Stream]:
+    """What relay has made to stream; where the schema does not tell, what the configuration names."""
+    recorded = streams.all_streams(source)
+    if recorded is not None:
+        return recorded
+    named = settings.source
+    return [streams.Stream(named.slot, settings.group, named.publication)]
 
 
 def _is_here(source: Connection, slot: str) -> bool:

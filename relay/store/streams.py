@@ -22,11 +22,11 @@ class Stream:
     publication: str | None
 
 
-def all_streams(conn: Connection) -> list[Stream]:
-    """Every stream of this source; none where it has a schema of an edition that did not record them."""
+def all_streams(conn: Connection) -> list[Stream] | None:
+    """Every stream of this source; None where it has a schema of an edition that did not record them."""
     row = conn.execute("select to_regclass('relay.streams') is not null").fetchone()
     if not row or not row[0]:
-        return []
+        return None
     with conn.cursor(row_factory=class_row(Stream)) as cursor:
         return cursor.execute(
             "select slot, group_id, publication from relay.streams order by slot"

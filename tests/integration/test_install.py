@@ -574,3 +574,29 @@ def test_the_lines_of_the_documentation_leave_the_role_the_stream_only(
         assert connects(app_dsn)
         assert connects(app_dsn, replication="database")
         assert not connects(app_dsn, replication="true")
+
+
+def test_uninstalling_what_polls_leaves_slots_and_publications_of_others(database: str) -> None:
+    with Outbox(database) as outbox:
+        settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+        initialise(settings)
+        outbox.conn.execute(f"create publication {outbox.slot}".encode())
+        outbox.conn.execute(
+            "select pg_create_logical_replication_slot(%s, 'pgoutput')", (outbox.slot,)
+        )
+        assert not {"slot", "publication"} & {
+            word for line in remove(settings, plan_removal(settings)) for word in line.split()
+        }
+        assert outbox.column(
+            "select slot_name::text from pg_replication_slots where database = current_database()"
+        )
+        assert outbox.column("select pubname::text from pg_publication") == [outbox.slot]
+
+
+def test_an_unreleased_edition_is_uninstalled_with_the_slot_of_the_configuration(
+    outbox: Outbox,
+) -> None:
+    outbox.conn.execute("drop table relay.streams; drop table relay.suspects")
+    settings = outbox.settings()
+    assert remove(settings, plan_removal(settings))
+    assert not planted(outbox)
