@@ -13,6 +13,7 @@ from relay.events import Event
 from relay.paths import dig
 
 _LONG_NUMBER = 4_000
+_JSON_FIELDS = frozenset({"payload", "metadata"})
 
 Values = tuple[str | None, ...]
 Test = Callable[[Values], bool]
@@ -35,8 +36,8 @@ class Router:
             )
             for route in routes
         ]
-        # A payload seldom comes twice; kinds of events and aggregates are few.
-        remembered = 0 if any("." in name for name in names) else 10_000
+        # Kinds of events and aggregates are few. A payload seldom comes twice, and may be large.
+        remembered = 0 if not _JSON_FIELDS.isdisjoint(self.fields) else 10_000
         self.choose = lru_cache(maxsize=remembered)(self._choose)
 
     def handlers(self, event: Event) -> tuple[str, ...]:

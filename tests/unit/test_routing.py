@@ -30,6 +30,12 @@ def payload_matches(pattern: Any, payload: Any, path: str = "payload.value") -> 
     return matches({path: pattern}, payload=json.dumps(payload))
 
 
+def test_a_payload_that_is_matched_is_not_kept() -> None:
+    routes = router({"match": {"payload": "*gold*"}, "handlers": ["h"]})
+    assert routes.handlers(event(payload='{"tier": "gold"}')) == ("h",)
+    assert routes.choose.cache_info().currsize == 0
+
+
 # Order of routes.
 
 
