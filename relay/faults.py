@@ -8,6 +8,7 @@ import socket
 import ssl
 import traceback
 from enum import Enum
+from itertools import dropwhile
 from pathlib import Path
 
 import psycopg
@@ -54,11 +55,27 @@ class TransientFault(Exception):
 
 
 class Undelivered(TransientFault):
-    """An endpoint or a broker does not take the event now. What it says is safe in a log."""
+    """An endpoint or a broker does not take the event now. What it says is safe in a log.
+
+    `detail` is not: it may quote the event. It is kept with the dead letter.
+    """
+
+    def __init__(
+        self, *reasons: object, after: float | None = None, detail: str | None = None
+    ) -> None:
+        super().__init__(*reasons, after=after)
+        self.detail = detail
 
 
 class Rejected(Exception):
-    """An endpoint or a broker will never take the event. What it says is safe in a log."""
+    """An endpoint or a broker will never take the event. What it says is safe in a log.
+
+    `detail` is not: it may quote the event. It is kept with the dead letter.
+    """
+
+    def __init__(self, *reasons: object, detail: str | None = None) -> None:
+        super().__init__(*reasons)
+        self.detail = detail
 
 
 class NotRouted(Exception):
@@ -261,13 +278,43 @@ def describe(error: BaseException) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """The fault in full, for the dead letter that keeps the payload anyway."""
+    """The fault in full, for the dead letter that keeps the payload anyway.
+
+    Below it the last frames that led to it, innermost last; of a delivery what was sent where, and what came back.
+    """
     text = str(error).strip()
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
     prefix = f"{type(error).__name__} [{state}]" if state else type(error).__name__
-    whole = f"{prefix}: {text}" if text else prefix
+    lines = [f"{prefix}: {text}" if text else prefix]
+    if isinstance(error, Undelivered | Rejected):
+        lines += [error.detail] if error.detail else []
+    else:
+        lines += _last_frames(error)
+    whole = "\n".join(lines)
     # PostgreSQL's text type cannot hold NUL, nor half of a surrogate pair.
     return whole.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+
+
+_FRAMES = 5
+_RELAY = str(Path(__file__).parent)
+_DRIVER = str(Path(psycopg.__file__).parent)
+
+
+def _last_frames(error: BaseException) -> list[str]:
+    """Where the fault was raised: file, line and function of what the handler called, and no values.
+
+    Relay's own frames are left out, except where there are no others; so is the driver where relay itself calls it.
+    """
+    frames = traceback.StackSummary.extract(
+        traceback.walk_tb(error.__traceback__), lookup_lines=False
+    )
+    beyond = list(dropwhile(lambda frame: frame.filename.startswith(_RELAY), frames))
+    if isinstance(error, psycopg.Error) and all(
+        frame.filename.startswith(_DRIVER) for frame in beyond
+    ):
+        return []
+    shown = (beyond or list(frames))[-_FRAMES:]
+    return [f"  at {frame.filename}:{frame.lineno} in {frame.name}" for frame in shown]
 
 
 class TaskFault(Exception):

@@ -38,6 +38,7 @@ class Answer:
     status: int = 204
     headers: tuple[tuple[str, str], ...] = ()
     after: float = 0.0
+    body: bytes = b""
 
 
 Answers = Callable[[dict[str, str], bytes], Answer]
@@ -125,8 +126,9 @@ class Webhook:
                     for key, value in answer.headers:
                         self.send_header(key, value)
                     if answer.status != 204:
-                        self.send_header("content-length", "0")
+                        self.send_header("content-length", str(len(answer.body)))
                     self.end_headers()
+                    self.wfile.write(answer.body)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass

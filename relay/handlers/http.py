@@ -12,6 +12,7 @@ import hmac
 import time
 from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import httpx
 
@@ -28,6 +29,8 @@ _TRANSIENT = frozenset(
         httpx.codes.TOO_MANY_REQUESTS,
     }
 )
+_TOLD_BYTES = 1_000
+"""How much of a response is kept with a dead letter."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
 
 
@@ -40,6 +43,7 @@ class Http:
         self._settings = settings
         self._secret = _key(name, settings)
         self._headers = {key: value.get_secret_value() for key, value in settings.headers.items()}
+        self._target = f"POST {public_url(settings.url)}"
         self._client = httpx.Client(
             timeout=settings.timeout,
             verify=verification(name, settings.tls),
@@ -91,8 +95,9 @@ class Http:
         try:
             response = self._client.post(self._settings.url, content=body, headers=headers)
         except httpx.RequestError as error:
-            raise Undelivered(type(error).__name__) from None
-        _judge(response)
+            detail = f"{self._target}: {error}"
+            raise Undelivered(type(error).__name__, detail=detail) from None
+        _judge(response, self._target)
 
 
 def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str, str]:
@@ -105,13 +110,30 @@ def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str
     }
 
 
-def _judge(response: httpx.Response) -> None:
+def public_url(url: str) -> str:
+    """The address without what may be a secret in it: user, password and the values of the query."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    query = "&".join(f"{name}=..." for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    return urlunsplit((parts.scheme, host, parts.path, query, ""))
+
+
+def _judge(response: httpx.Response, target: str) -> None:
     if response.is_success:
         return
     reason = f"HTTP {response.status_code}"
+    detail = f"{target}: {_told(response)}"
     if response.status_code in _TRANSIENT or response.status_code >= 500:
-        raise Undelivered(reason, after=retry_after(response.headers.get("retry-after")))
-    raise Rejected(reason)
+        after = retry_after(response.headers.get("retry-after"))
+        raise Undelivered(reason, after=after, detail=detail)
+    raise Rejected(reason, detail=detail)
+
+
+def _told(response: httpx.Response) -> str:
+    """The status and the start of the response."""
+    status = f"{response.status_code} {response.reason_phrase}".rstrip()
+    start = response.content[:_TOLD_BYTES].decode(errors="replace")
+    return f"{status}\n{start}" if start else status
 
 
 def retry_after(value: str | None) -> float | None:

@@ -158,7 +158,9 @@ def test_an_endpoint_behind_tls_and_relay_show_their_certificates(
 def test_what_an_endpoint_refuses_is_dead_lettered_without_effects(
     outbox: Outbox, webhook: Webhook, engine: str, session: Session | None
 ) -> None:
-    webhook.answers = lambda _, body: Answer(422 if b'"amount": 13' in body else 200)
+    webhook.answers = lambda _, body: (
+        Answer(422, body=b"no such product 13") if b'"amount": 13' in body else Answer(200)
+    )
     for number in range(10, 16):
         outbox.publish(host(1), event(number))
     outbox.drain(outbox.settings(engine, **posting(webhook)), session)
@@ -166,7 +168,8 @@ def test_what_an_endpoint_refuses_is_dead_lettered_without_effects(
     (letter,) = outbox.conn.execute(
         "select payload, handler, exception from relay.dead_letter_queue"
     ).fetchall()
-    assert letter == ({"amount": 13}, "hook", "Rejected: HTTP 422")
+    told = f"Rejected: HTTP 422\nPOST {webhook.url}: 422 Unprocessable Entity\nno such product 13"
+    assert letter == ({"amount": 13}, "hook", told)
     assert outbox.value("select count(*) from relay.deferred") == 0
     outbox.assert_exact()
 
@@ -244,7 +247,7 @@ def test_exhausted_attempts_release_the_key_or_hold_it(
             outbox.publish(host(1), event(5))
             outbox.wait_drained()
     assert outbox.column("select exception from relay.dead_letter_queue") == [
-        "Undelivered: HTTP 500"
+        f"Undelivered: HTTP 500\nPOST {webhook.url}: 500 Internal Server Error"
     ]
     assert [r.status for r in webhook.requests].count(500) == 3
     if ending == "dead_letter":
@@ -490,6 +493,6 @@ def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
             webhook.answers = lambda _, body: Answer(200)
             with connect(dsn) as conn:
                 letters = DeadLetters(settings, conn)
-                wait_until(lambda: letters.replay(letters.find(Filter()), "mended") == 1)
+                wait_until(lambda: len(letters.replay(letters.find(Filter()), "mended")) == 1)
                 wait_until(lambda: outbox.value("select count(*) from projection") == 1_487)
                 wait_until(lambda: letters.purge(letters.find(Filter(), ("replayed",)), None) == 1)

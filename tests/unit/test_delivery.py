@@ -15,7 +15,7 @@ from relay.faults import Rejected, TransientFault, Undelivered, describe
 from relay.handler_settings import CircuitBreaker, HttpHandler, OutsideHandler, Retry
 from relay.handlers import cloudevents
 from relay.handlers.delivery import Delivery
-from relay.handlers.http import retry_after, signature
+from relay.handlers.http import public_url, retry_after, signature
 from relay.pipeline.outside import Parcel, _lanes
 
 
@@ -89,6 +89,11 @@ def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
     secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     found = signature(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert found["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_an_address_is_told_without_what_may_be_a_secret() -> None:
+    url = "https://me:hunter2@shop.example:8443/events?token=hunter2&flag#hunter2"
+    assert public_url(url) == "https://shop.example:8443/events?token=...&flag=..."
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:

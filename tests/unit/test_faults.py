@@ -10,12 +10,14 @@ import socket
 import ssl
 import urllib.error
 from email.message import Message
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg.types.datetime import TimestamptzLoader
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
+import relay
 from relay.faults import (
     Action,
     ConfigurationError,
@@ -266,6 +268,43 @@ def test_the_dead_letter_keeps_the_whole_exception() -> None:
     assert exception_text(ValueError()) == "ValueError"
     text = exception_text(database_error("23505", "duplicate key\nDETAIL: (1)"))
     assert text == "UniqueViolation [23505]: duplicate key\nDETAIL: (1)"
+
+
+def raised(error: Exception, function: str, file: str = "/srv/shop/handlers.py") -> Exception:
+    """The error as a handler's function raises it."""
+    code = compile(f"def {function}(secret):\n    raise secret", file, "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    try:
+        names[function](error)
+    except Exception as caught:
+        return caught
+    raise AssertionError
+
+
+def test_the_dead_letter_keeps_the_last_frames_without_values() -> None:
+    text = exception_text(raised(ValueError("bad"), "handle"))
+    first, *frames = text.splitlines()
+    assert first == "ValueError: bad"
+    assert frames[-1] == "  at /srv/shop/handlers.py:2 in handle"
+    assert not any("secret" in frame for frame in frames)
+
+
+def test_relay_s_own_frames_are_told_only_where_there_are_no_others() -> None:
+    own = raised(ValueError("bad"), "apply", f"{relay.__path__[0]}/handlers/x.py")
+    own.__traceback__ = own.__traceback__ and own.__traceback__.tb_next
+    assert exception_text(own).splitlines()[1:] == [
+        f"  at {relay.__path__[0]}/handlers/x.py:2 in apply"
+    ]
+    driver = raised(database_error("23505", "twice"), "execute", psycopg.__path__[0] + "/cursor.py")
+    driver.__traceback__ = driver.__traceback__ and driver.__traceback__.tb_next
+    assert exception_text(driver) == "UniqueViolation [23505]: twice"
+
+
+def test_a_delivery_is_told_in_full_only_with_the_payload() -> None:
+    error = Rejected("HTTP 422", detail=f"POST https://shop.example/: 422\n{SECRET}")
+    assert SECRET not in describe(error)
+    assert exception_text(error) == f"Rejected: HTTP 422\nPOST https://shop.example/: 422\n{SECRET}"
 
 
 @pytest.mark.parametrize("text", ["a\x00b", chr(0xDCFF), chr(0xD800), "Zoë", "😀"])
