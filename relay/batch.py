@@ -96,6 +96,17 @@ class DeadTransaction:
     handler: str | None
     fault: str
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log line says of it."""
+        return {
+            "transaction_id": self.transaction_id,
+            "lsn": str(self.end_lsn),
+            "events": self.events,
+            "handler": self.handler,
+            "fault": self.fault,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:

@@ -243,6 +243,7 @@ def _print_status(found: Any) -> None:
     facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
     facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
+    facts += [("", _why(reason)) for reason in waiting.reasons]
     if found.staged:
         facts.append(("to be written with Spark", f"{found.staged} events"))
     print_facts(facts)
@@ -250,6 +251,22 @@ def _print_status(found: Any) -> None:
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _why(reason: Any) -> str:
+    """Why some transactions are deferred, on one line."""
+    causes = {
+        "retry": f"{reason.handler}: {reason.reason}",
+        "blocked": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",
+        "replay": "replayed",
+        "scheduled": "scheduled with deliver_at",
+        "behind": "blocked by an earlier transaction of the same key",
+    }
+    told = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {causes[reason.kind]}"
+    if reason.next is None:
+        return told
+    until = "" if reason.until == reason.next else f", the last {reason.until:%Y-%m-%d %H:%M:%S%z}"
+    return f"{told}; next {reason.next:%Y-%m-%d %H:%M:%S%z}{until}"
 
 
 @app.command()

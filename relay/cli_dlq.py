@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TextIO
 from uuid import UUID
 
 import psycopg
 import typer
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, out
-from relay.cli_tables import print_facts, print_table
+from relay.cli_tables import print_facts, print_table, printable, printable_json
 from relay.config import load
 from relay.faults import ConfigurationError
 from relay.store import dead_letters
-from relay.store.dead_letters import DeadTransaction, Filter
+from relay.store.dead_letters import DeadTransaction, Filter, Found
 
 dlq = typer.Typer(
     help="Dead letters: transactions that could not be applied. Each command takes whole transactions.",
@@ -48,7 +50,8 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what wou
 AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
 
 
-_JSON_FIELDS = ("payload", "original_payload", "metadata")
+DRY_RUN_SHOWS = 1_000
+"""How many transactions `--dry-run` prints at most."""
 
 
 class _Opened(NamedTuple):
@@ -76,12 +79,17 @@ def _asked(wanted: Filter, everything: bool) -> Filter:
     return wanted
 
 
-def _approved(found: Sequence[DeadTransaction], what: str, dry_run: bool, yes: bool) -> bool:
+def _approved(opened: _Opened, found: Found, what: str, dry_run: bool, yes: bool) -> bool:
     """Show what will be done; returns whether it may be."""
-    events = sum(each.events for each in found)
-    print(f"{len(found)} transactions with {events} events {what}")
+    print(f"{found.transactions} transactions with {found.events} events {what}")
     if dry_run:
-        _print(found)
+        _print(
+            dead_letters.transactions(
+                opened.conn, opened.group, DRY_RUN_SHOWS, found.wanted, found.statuses
+            )
+        )
+        if found.transactions > DRY_RUN_SHOWS:
+            print(f"these are the newest {DRY_RUN_SHOWS} of them")
         return False
     if not yes:
         typer.confirm("Go on?", abort=True)
@@ -103,7 +111,7 @@ def _print(found: Sequence[DeadTransaction]) -> None:
                 item.events,
                 item.event_type or "-",
                 item.handler or "-",
-                item.exception.splitlines()[0][:80],
+                item.exception.partition("\n")[0][:80],
                 item.status,
                 item.created_dt.isoformat(" ", "seconds"),
             )
@@ -153,29 +161,32 @@ def dlq_show(
 ) -> None:
     """Show every event of the dead transaction that holds letter ID, and what was done about it."""
     with _opened(config) as opened:
-        found = [
-            dead_letters.as_json(letter)
-            for letter in dead_letters.letters(opened.conn, opened.group, [letter_id])
-        ]
-        ids = [letter["id"] for letter in found]
-        done = dead_letters.actions(opened.conn, opened.group, ids)
-    if not found:
-        raise ConfigurationError(
-            f"there is no dead letter {letter_id} in group {opened.group!r}: see `relay dlq list`"
-        )
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    indent = 2 if out.is_terminal else None
-    for letter in found:
-        print(f"dead letter {letter['id']}")
-        print_facts(
-            (key, json.dumps(value, indent=indent) if key in _JSON_FIELDS else value)
-            for key, value in letter.items()
-        )
-    for action in done:
-        at = action.acted_at.isoformat(" ", "seconds")
-        print(f"{at} {action.action} by {action.acted_by}: {action.reason or 'no reason given'}")
+        number = dead_letters.transaction_of(opened.conn, opened.group, letter_id)
+        if number is None:
+            raise ConfigurationError(
+                f"there is no dead letter {letter_id} in group {opened.group!r}: see `relay dlq list`"
+            )
+        if as_json:
+            _print_json(dead_letters.letters_as_json(opened.conn, number))
+            return
+        for letter in dead_letters.letters_as_text(opened.conn, number, pretty=out.is_terminal):
+            print(f"dead letter {letter['id']}")
+            print_facts(letter.items())
+        for action in dead_letters.actions(opened.conn, number):
+            at = action.acted_at.isoformat(" ", "seconds")
+            print(
+                f"{at} {action.action} by {printable(action.acted_by)}: "
+                f"{printable(action.reason or 'no reason given')}"
+            )
+
+
+def _print_json(objects: Iterable[str]) -> None:
+    """Print an array of JSON objects that are given as text, one on each line."""
+    before = "["
+    for each in objects:
+        print(f"{before}\n{printable_json(each)}", end="")
+        before = ","
+    print("\n]")
 
 
 @dlq.command("replay")
@@ -198,19 +209,48 @@ def dlq_replay(
     ] = None,
     reason: ReasonOption = None,
     dry_run: DryRunOption = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="Wait for the outcome. Exit status 1 if a transaction is dead again."
+        ),
+    ] = False,
     yes: YesOption = False,
 ) -> None:
-    """Let the running relay apply dead transactions again, in their order; live events of their keys wait behind."""
-    from relay.replay import read_edits
-
+    """Queue dead transactions to be applied again, in their order; later events of their keys are blocked by them."""
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
-    edits = read_edits(edit) if edit else None
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
-        if not found:
+        if not found.transactions:
             _say_none(wanted, opened.group, "transaction to be applied again")
-        elif _approved(found, "will be applied again", dry_run, yes):
-            print(f"{opened.letters.replay(found, reason, edits)} transactions are replayed")
+            return
+        for name, count in opened.letters.missing_handlers(found).items():
+            _warn(
+                f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
+                "more: they go where the routes lead now"
+            )
+        if not _approved(opened, found, "will be applied again", dry_run, yes):
+            return
+        queued = opened.letters.replay(found, reason, edit)
+        print(f"{len(queued)} transactions are queued")
+        if queued and not opened.letters.instances():
+            _warn(
+                f"no instance of group {opened.group!r} is running: they are applied when one starts"
+            )
+        if wait:
+            _wait_for(opened.letters, queued)
+
+
+def _wait_for(letters: Any, queued: Sequence[int]) -> None:
+    outcome = letters.outcome(queued)
+    discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
+    print(f"{outcome.applied} transactions are applied, {outcome.dead} are dead again{discarded}")
+    if outcome.dead:
+        raise typer.Exit(1)
+
+
+def _warn(text: str) -> None:
+    print(f"relay: {text}", file=sys.stderr)
 
 
 @dlq.command("discard")
@@ -233,9 +273,9 @@ def dlq_discard(
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
-        if not found:
+        if not found.transactions:
             _say_none(wanted, opened.group, "transaction to be given up")
-        elif _approved(found, "will be given up", dry_run, yes):
+        elif _approved(opened, found, "will be given up", dry_run, yes):
             print(f"{opened.letters.discard(found, reason)} transactions are discarded")
 
 
@@ -258,19 +298,34 @@ def dlq_export(
     """Write letters with their payloads, a JSON object on each line, in the order of publishing."""
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception, status)
     with _opened(config) as opened:
-        found = dead_letters.transactions(
-            opened.conn, opened.group, wanted=wanted, newest_first=False
-        )
-        if not found:
+        exported = dead_letters.exported(opened.conn, opened.group, wanted)
+        letters = 0
+        with _private(file) if file else _standard_output() as stream:
+            for letters, line in enumerate(exported, start=1):  # noqa: B007 counted for what follows
+                print(line if file else printable_json(line), file=stream)
+        if not letters:
             _say_none(wanted, opened.group)
-        with file.open("w", encoding="utf-8") if file else _standard_output() as stream:
-            for each in found:
-                for letter in dead_letters.letters(opened.conn, opened.group, each.letters):
-                    print(json.dumps(dead_letters.as_json(letter), ensure_ascii=False), file=stream)
 
 
 @contextmanager
-def _standard_output() -> Iterator[Any]:
+def _private(file: Path) -> Iterator[TextIO]:
+    """The file to write to, which nobody but its owner may read: payloads are in it."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    try:
+        with open(file, "w", encoding="utf-8", newline="\n", opener=opener) as stream:
+            # An existing file keeps its mode when it is opened; a pipe or a device is not relay's to change.
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                os.fchmod(stream.fileno(), 0o600)
+            yield stream
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _standard_output() -> Iterator[TextIO]:
     yield sys.stdout
 
 
@@ -294,7 +349,7 @@ def dlq_purge(
     wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything), ("replayed", "discarded"))
-        if not found:
+        if not found.transactions:
             _say_none(wanted, opened.group, "replayed or discarded dead letter")
-        elif _approved(found, "will be deleted", dry_run, yes):
+        elif _approved(opened, found, "will be deleted", dry_run, yes):
             print(f"{opened.letters.purge(found, reason)} letters are deleted")

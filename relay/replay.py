@@ -2,182 +2,268 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psycopg
+from tenacity import Retrying, retry_if_result, wait_exponential
 
 from relay.config import Settings
-from relay.events import COMMIT_FIELDS, POLLED, Commit, Lsn, microseconds
-from relay.faults import ConfigurationError
+from relay.events import COMMIT_FIELDS, POLLED, Commit, Lsn, Tuples, microseconds
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.pgoutput import encode_tuple
-from relay.store import dead_letters, deferred
-from relay.store.dead_letters import FIELD_OF, STORED, DeadTransaction, Filter
+from relay.store import dead_letter_edits, dead_letters, deferred, presence
+from relay.store.dead_letters import FIELD_OF, STORED, Dead, Filter, Found, Letter
 from relay.store.deferred import Wait
 from relay.transactions import FACTS, Rows, Transactions
 
 Connection = psycopg.Connection[Any]
 
-Edits = Mapping[int, str]
-"""Letters as `relay dlq export` writes them, by their ids; what counts is the payload."""
-
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in COMMIT_FIELDS]
+
+_TRANSACTIONS_AT_ONCE = 500
+_EVENTS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 8 * 1024 * 1024
+"""What is replayed together in memory; a transaction above these limits is read as it is written."""
+_ROWS_AT_ONCE = 1_000
+_POLL_SECONDS = 0.1
+_MAX_POLL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of replayed transactions: applied, dead once more, or discarded while they were queued."""
+
+    applied: int
+    dead: int
+    discarded: int
 
 
 class DeadLetters:
-    """The dead letters of the configured group, on an open connection to the target."""
+    """The dead letters of the configured group, on an open connection to the target that prints values as WAL does."""
 
     def __init__(self, settings: Settings, conn: Connection) -> None:
         self._group = settings.group
+        self._handlers = settings.handlers.keys()
         self._mapping = settings.source.mapping
         self._waiting = Waiting(settings, Routing(settings))
         self._conn = conn
 
-    def find(self, wanted: Filter, statuses: Sequence[str] = ("dead",)) -> list[DeadTransaction]:
-        """The transactions of some statuses, in the order in which they were published."""
-        found = dead_letters.transactions(
-            self._conn, self._group, wanted=wanted, newest_first=False
-        )
-        return [each for each in found if each.status in statuses]
+    def find(self, wanted: Filter, statuses: Sequence[str] = ("dead",)) -> Found:
+        """The transactions of some statuses that a filter selects now."""
+        return dead_letters.find(self._conn, self._group, wanted, statuses)
 
-    def replay(
-        self,
-        transactions: Sequence[DeadTransaction],
-        reason: str | None,
-        edits: Edits | None = None,
-    ) -> int:
-        """Let a running relay apply transactions again, in their order; returns how many, all or none of them.
+    def missing_handlers(self, found: Found) -> dict[str, int]:
+        """Handlers that transactions failed in and that are not configured any more, and how many did in each."""
+        failed = dead_letters.failed_handlers(self._conn, self._group, found)
+        return {name: count for name, count in failed.items() if name not in self._handlers}
 
-        What is published for their ordering keys meanwhile waits behind them. Those that are no longer dead are left
-        out. What is edited is changed before, and the first payload kept beside it.
+    def instances(self) -> list[str]:
+        """The running instances of the group, as host:pid."""
+        return presence.instances(self._conn, self._group)
+
+    def replay(self, found: Found, reason: str | None, edits: Path | None = None) -> Sequence[int]:
+        """Queue transactions to be applied again by a running relay, all or none; returns their numbers.
+
+        They keep the order in which they were published; later events of their ordering keys are blocked by them.
+        Those that are no longer dead are left out. A file of `edits`, as `relay dlq export` writes it, changes payloads
+        first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read.
         """
-        replayed = 0
+        queued = array("q")
         with self._conn.transaction():
-            for each in transactions:
-                if not dead_letters.lock(self._conn, each.letters, "dead"):
-                    continue
-                if edits:
-                    self._edit(each, edits, reason)
-                self._defer(each)
-                dead_letters.mark(
-                    self._conn, self._group, each.letters, "replay", "replaying", reason
-                )
-                replayed += 1
-        return replayed
+            if edits is not None:
+                dead_letter_edits.load(self._conn, edits)
+            for some, numbers in self._locked(found):
+                if edits is not None:
+                    dead_letter_edits.apply(self._conn, self._group, numbers, reason)
+                self._queue(some)
+                dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
+                queued.extend(numbers)
+        return queued
 
-    def discard(self, transactions: Sequence[DeadTransaction], reason: str | None) -> int:
-        """Give transactions up, and let go of the keys that they hold; returns how many."""
+    def outcome(self, numbers: Sequence[int]) -> Replayed:
+        """Wait until none of the replayed transactions is queued any more."""
+        asked = list(numbers)
+        statuses: dict[str, int] = Retrying(
+            retry=retry_if_result(lambda found: "replaying" in found),
+            wait=wait_exponential(multiplier=_POLL_SECONDS, max=_MAX_POLL_SECONDS),
+        )(dead_letters.statuses, self._conn, asked)
+        dead, discarded = statuses.get("dead", 0), statuses.get("discarded", 0)
+        return Replayed(len(asked) - dead - discarded, dead, discarded)
+
+    def discard(self, found: Found, reason: str | None) -> int:
+        """Give transactions up, and release the keys that they hold; returns how many."""
         discarded = 0
         with self._conn.transaction():
-            for each in transactions:
-                if not dead_letters.lock(self._conn, each.letters, "dead"):
-                    continue
-                blocked = self._blocked(self._rebuilt(each))
-                if blocked is not None:
-                    deferred.settle(self._conn, [blocked])
-                dead_letters.mark(
-                    self._conn, self._group, each.letters, "discard", "discarded", reason
-                )
-                discarded += 1
+            for _, numbers in self._locked(found):
+                holding = deferred.blocked(self._conn, numbers)
+                deferred.settle(self._conn, list(holding.values()))
+                dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
+                discarded += len(numbers)
         return discarded
 
-    def purge(self, transactions: Sequence[DeadTransaction], reason: str | None) -> int:
+    def purge(self, found: Found, reason: str | None) -> int:
         """Delete the letters of transactions; what was done about them stays noted. Returns how many letters."""
         purged = 0
         with self._conn.transaction():
-            for each in transactions:
-                dead_letters.note(self._conn, self._group, each.letters, "purge", reason)
-                purged += dead_letters.purge(self._conn, each.letters)
+            for _, numbers in self._locked(found):
+                dead_letters.note(self._conn, self._group, numbers, "purge", reason)
+                purged += dead_letters.purge(self._conn, numbers)
         return purged
 
-    def _edit(self, dead: DeadTransaction, edits: Edits, reason: str | None) -> None:
-        changed = [
-            letter
-            for letter in dead.letters
-            if letter in edits and dead_letters.edit(self._conn, letter, edits[letter])
-        ]
-        if changed:
-            dead_letters.note(self._conn, self._group, changed, "edit", reason)
+    def _locked(self, found: Found) -> Iterator[tuple[list[Dead], list[int]]]:
+        """Some of what was found at a time, locked, with their numbers, in the order of publishing."""
+        for some in _portions(dead_letters.numbers(self._conn, self._group, found)):
+            held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
+            left = [each for each in some if each.number in held]
+            if left:
+                yield left, [each.number for each in left]
 
-    def _defer(self, dead: DeadTransaction) -> None:
-        one = self._rebuilt(dead)
-        wait = Wait(self._waiting.keys(one), letters=dead.letters)
-        blocked = self._blocked(one)
-        if blocked is None:
-            deferred.park(self._conn, self._group, [(one[0], wait)])
-        else:
-            deferred.release(self._conn, blocked, one[0], wait)
-
-    def _blocked(self, one: Transactions) -> int | None:
-        """The place that a transaction still has before others of its keys."""
-        return deferred.blocked(self._conn, self._group, one[0])
-
-    def _rebuilt(self, dead: DeadTransaction) -> Transactions:
-        """The transaction as it came, from its letters."""
-        letters = [
-            dict(zip(STORED, row, strict=True))
-            for row in dead_letters.texts(self._conn, dead.letters)
-        ]
-        first = letters[0]
-        rows = Rows.of(
-            [encode_tuple([_bytes(letter[name]) for name in _STORED_FIELDS]) for letter in letters]
-        )
-        offsets = [int(letter["c_offset"]) for letter in letters if letter["c_offset"]]
-        hosts = tuple(dict.fromkeys(letter["host_id"] or "" for letter in letters))
-        facts = (
-            *_commit(first),
-            min(offsets, default=0),
-            max(offsets, default=0),
-            len(letters),
-            int(rows.sizes.sum()),
-            0,
-        )
-        return Transactions(
-            tuple(self._mapping[FIELD_OF[name]] for name in _STORED_FIELDS),
-            np.array([facts], FACTS),
-            [_bytes(first["transaction_id"])],
-            [hosts],
-            rows,
+    def _queue(self, dead: Sequence[Dead]) -> None:
+        transactions = self._rebuilt(dead)
+        holding = deferred.blocked(self._conn, [each.number for each in dead])
+        for place, each in enumerate(dead):
+            if each.number in holding:
+                deferred.release(self._conn, holding[each.number], transactions[place])
+        deferred.park(
+            self._conn,
+            self._group,
+            (
+                (
+                    transaction,
+                    Wait(
+                        self._waiting.keys(transactions.part(place, place + 1)),
+                        dead_transaction=dead[place].number,
+                    ),
+                )
+                for place, transaction in enumerate(transactions)
+                if dead[place].number not in holding
+            ),
         )
 
-
-def read_edits(file: Path) -> Edits:
-    """Read what `relay dlq export` wrote and somebody has edited. Raises ConfigurationError with file and line."""
-    edits: dict[int, str] = {}
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file}: cannot be read ({type(error).__name__})") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            letter = json.loads(line)
-        except ValueError as error:
-            raise ConfigurationError(f"{file}:{number}: is not JSON: {error}") from None
-        if (
-            not isinstance(letter, dict)
-            or not isinstance(letter.get("id"), int)
-            or "payload" not in letter
-        ):
-            raise ConfigurationError(
-                f"{file}:{number}: must be an object with id and payload, as `relay dlq export` writes it"
+    def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
+        """Transactions as they were published, from their letters."""
+        columns = tuple(self._mapping[FIELD_OF[name]] for name in _STORED_FIELDS)
+        if len(dead) == 1 and _is_large(dead[0]):
+            tuples = _LetterTuples(self._conn, dead[0])
+            facts, transaction_id, hosts = _facts(tuples.letters(), place=0)
+            return _spooled(columns, facts, transaction_id, hosts, tuples)
+        found: dict[int, list[Letter]] = {
+            number: [letter for _, letter in letters]
+            for number, letters in groupby(
+                dead_letters.stored(
+                    self._conn, sorted(each.number for each in dead), _ROWS_AT_ONCE
+                ),
+                key=lambda each: each[0],
             )
-        edits[letter["id"]] = line
-    return edits
+        }
+        in_order = [found[each.number] for each in dead]
+        known = [_facts(letters, place) for place, letters in enumerate(in_order)]
+        return Transactions(
+            columns,
+            np.array([facts for facts, _, _ in known], FACTS),
+            [transaction_id for _, transaction_id, _ in known],
+            [hosts for _, _, hosts in known],
+            Rows.of([_encoded(letter) for letters in in_order for letter in letters]),
+        )
+
+
+class _LetterTuples:
+    """The rows of a large dead transaction: read from its letters whenever they are needed, never all in memory."""
+
+    def __init__(self, conn: Connection, dead: Dead) -> None:
+        self._conn = conn
+        self._dead = dead
+
+    def __len__(self) -> int:
+        return self._dead.events
+
+    def letters(self) -> Iterator[Letter]:
+        """The letters, in order."""
+        dead = self._dead
+        at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * dead.events // max(1, dead.size)))
+        return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(_encoded, self.letters())
+
+
+def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
+    """As many transactions together as fit into memory; a large one alone."""
+    some: list[Dead] = []
+    events = size = 0
+    for each in found:
+        full = events + each.events > _EVENTS_AT_ONCE or size + each.size > _BYTES_AT_ONCE
+        if some and (full or len(some) >= _TRANSACTIONS_AT_ONCE):
+            yield some
+            some, events, size = [], 0, 0
+        some.append(each)
+        events += each.events
+        size += each.size
+    if some:
+        yield some
+
+
+def _is_large(dead: Dead) -> bool:
+    return dead.events > _EVENTS_AT_ONCE or dead.size > _BYTES_AT_ONCE
+
+
+def _spooled(
+    columns: tuple[str, ...],
+    facts: Facts,
+    transaction_id: bytes | None,
+    hosts: tuple[str, ...],
+    tuples: Tuples,
+) -> Transactions:
+    return Transactions(
+        columns, np.array([facts], FACTS), [transaction_id], [hosts], Rows.of([]), [tuples]
+    )
+
+
+Facts = tuple[int, ...]
+
+
+def _facts(letters: Iterable[Letter], place: int) -> tuple[Facts, bytes | None, tuple[str, ...]]:
+    """What is known of a transaction, as FACTS has it, its transaction_id and its hosts, which stand at `place`."""
+    remaining = iter(letters)
+    first = next(remaining)
+    offsets: list[int] = []
+    hosts: dict[str, None] = {}
+    events = size = 0
+    for letter in chain([first], remaining):
+        if letter["c_offset"]:
+            offsets.append(int(letter["c_offset"]))
+            offsets = [min(offsets), max(offsets)]
+        hosts.setdefault(letter["host_id"] or "")
+        events += 1
+        size += len(_encoded(letter))
+    facts = (
+        *_commit(first),
+        min(offsets, default=0),
+        max(offsets, default=0),
+        events,
+        size,
+        place,
+    )
+    return facts, _bytes(first["transaction_id"]), tuple(hosts)
+
+
+def _encoded(letter: Letter) -> bytes:
+    return encode_tuple([_bytes(letter[name]) for name in _STORED_FIELDS])
 
 
 def _bytes(value: str | None) -> bytes | None:
-    return None if value is None else value.encode()
+    return None if value is None else value.encode("utf-8", "surrogateescape")
 
 
-def _commit(letter: dict[str, str | None]) -> Commit:
+def _commit(letter: Letter) -> Commit:
     """The commit that a letter came from; its end is not known, and nobody asks for it any more."""
     lsn, moment = letter["commit_lsn"], letter["commit_ts"]
     if lsn is None or moment is None:

@@ -187,11 +187,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
                 extra={
                     "batch": batch.number,
                     "partition": _partitions([task]),
-                    "transaction_id": dead.transaction_id,
-                    "lsn": str(dead.end_lsn),
-                    "events": dead.events,
-                    "handler": dead.handler,
-                    "fault": dead.fault,
+                    **dead.fields,
                 },
             )
     if not log.isEnabledFor(logging.DEBUG):

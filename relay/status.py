@@ -52,9 +52,23 @@ class Status:
                 for cursor in self.partitions
             ],
             "dead_letters": self.dead_letters,
-            "deferred": asdict(self.deferred),
+            "deferred": _deferred_as_json(self.deferred),
             "staged": self.staged,
         }
+
+
+def _deferred_as_json(waiting: deferred.Waiting) -> dict[str, Any]:
+    return {
+        "transactions": waiting.transactions,
+        "blocked": waiting.blocked,
+        "reasons": [
+            {
+                key: value.isoformat() if isinstance(value, datetime) else value
+                for key, value in asdict(reason).items()
+            }
+            for reason in waiting.reasons
+        ],
+    }
 
 
 def read(settings: Settings) -> Status:

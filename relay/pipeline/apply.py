@@ -212,16 +212,18 @@ class Applier:
             for place, fate in fates.items()
             if has_to_wait(fate)
         }
+        dead: list[DeadTransaction] = []
+        for place, fate in sorted(fates.items()):
+            if is_dead(fate):
+                number, buried = self._bury(conn, transactions[place], fate)
+                dead.append(buried)
+                if place in waits:
+                    waits[place] = replace(waits[place], dead_transaction=number)
         # In commit order, since that is the order in which they are taken up again.
         deferred.park(
             conn, self._group, ((transactions[place], waits[place]) for place in sorted(waits))
         )
         _report(fates)
-        dead = [
-            self._bury(conn, transactions[place], fate)
-            for place, fate in sorted(fates.items())
-            if is_dead(fate)
-        ]
         waiting = [place for place, wait in waits.items() if not wait.blocked]
         return dead, int(transactions.facts["events"][waiting].sum())
 
@@ -240,8 +242,8 @@ class Applier:
             reason=describe(fate.error),
         )
 
-    def revive(self, guarded: bool = False) -> int:
-        """Take up again the transactions whose turn has come, and commit; returns how many.
+    def revive(self, guarded: bool = False) -> tuple[int, list[DeadTransaction]]:
+        """Retry the transactions whose turn has come, and commit; returns how many, and those that are dead now.
 
         Whatever it raises has left no trace in the target.
         """
@@ -252,48 +254,56 @@ class Applier:
         with self._pool.connection() as conn:
             return deferred.seconds_to_next(conn, self._group)
 
-    def _revive(self, run: Run) -> int:
+    def _revive(self, run: Run) -> tuple[int, list[DeadTransaction]]:
         limits = self._settings.batch
+        dead: list[DeadTransaction] = []
         with self._pool.transaction() as conn:
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
             if due:
                 transactions = deferred.transactions(
                     conn, due, limits.max_bytes, limits.spool_directory
                 )
-                self._take_up(conn, due, transactions, run)
-        return len(due)
+                dead = self._take_up(conn, due, transactions, run)
+        return len(due), dead
 
     def _take_up(
         self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: Run
-    ) -> None:
+    ) -> list[DeadTransaction]:
         histories = {
             place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
         }
         fates = self._handling.handle(conn, transactions, run, histories)
-        done = []
+        done: list[int] = []
+        replayed: list[int] = []
+        dead: list[DeadTransaction] = []
         for place, each in enumerate(due):
-            fate = fates.get(place)
+            fate, number = fates.get(place), each.dead_transaction
+            if is_dead(fate):
+                number, buried = self._bury(conn, transactions[place], fate, number)
+                dead.append(buried)
+            elif fate is None and number is not None:
+                replayed.append(number)
             if fate is not None and has_to_wait(fate):
                 wait = self._wait(transactions, place, fate, histories[place])
-                deferred.wait_again(conn, each.id, wait)
+                deferred.wait_again(conn, each.id, replace(wait, dead_transaction=number))
             else:
                 done.append(each.id)
-            if is_dead(fate):
-                if each.letters:
-                    dead_letters.bury_again(
-                        conn, self._group, each.letters, fate.handler, fate.error
-                    )
-                else:
-                    self._bury(conn, transactions[place], fate)
-            elif fate is None and each.letters:
-                dead_letters.mark(conn, self._group, each.letters, "replayed", "replayed")
+        if replayed:
+            dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
         _report(fates)
         deferred.settle(conn, done)
+        return dead
 
-    def _bury(self, conn: Connection, transaction: Undecoded, failure: Failure) -> DeadTransaction:
+    def _bury(
+        self, conn: Connection, transaction: Undecoded, failure: Failure, number: int | None = None
+    ) -> tuple[int, DeadTransaction]:
+        """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has."""
         events = self._routing.events(transaction)
-        dead_letters.bury(conn, self._group, events, failure.handler, failure.error)
-        return DeadTransaction(
+        if number is None:
+            number = dead_letters.bury(conn, self._group, events, failure.handler, failure.error)
+        else:
+            dead_letters.bury_again(conn, self._group, number, failure.handler, failure.error)
+        return number, DeadTransaction(
             transaction.transaction_id,
             transaction.commit.end_lsn,
             len(events),

@@ -56,7 +56,9 @@ class Reviver:
 
     def _revive(self) -> float:
         """Take up what there is; returns how many seconds nothing else will be due."""
-        revived = self._applier.revive(self._guarded)
+        revived, dead = self._applier.revive(self._guarded)
+        for each in dead:
+            log.warning("dead letter", extra=each.fields)
         if revived:
             log.info("taken up again", extra={"transactions": revived})
             return 0.0

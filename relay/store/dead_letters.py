@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -12,7 +12,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row, scalar_row
+from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.events import SQL_TYPES, Event
 from relay.faults import exception_text
@@ -37,27 +37,37 @@ _FROM_EVENT = {
     "transaction_count": "transaction_count",
     "commit_ts": "commit_ts",
     "xid": "xid",
+    "deliver_at": "deliver_at",
 }
 STORED = tuple(_FROM_EVENT)
 """The columns of a letter that hold fields of its event."""
 FIELD_OF = _FROM_EVENT
 """The field that each of them holds."""
-_COLUMNS = ("group_id", "handler", "exception", "attempts", *_FROM_EVENT)
 
+Values = tuple[str | None, ...]
+"""The values of `STORED` as text."""
+Letter = dict[str, str | None]
+"""The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
-def _insert(json_cast: str) -> sql.Composed:
-    casts = [
-        sql.SQL(json_cast if SQL_TYPES[field] == "jsonb" else f"%s::{SQL_TYPES[field]}")
-        for field in _FROM_EVENT.values()
-    ]
-    return sql.SQL("insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, {})").format(
-        sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)), sql.SQL(", ").join(casts)
-    )
+_COLUMNS = (
+    *("group_id", "dead_transaction", "handler", "exception", "attempts"),
+    *("refused", *_FROM_EVENT),
+)
+_TYPES = [SQL_TYPES[field] for field in _FROM_EVENT.values()]
+_INSERT = sql.SQL(
+    "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, 1, %s::json, {})"
+).format(
+    sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)),
+    sql.SQL(", ").join(sql.SQL(f"%s::{sql_type}") for sql_type in _TYPES),
+)
 
-
-_AS_IT_IS = _insert("%s::jsonb")
-_AS_TEXT = _insert("to_jsonb(%s::text)")
-"""JSON that jsonb refuses, such as an escaped NUL, is kept as a JSON string of its text."""
+_REFUSALS = (
+    psycopg.DataError,
+    psycopg.errors.ProgramLimitExceeded,
+    psycopg.errors.StatementTooComplex,
+    UnicodeEncodeError,
+)
+"""What a value is refused with: by its type, by its size or depth, by the encoding of the target."""
 
 
 def bury(
@@ -66,56 +76,92 @@ def bury(
     events: Iterable[Event],
     handler: str | None,
     error: BaseException,
-) -> None:
+) -> int:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
-    `handler` is the one that failed; None where no route matched. What the table's types or the target's encoding
-    refuse is written as near to it as can be, since a dead letter that cannot be written would hold up the rest.
+    `handler` is the one that failed; None where no route matched. Returns the number of the dead transaction. A value
+    that its column refuses is kept beside it, as text: a dead letter that cannot be written would hold up the rest.
     """
+    number = _next_number(conn)
     exception = exception_text(error)
     remaining = iter(events)
     while chunk := list(islice(remaining, _CHUNK)):
+        rows = [tuple(event.text(field) for field in _FROM_EVENT.values()) for event in chunk]
+        head = (group, number, handler)
         try:
-            _write(conn, _AS_IT_IS, group, handler, exception, chunk, _plain)
-        except (psycopg.DataError, UnicodeEncodeError):
-            _write(conn, _AS_TEXT, group, handler, _ascii(exception), chunk, _acceptable)
+            _write(conn, [(*head, exception, None, *row) for row in rows])
+        except _REFUSALS:
+            exception = _writable(conn, exception)
+            _write(conn, [(*head, exception, *row) for row in _degraded(conn, rows)])
+    return number
 
 
-def _write(
-    conn: psycopg.Connection[Any],
-    insert: sql.Composed,
-    group: str,
-    handler: str | None,
-    exception: str,
-    events: Sequence[Event],
-    form: Callable[[str, str | None], str | None],
-) -> None:
-    first = (group, handler, exception, 1)
-    rows = [
-        (*first, *(form(SQL_TYPES[field], event.text(field)) for field in _FROM_EVENT.values()))
-        for event in events
-    ]
+def _next_number(conn: psycopg.Connection[Any]) -> int:
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found = cursor.execute("select nextval('relay.dead_transactions')").fetchone()
+    return int(found or 0)
+
+
+def _write(conn: psycopg.Connection[Any], rows: Sequence[Sequence[Any]]) -> None:
     with conn.transaction(), conn.cursor() as cursor:
-        cursor.executemany(insert, rows)
+        cursor.executemany(_INSERT, rows)
 
 
-def _plain(_: str, text: str | None) -> str | None:
-    return text
+def _degraded(conn: psycopg.Connection[Any], rows: Sequence[Values]) -> Iterator[Values]:
+    """The rows with what their columns take, each behind the JSON object of the values that they refuse."""
+    taken = [
+        _accepted(conn, sql_type, values)
+        for sql_type, values in zip(_TYPES, zip(*rows, strict=True), strict=True)
+    ]
+    for row, takes in zip(rows, zip(*taken, strict=True), strict=True):
+        refused = {
+            name: value
+            for name, value, taken_as_is in zip(STORED, row, takes, strict=True)
+            if not taken_as_is
+        }
+        yield (
+            json.dumps(refused) if refused else None,
+            *(
+                value if taken_as_is else _nearest(sql_type, value or "")
+                for sql_type, value, taken_as_is in zip(_TYPES, row, takes, strict=True)
+            ),
+        )
 
 
-def _acceptable(sql_type: str, text: str | None) -> str | None:
-    """A text that every database takes for the type, or None."""
-    if text is None:
-        return None
-    if sql_type in ("text", "jsonb"):
-        return _ascii(text)
-    if sql_type == "uuid":
-        return text if _is_uuid(text) else None
-    if sql_type in ("int", "bigint"):
-        digits = 9 if sql_type == "int" else 18
-        return text if re.fullmatch(rf"-?\d{{1,{digits}}}", text, re.ASCII) else None
-    # Positions and times come from PostgreSQL's own types, or from a column of another type.
-    return text if text.isascii() and sql_type == "pg_lsn" else None
+def _accepted(
+    conn: psycopg.Connection[Any], sql_type: LiteralString, values: Sequence[str | None]
+) -> list[bool]:
+    """Which of the values PostgreSQL takes for a type. Those that it refuses are found by halving."""
+    if sql_type == "uuid" and not any(value is None or _is_uuid(value) for value in values):
+        return [False] * len(values)
+    try:
+        with conn.transaction():
+            conn.execute(
+                sql.SQL("select count(cast(value as {})) from unnest(%s::text[]) as value").format(
+                    sql.SQL(sql_type)
+                ),
+                (list(values),),
+            )
+    except _REFUSALS:
+        if len(values) == 1:
+            return [False]
+        middle = len(values) // 2
+        first = _accepted(conn, sql_type, values[:middle])
+        return first + _accepted(conn, sql_type, values[middle:])
+    return [True] * len(values)
+
+
+def _nearest(sql_type: str, value: str) -> str | None:
+    """What a column takes instead of a value that it refuses."""
+    if sql_type == "text":
+        return _ascii(value)
+    # JSON that jsonb refuses, such as an escaped NUL, can be read as a JSON string of its text.
+    return json.dumps(_ascii(value)) if sql_type == "jsonb" else None
+
+
+def _writable(conn: psycopg.Connection[Any], text: str) -> str:
+    """The text, with escapes where the encoding of the target lacks its characters."""
+    return text if all(_accepted(conn, "text", [text])) else _ascii(text)
 
 
 def _is_uuid(text: str) -> bool:
@@ -186,32 +232,23 @@ class DeadTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """One dead event, whole."""
+class Found:
+    """The dead transactions that a filter selects, of some statuses; none that are dead-lettered later."""
 
-    id: int
-    group_id: str
-    status: str
-    handler: str | None
-    exception: str
-    attempts: int
-    host_id: str | None
-    user_id: str | None
-    transaction_id: str | None
-    transaction_ordinal: int | None
-    transaction_count: int | None
-    event_id: str | None
-    event_type: str | None
-    aggregate_type: str | None
-    aggregate_id: str | None
-    aggregate_version: int | None
-    event_ts: datetime | None
-    c_offset: int | None
-    commit_lsn: str | None
-    payload: Any
-    original_payload: Any
-    metadata: Any
-    created_dt: datetime
+    wanted: Filter
+    statuses: Sequence[str]
+    last_id: int
+    transactions: int
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The number of a dead transaction, how many events it has, and the bytes of their payloads and metadata."""
+
+    number: int
+    events: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +261,16 @@ class Done:
     acted_at: datetime
 
 
-_WHOLE: LiteralString = """
-    concat_ws('/', coalesce(d.transaction_id::text, concat_ws('/', '', d.host_id, d.user_id)), d.commit_lsn)
-"""
-"""What the letters of one business transaction have in common."""
+_SHOWN = (
+    *("id", "group_id", "status", "handler", "exception", "attempts", "host_id", "user_id"),
+    *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
+    *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
+    *("commit_lsn", "payload", "original_payload", "metadata", "created_dt"),
+)
+"""The columns of a dead letter that are exported and shown."""
+
+_PRETTY_CHARACTERS = 100_000
+"""JSON that is longer when it is laid out is shown as it is: deep nesting indents to megabytes."""
 
 
 def count(conn: psycopg.Connection[Any], group: str) -> int:
@@ -243,12 +286,12 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
 def transactions(
     conn: psycopg.Connection[Any],
     group: str,
-    limit: int | None = None,
-    wanted: Filter | None = None,
-    newest_first: bool = True,
+    limit: int,
+    wanted: Filter,
+    statuses: Sequence[str] | None = None,
 ) -> list[DeadTransaction]:
-    """Dead transactions, whole, newest first or in the order in which they were published."""
-    where, parameters = (wanted or Filter()).where()
+    """Dead transactions, whole, newest first; of any status where none is given."""
+    where, parameters = wanted.where()
     with conn.cursor(row_factory=class_row(DeadTransaction)) as cursor:
         return cursor.execute(
             sql.SQL(
@@ -259,151 +302,302 @@ def transactions(
                        min(d.exception) as exception, min(d.status) as status, max(d.attempts) as attempts,
                        min(d.created_dt) as created_dt, array_agg(d.id order by d.id) as letters
                   from relay.dead_letter_queue d
-                 where d.group_id = %(group)s
-                   and {whole} in (select {whole} from relay.dead_letter_queue d where {where})
-                 group by {whole}
-                 order by {order}
-                 limit %(limit)s
+                 where d.dead_transaction in (
+                       select distinct d.dead_transaction from relay.dead_letter_queue d
+                        where {where} and (%(statuses)s::text[] is null or d.status = any(%(statuses)s))
+                        order by d.dead_transaction desc limit %(limit)s)
+                 group by d.dead_transaction
+                 order by d.dead_transaction desc
                 """
-            ).format(
-                whole=sql.SQL(_WHOLE),
-                where=where,
-                order=sql.SQL(
-                    "min(d.id) desc" if newest_first else "min(d.c_offset) nulls last, min(d.id)"
-                ),
-            ),
-            {**parameters, "group": group, "limit": limit},
+            ).format(where=where),
+            {
+                **parameters,
+                "group": group,
+                "limit": limit,
+                "statuses": None if statuses is None else list(statuses),
+            },
         ).fetchall()
 
 
-def letters(conn: psycopg.Connection[Any], group: str, ids: Sequence[int]) -> Iterator[DeadLetter]:
-    """Every event of the dead transactions that hold the given letters, in order."""
-    columns = [
-        sql.SQL("d.{0}::text as {0}").format(sql.Identifier(name))
-        if name in ("host_id", "user_id", "transaction_id", "event_id", "commit_lsn")
-        else sql.SQL("d.{}").format(sql.Identifier(name))
-        for name in DeadLetter.__dataclass_fields__
-    ]
-    with conn.cursor(row_factory=class_row(DeadLetter)) as cursor:
-        yield from cursor.execute(
+def find(
+    conn: psycopg.Connection[Any], group: str, wanted: Filter, statuses: Sequence[str]
+) -> Found:
+    """Count the dead transactions of some statuses that a filter selects."""
+    where, parameters = wanted.where()
+    last_id, found, events = conn.execute(
+        sql.SQL(
+            """
+            select coalesce(max(d.id), 0), count(distinct d.dead_transaction), count(*)
+              from relay.dead_letter_queue d
+             where d.status = any(%(statuses)s) and d.dead_transaction in (
+                   select d.dead_transaction from relay.dead_letter_queue d where {where})
+            """
+        ).format(where=where),
+        {**parameters, "group": group, "statuses": list(statuses)},
+    ).fetchall()[0]
+    return Found(wanted, tuple(statuses), last_id, found, events)
+
+
+def numbers(conn: psycopg.Connection[Any], group: str, found: Found) -> Iterator[Dead]:
+    """The transactions that were found, in the order in which they were published. Needs a database transaction."""
+    where, parameters = found.wanted.where()
+    with conn.cursor("dead_transactions", row_factory=class_row(Dead)) as cursor:
+        cursor.itersize = _CHUNK
+        cursor.execute(
             sql.SQL(
                 """
-                select {columns} from relay.dead_letter_queue d
-                 where d.group_id = %(group)s
-                   and {whole} in (select {whole} from relay.dead_letter_queue d
-                                    where d.group_id = %(group)s and d.id = any(%(ids)s))
-                 order by d.id
+                select d.dead_transaction as number, count(*) as events,
+                       sum(coalesce(octet_length(d.payload::text), 0) + coalesce(octet_length(d.metadata::text), 0))
+                           ::bigint as size
+                  from relay.dead_letter_queue d
+                 where d.status = any(%(statuses)s) and d.dead_transaction in (
+                       select d.dead_transaction from relay.dead_letter_queue d
+                        where d.id <= %(last_id)s and {where})
+                 group by d.dead_transaction
+                 order by min(d.c_offset) nulls last, d.dead_transaction
                 """
-            ).format(columns=sql.SQL(", ").join(columns), whole=sql.SQL(_WHOLE)),
-            {"group": group, "ids": list(ids)},
+            ).format(where=where),
+            {
+                **parameters,
+                "group": group,
+                "statuses": list(found.statuses),
+                "last_id": found.last_id,
+            },
         )
+        yield from cursor
 
 
-def texts(conn: psycopg.Connection[Any], ids: Sequence[int]) -> list[tuple[str | None, ...]]:
-    """The fields of letters as PostgreSQL prints them, in the order of the ids and of `STORED`."""
-    columns = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in STORED]
-    return conn.execute(
+def failed_handlers(conn: psycopg.Connection[Any], group: str, found: Found) -> dict[str, int]:
+    """The handlers that the transactions failed in, and how many of them in each."""
+    where, parameters = found.wanted.where()
+    rows = conn.execute(
         sql.SQL(
-            "select {} from relay.dead_letter_queue join unnest(%s::bigint[]) with ordinality as asked (id, place)"
-            " using (id) order by place"
-        ).format(sql.SQL(", ").join(columns)),
-        (list(ids),),
-    ).fetchall()
-
-
-def lock(conn: psycopg.Connection[Any], ids: Sequence[int], status: str) -> bool:
-    """Lock letters to the end of the transaction; returns whether all of them are there and have the status."""
-    found = conn.execute(
-        "select id from relay.dead_letter_queue where id = any(%s) and status = %s order by id for update",
-        (list(ids), status),
+            """
+            select d.handler, count(distinct d.dead_transaction) from relay.dead_letter_queue d
+             where d.handler is not null and d.status = any(%(statuses)s) and d.id <= %(last_id)s and {where}
+             group by d.handler order by d.handler
+            """
+        ).format(where=where),
+        {
+            **parameters,
+            "group": group,
+            "statuses": list(found.statuses),
+            "last_id": found.last_id,
+        },
     )
-    return found.rowcount == len(ids)
+    return dict(rows.fetchall())
+
+
+def exported(conn: psycopg.Connection[Any], group: str, wanted: Filter) -> Iterator[str]:
+    """Every event of the dead transactions that a filter selects, each as the text of a JSON object.
+
+    In the order of publishing, read one after the other. PostgreSQL writes the JSON: numbers keep every digit, and
+    nothing is too deep.
+    """
+    where, parameters = wanted.where()
+    # The objects are made after sorting, so that the sort moves what is stored and not its text.
+    query = sql.SQL(
+        """
+        select row_to_json(letter)::text from (
+            select {columns}
+              from relay.dead_letter_queue d
+              join (select d.dead_transaction, min(d.c_offset) as first_offset
+                      from relay.dead_letter_queue d
+                     where d.dead_transaction in (
+                           select d.dead_transaction from relay.dead_letter_queue d where {where})
+                     group by d.dead_transaction) whole using (dead_transaction)
+             order by whole.first_offset nulls last, d.dead_transaction, d.id) letter
+        """
+    ).format(columns=_columns(_SHOWN), where=where)
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        yield from cursor.stream(query, {**parameters, "group": group})
+
+
+def transaction_of(conn: psycopg.Connection[Any], group: str, letter_id: int) -> int | None:
+    """The number of the dead transaction that holds a letter; None where there is no such letter in the group."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return cursor.execute(
+            "select dead_transaction from relay.dead_letter_queue where group_id = %s and id = %s",
+            (group, letter_id),
+        ).fetchone()
+
+
+def letters_as_json(conn: psycopg.Connection[Any], number: int) -> Iterator[str]:
+    """Every event of a dead transaction as the text of a JSON object, in order."""
+    query = sql.SQL(
+        """
+        select row_to_json(letter)::text from (
+            select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) letter
+        """
+    ).format(columns=_columns(_SHOWN))
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        yield from cursor.stream(query, (number,))
+
+
+def letters_as_text(conn: psycopg.Connection[Any], number: int, pretty: bool) -> Iterator[Letter]:
+    """Every event of a dead transaction, each field as PostgreSQL prints it, in order; `pretty` lays JSON out."""
+    columns = [
+        _laid_out(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
+        for name in (*_SHOWN, "refused")
+    ]
+    query = sql.SQL(
+        "select {} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id"
+    ).format(
+        sql.SQL(", ").join(
+            sql.SQL("{} as {}").format(column, sql.Identifier(name))
+            for column, name in zip(columns, (*_SHOWN, "refused"), strict=True)
+        )
+    )
+    with conn.cursor(row_factory=dict_row) as cursor:
+        yield from cursor.stream(query, (number,))
+
+
+_JSON = ("payload", "original_payload", "metadata")
+
+
+def _column(name: str) -> sql.Composed:
+    return sql.SQL("d.{}").format(sql.Identifier(name))
+
+
+def _columns(names: Sequence[str]) -> sql.Composed:
+    return sql.SQL(", ").join(map(_column, names))
+
+
+def _laid_out(name: str) -> sql.Composed:
+    return sql.SQL(
+        "case when length(jsonb_pretty({0})) <= {1} then jsonb_pretty({0}) else {0}::text end"
+    ).format(_column(name), sql.Literal(_PRETTY_CHARACTERS))
+
+
+def stored(
+    conn: psycopg.Connection[Any], dead: Sequence[int], at_once: int
+) -> Iterator[tuple[int, Letter]]:
+    """The events of dead transactions as they were published, with the numbers of these, in order.
+
+    A value that its column refused comes as it was. Fetches `at_once` rows. Needs a database transaction.
+    """
+    columns = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in STORED]
+    # A name of its own for each cursor: one may be read while another one is open.
+    with conn.cursor(f"dead_letters_{dead[0]}_{len(dead)}") as cursor:
+        cursor.itersize = at_once
+        cursor.execute(
+            sql.SQL(
+                """
+                select dead_transaction, refused::text, original_payload is not null, {}
+                  from relay.dead_letter_queue where dead_transaction = any(%s) order by dead_transaction, id
+                """
+            ).format(sql.SQL(", ").join(columns)),
+            (list(dead),),
+        )
+        for number, refused, edited, *values in cursor:
+            letter = dict(zip(STORED, values, strict=True))
+            if refused is not None:
+                as_published = json.loads(refused)
+                if edited:
+                    as_published.pop("payload", None)
+                letter |= as_published
+            yield number, letter
+
+
+def lock(conn: psycopg.Connection[Any], dead: Sequence[int], statuses: Sequence[str]) -> set[int]:
+    """Lock dead transactions to the end of the database transaction; returns those that have one of the statuses."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            with locked as (
+                select dead_transaction, status from relay.dead_letter_queue
+                 where dead_transaction = any(%s) order by id for update)
+            select dead_transaction from locked group by dead_transaction having bool_and(status = any(%s))
+            """,
+            (list(dead), list(statuses)),
+        )
+        return set(cursor)
 
 
 def mark(
     conn: psycopg.Connection[Any],
     group: str,
-    ids: Sequence[int],
+    dead: Sequence[int],
     action: str,
     status: str,
     reason: str | None = None,
 ) -> None:
-    """Give the letters of one transaction another status, and note why."""
+    """Give dead transactions another status, and note why."""
     conn.execute(
-        "update relay.dead_letter_queue set status = %s where id = any(%s)", (status, list(ids))
+        "update relay.dead_letter_queue set status = %s where dead_transaction = any(%s)",
+        (status, list(dead)),
     )
-    note(conn, group, ids, action, reason)
+    note(conn, group, dead, action, reason)
 
 
 def bury_again(
     conn: psycopg.Connection[Any],
     group: str,
-    ids: Sequence[int],
+    number: int,
     handler: str | None,
     error: BaseException,
 ) -> None:
-    """A transaction that was replayed could not be applied once more."""
+    """A dead transaction that was replayed could not be applied once more."""
+    exception = _writable(conn, exception_text(error))
     conn.execute(
         """
         update relay.dead_letter_queue
            set status = 'dead', handler = %s, exception = %s, attempts = attempts + 1
-         where id = any(%s)
+         where dead_transaction = %s
         """,
-        (handler, exception_text(error), list(ids)),
+        (handler, exception, number),
     )
-    note(conn, group, ids, "died again", None)
+    note(conn, group, [number], "died again", None)
 
 
-def edit(conn: psycopg.Connection[Any], letter_id: int, edited: str) -> bool:
-    """Give a letter the payload of another version of it (a JSON object); returns whether that is another one.
-
-    The first payload is kept beside it. PostgreSQL reads the JSON, so numbers keep every digit.
-    """
-    changed = conn.execute(
-        """
-        update relay.dead_letter_queue
-           set original_payload = coalesce(original_payload, payload), payload = %(edited)s::jsonb -> 'payload'
-         where id = %(id)s and payload is distinct from %(edited)s::jsonb -> 'payload'
-        """,
-        {"edited": edited, "id": letter_id},
-    )
-    return changed.rowcount > 0
-
-
-def purge(conn: psycopg.Connection[Any], ids: Sequence[int]) -> int:
-    """Delete letters; returns how many there were."""
+def purge(conn: psycopg.Connection[Any], dead: Sequence[int]) -> int:
+    """Delete dead transactions; returns how many letters they had."""
     return conn.execute(
-        "delete from relay.dead_letter_queue where id = any(%s)", (list(ids),)
+        "delete from relay.dead_letter_queue where dead_transaction = any(%s)", (list(dead),)
     ).rowcount
 
 
 def note(
-    conn: psycopg.Connection[Any], group: str, ids: Sequence[int], action: str, reason: str | None
+    conn: psycopg.Connection[Any], group: str, dead: Sequence[int], action: str, reason: str | None
 ) -> None:
-    """Keep what was done about a transaction, by whom and when."""
+    """Keep what was done about each of the dead transactions, by whom and when."""
     conn.execute(
         """
-        insert into relay.dead_letter_actions (group_id, letters, transaction_id, action, reason)
-        select %(group)s, %(ids)s, (select transaction_id from relay.dead_letter_queue where id = %(first)s),
+        insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
+        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id::text)::uuid,
                %(action)s, %(reason)s
+          from relay.dead_letter_queue where dead_transaction = any(%(dead)s)
+         group by dead_transaction order by dead_transaction
         """,
-        {"group": group, "ids": list(ids), "first": ids[0], "action": action, "reason": reason},
+        {"group": group, "dead": list(dead), "action": action, "reason": reason},
     )
 
 
-def actions(conn: psycopg.Connection[Any], group: str, ids: Sequence[int]) -> list[Done]:
-    """What was done about the transaction of some letters, oldest first."""
+def actions(conn: psycopg.Connection[Any], number: int) -> list[Done]:
+    """What was done about a dead transaction, oldest first."""
     with conn.cursor(row_factory=class_row(Done)) as cursor:
         return cursor.execute(
             """
             select action, reason, acted_by, acted_at from relay.dead_letter_actions
-             where group_id = %s and letters && %s::bigint[] order by id
+             where dead_transaction = %s order by id
             """,
-            (group, list(ids)),
+            (number,),
         ).fetchall()
 
 
-def as_json(item: DeadTransaction | DeadLetter | Done) -> dict[str, Any]:
+def statuses(conn: psycopg.Connection[Any], dead: Sequence[int]) -> dict[str, int]:
+    """How many of the dead transactions have which status; those that were purged have none."""
+    rows = conn.execute(
+        """
+        select status, count(distinct dead_transaction) from relay.dead_letter_queue
+         where dead_transaction = any(%s) group by status
+        """,
+        (list(dead),),
+    )
+    return dict(rows.fetchall())
+
+
+def as_json(item: DeadTransaction) -> dict[str, Any]:
     """The entry as JSON values: times in ISO 8601."""
     return {
         key: value.isoformat() if isinstance(value, datetime) else value

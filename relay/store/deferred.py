@@ -43,7 +43,7 @@ class Wait:
     handler: str | None = None
     reason: str | None = None
     blocked: bool = False
-    letters: Sequence[int] = ()
+    dead_transaction: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Due:
     id: int
     attempts: int
     first_failed_at: float | None
-    letters: list[int]
+    dead_transaction: int | None
     transaction_id: str | None
     hosts: list[str]
     columns: list[str]
@@ -83,7 +83,7 @@ def held(conn: Connection, group: str, keys: Collection[str]) -> set[str]:
 _PARK = """
     with parked as (
         insert into relay.deferred (
-            group_id, keys, holds, blocked, retry_at, attempts, first_failed_at, handler, reason, letters,
+            group_id, keys, holds, blocked, retry_at, attempts, first_failed_at, handler, reason, dead_transaction,
             transaction_id, hosts, columns, commit_lsn, end_lsn, commit_ts, xid, first_offset, last_offset,
             events, size)
         values (%s, %s, %s, %s, coalesce(%s, clock_timestamp() + make_interval(secs => %s)), %s, to_timestamp(%s),
@@ -126,7 +126,7 @@ def _parked(group: str, transaction: Undecoded, wait: Wait, rows: Rows) -> Seque
         wait.first_failed_at,
         wait.handler,
         wait.reason,
-        list(wait.letters),
+        wait.dead_transaction,
         transaction.transaction_id,
         list(transaction.hosts),
         list(transaction.columns),
@@ -193,7 +193,7 @@ def claim(conn: Connection, group: str, limit: int) -> list[Due]:
                  order by d.id
                  limit %(limit)s
             )
-            select id, attempts, extract(epoch from first_failed_at)::float8 as first_failed_at, letters,
+            select id, attempts, extract(epoch from first_failed_at)::float8 as first_failed_at, dead_transaction,
                    transaction_id, hosts, columns, commit_lsn::text, end_lsn::text, commit_ts, xid, first_offset,
                    last_offset, events, size
               from relay.deferred join due using (id)
@@ -284,7 +284,7 @@ def wait_again(conn: Connection, deferred_id: int, wait: Wait) -> None:
         """
         update relay.deferred
            set holds = %s, blocked = %s, retry_at = clock_timestamp() + make_interval(secs => %s), attempts = %s,
-               first_failed_at = to_timestamp(%s), handler = %s, reason = %s
+               first_failed_at = to_timestamp(%s), handler = %s, reason = %s, dead_transaction = %s
          where id = %s
         """,
         (
@@ -295,46 +295,31 @@ def wait_again(conn: Connection, deferred_id: int, wait: Wait) -> None:
             wait.first_failed_at,
             wait.handler,
             wait.reason,
+            wait.dead_transaction,
             deferred_id,
         ),
     )
 
 
-def blocked(conn: Connection, group: str, transaction: Undecoded) -> int | None:
-    """The id under which a transaction whose attempts were exhausted still holds its keys."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        return cursor.execute(
-            """
-            select id from relay.deferred
-             where group_id = %s and blocked and transaction_id is not distinct from %s and last_offset = %s
-               and hosts = %s
-               for update
-            """,
-            (
-                group,
-                transaction.transaction_id,
-                transaction.last_offset,
-                list(transaction.hosts),
-            ),
-        ).fetchone()
+def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
+    """Which of the dead transactions still hold their keys, each with the id of its row. Locks the rows."""
+    found = conn.execute(
+        "select dead_transaction, id from relay.deferred where blocked and dead_transaction = any(%s) for update",
+        (list(dead),),
+    )
+    return dict(found.fetchall())
 
 
-def release(conn: Connection, deferred_id: int, transaction: Undecoded, wait: Wait) -> None:
-    """Try a blocked transaction again, with the rows that it has now, at the place that it had."""
+def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
+    """Try a blocked transaction again, with the rows that it has now; it keeps its turn."""
     conn.execute(
         """
         update relay.deferred
            set blocked = false, retry_at = clock_timestamp(), attempts = 0, first_failed_at = null, handler = null,
-               reason = null, letters = %s, columns = %s, events = %s, size = %s
+               reason = null, columns = %s, events = %s, size = %s
          where id = %s
         """,
-        (
-            list(wait.letters),
-            list(transaction.columns),
-            len(transaction.tuples),
-            transaction.size,
-            deferred_id,
-        ),
+        (list(transaction.columns), len(transaction.tuples), transaction.size, deferred_id),
     )
     conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
     with conn.cursor() as cursor:
@@ -342,11 +327,35 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded, wait: Wa
 
 
 @dataclass(frozen=True, slots=True)
+class Reason:
+    """Why some transactions are deferred, and since and until when.
+
+    `kind` is `retry` (the handler failed with `reason`), `blocked` (a dead transaction that holds its key),
+    `replay`, `scheduled` (deliver_at) or `behind` (an earlier transaction holds one of their keys). `since` is when the
+    first of them failed or was deferred, `next` when the first of them may be tried and `until` when the last; both
+    are null where that is no question of time.
+    """
+
+    kind: str
+    handler: str | None
+    reason: str | None
+    transactions: int
+    since: datetime
+    next: datetime | None
+    until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
-    """How many transactions of a group wait: in all, and of these blocked."""
+    """How many transactions of a group are deferred, how many of these are blocked, and the most frequent reasons."""
 
     transactions: int
     blocked: int
+    reasons: Sequence[Reason] = ()
+
+
+_REASONS = 20
+"""How many reasons are told."""
 
 
 def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
@@ -361,11 +370,28 @@ def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) 
 
 
 def count(conn: Connection, group: str) -> Waiting:
-    """How many transactions of the group wait."""
-    with conn.cursor(row_factory=class_row(Waiting)) as cursor:
+    """How many transactions of the group are deferred, and why."""
+    with conn.cursor(row_factory=class_row(Reason)) as cursor:
         found = cursor.execute(
-            "select count(*) as transactions, count(*) filter (where blocked) as blocked"
-            " from relay.deferred where group_id = %s",
+            """
+            with reasons as (
+                select case when blocked then 'blocked'
+                            when attempts > 0 then 'retry'
+                            when dead_transaction is not null then 'replay'
+                            when holds then 'behind'
+                            else 'scheduled' end as kind,
+                       handler, reason, deferred_at, first_failed_at, retry_at
+                  from relay.deferred where group_id = %s)
+            select kind, handler, reason, count(*) as transactions,
+                   min(coalesce(first_failed_at, deferred_at)) as since,
+                   case when kind in ('retry', 'scheduled') then least(min(retry_at), '9999-01-01') end as next,
+                   case when kind in ('retry', 'scheduled') then least(max(retry_at), '9999-01-01') end as until
+              from reasons group by kind, handler, reason order by count(*) desc, kind, handler, reason
+            """,
             (group,),
-        ).fetchone()
-    return found or Waiting(0, 0)
+        ).fetchall()
+    return Waiting(
+        sum(each.transactions for each in found),
+        sum(each.transactions for each in found if each.kind == "blocked"),
+        tuple(found[:_REASONS]),
+    )

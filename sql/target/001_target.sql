@@ -30,9 +30,12 @@ comment on column relay.consumer_offsets.applied_lsn is
 comment on column relay.consumer_offsets.handover_offset is
     'rows below this c_offset were applied by another way than this WAL (polling, an earlier system) and are skipped';
 
+create sequence if not exists relay.dead_transactions;
+
 create table if not exists relay.dead_letter_queue (
     id             bigint generated always as identity primary key,
     group_id       text        not null,
+    dead_transaction bigint    not null default nextval('relay.dead_transactions'),
     host_id        uuid,
     user_id        uuid,
     c_offset       bigint,
@@ -55,19 +58,27 @@ create table if not exists relay.dead_letter_queue (
     transaction_count   int,
     commit_ts           timestamptz,
     xid                 bigint,
+    deliver_at          timestamptz,
+    refused             json,
     created_dt     timestamptz not null default now()
 );
 
+comment on column relay.dead_letter_queue.dead_transaction is
+    'number of the dead business transaction: the same for all of its events, and for no others';
+comment on column relay.dead_letter_queue.refused is
+    'the text of each value that its column did not take as it was; a replay uses it';
 comment on column relay.dead_letter_queue.original_payload is
     'the payload as it was published, where it was edited';
 comment on column relay.dead_letter_queue.status is
     'dead, replaying, replayed or discarded: the same for all events of a transaction';
 
 create index if not exists dead_letter_queue_transaction on relay.dead_letter_queue (group_id, transaction_id);
+create index if not exists dead_letter_queue_dead on relay.dead_letter_queue (dead_transaction);
 
 create table if not exists relay.dead_letter_actions (
     id             bigint generated always as identity primary key,
     group_id       text        not null,
+    dead_transaction bigint,
     letters        bigint[]    not null,
     transaction_id uuid,
     action         text        not null,
@@ -75,7 +86,7 @@ create table if not exists relay.dead_letter_actions (
     acted_by       text        not null default session_user,
     acted_at       timestamptz not null default clock_timestamp()
 );
-create index if not exists dead_letter_actions_letters on relay.dead_letter_actions using gin (letters);
+create index if not exists dead_letter_actions_dead on relay.dead_letter_actions (dead_transaction);
 
 comment on table relay.dead_letter_actions is
     'one row for each action on a dead transaction: replay, replayed, died again, edit, discard, purge';
@@ -137,7 +148,7 @@ create table if not exists relay.deferred (
     first_failed_at timestamptz,
     handler         text,
     reason          text,
-    letters         bigint[]    not null default '{}',
+    dead_transaction bigint,
     transaction_id  text,
     hosts           text[]      not null,
     columns         text[]      not null,
@@ -152,6 +163,7 @@ create table if not exists relay.deferred (
     deferred_at     timestamptz not null default now()
 );
 create index if not exists deferred_due on relay.deferred (group_id, retry_at) where not blocked;
+create index if not exists deferred_dead on relay.deferred (dead_transaction) where dead_transaction is not null;
 create index if not exists deferred_keys on relay.deferred using gin (keys) where holds;
 create index if not exists deferred_hosts on relay.deferred using gin (hosts) where holds;
 
@@ -161,8 +173,8 @@ comment on column relay.deferred.holds is
     'whether later transactions of its keys wait for it; one that only waits for its time is overtaken';
 comment on column relay.deferred.blocked is
     'its attempts are exhausted: it is a dead letter, and holds its keys until that is replayed or discarded';
-comment on column relay.deferred.letters is
-    'the dead letters that are replayed by it';
+comment on column relay.deferred.dead_transaction is
+    'number of the dead transaction that it replays or, where it is blocked, that it is';
 comment on column relay.deferred.commit_ts is
     'in microseconds since 2000-01-01';
 
@@ -266,9 +278,10 @@ begin
         -- A group that is split into another number of partitions gets other rows.
         grant select, insert, update, delete on relay.consumer_offsets to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
+        grant usage on sequence relay.dead_transactions to relay;
         -- Who acted, and when, is what the server says.
         grant select on relay.dead_letter_actions to relay;
-        grant insert (group_id, letters, transaction_id, action, reason) on relay.dead_letter_actions to relay;
+        grant insert (group_id, dead_transaction, letters, transaction_id, action, reason) on relay.dead_letter_actions to relay;
         grant select, insert, update on relay.groups to relay;
         grant select, insert, update, delete on relay.suspects to relay;
         grant select, insert, update, delete on relay.deferred to relay;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -74,12 +75,12 @@ def test_no_setting_of_a_session_changes_a_dead_letter(
     settings = outbox.settings(**overrides)
     outbox.drain(settings)
     shown = relay("dlq", "export", "--config", str(config))
-    assert '"event_ts": "2025-11-12T01:02:03.500000+00:00"' in shown.stdout
+    assert json.loads(shown.stdout)["event_ts"] == "2025-11-12T01:02:03.5+00:00"
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
     outbox.conn.execute("alter table projection add event_ts timestamptz")
     with reach(dsn, "target.dsn") as conn:
         letters = DeadLetters(settings, conn)
-        assert letters.replay(letters.find(Filter()), None) == 1
+        assert len(letters.replay(letters.find(Filter()), None)) == 1
     statement = "insert into projection (id, event_ts) values (%(id)s, %(event_ts)s)"
     handlers = {"projection": {"type": "sql", "statement": statement}}
     with relaying(outbox.settings(**overrides, handlers=handlers)):

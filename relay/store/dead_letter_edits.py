@@ -1,0 +1,105 @@
+"""Payloads that somebody edited in an export of dead letters, and how the dead letters get them.
+
+PostgreSQL reads the JSON, so that numbers keep every digit and nothing is too deep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+Line = tuple[int, str]
+"""A line of the file and its number, from 1."""
+
+_LINES_AT_ONCE = 100
+_MALFORMED = "must be an object with id and payload, as `relay dlq export` writes it"
+
+
+def load(conn: Connection, file: Path) -> None:
+    """Read what `relay dlq export` wrote and somebody has edited into a table of the current database transaction.
+
+    Raises ConfigurationError with file and line.
+    """
+    conn.execute(
+        "create temporary table relay_edits (line bigint, id bigint, payload jsonb) on commit drop"
+    )
+    remaining = _lines(file)
+    while lines := list(islice(remaining, _LINES_AT_ONCE)):
+        try:
+            _store(conn, file, lines)
+        except psycopg.Error:
+            for line in lines:
+                _store_one(conn, file, line)
+    conn.execute("create index on pg_temp.relay_edits (id)")
+    conn.execute("analyze pg_temp.relay_edits")
+
+
+def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None) -> None:
+    """Give the events of some dead transactions the payloads that were loaded, and note where they differ.
+
+    The first payload is kept beside it. A line that follows on another one of the same event wins.
+    """
+    conn.execute(
+        """
+        with edited as (
+            update relay.dead_letter_queue d
+               set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload
+              from (select distinct on (id) id, payload from pg_temp.relay_edits
+                     where id in (select id from relay.dead_letter_queue where dead_transaction = any(%(dead)s))
+                     order by id, line desc) edit
+             where d.id = edit.id and d.payload is distinct from edit.payload
+            returning d.id, d.dead_transaction, d.transaction_id)
+        insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
+        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id::text)::uuid, 'edit',
+               %(reason)s
+          from edited group by dead_transaction order by dead_transaction
+        """,
+        {"group": group, "dead": list(dead), "reason": reason},
+    )
+
+
+def _lines(file: Path) -> Iterator[Line]:
+    try:
+        # A payload may hold characters that end a line elsewhere, such as U+2028.
+        with file.open(encoding="utf-8", newline="\n") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file}: cannot be read ({type(error).__name__})") from None
+
+
+def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:
+    with conn.transaction():
+        malformed = conn.execute(
+            """
+            with edit as materialized (
+                select number, line::json as letter
+                  from unnest(%s::bigint[], %s::text[]) as given (number, line)
+            ), stored as (
+                insert into pg_temp.relay_edits
+                select number, (letter ->> 'id')::bigint, (letter -> 'payload')::text::jsonb from edit
+                 where json_typeof(letter -> 'id') = 'number' and letter ->> 'id' ~ '^[0-9]{1,18}$')
+            select min(number) from edit
+             where json_typeof(letter -> 'id') is distinct from 'number' or letter ->> 'id' !~ '^[0-9]{1,18}$'
+                   or letter -> 'payload' is null
+            """,
+            ([number for number, _ in lines], [line for _, line in lines]),
+        ).fetchall()[0][0]
+    if malformed is not None:
+        raise ConfigurationError(f"{file}:{malformed}: {_MALFORMED}")
+
+
+def _store_one(conn: Connection, file: Path, line: Line) -> None:
+    try:
+        _store(conn, file, [line])
+    except psycopg.DataError as error:
+        what = error.diag.message_primary or "is not text that PostgreSQL takes"
+        raise ConfigurationError(f"{file}:{line[0]}: is not JSON: {what}") from None
