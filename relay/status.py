@@ -111,12 +111,18 @@ def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
         prefer_index(source)
         try:
             unread = rows.heads(source, floors, rows.next_offset(source) - 1)
-            return rows.age(source, unread.values())
-        except psycopg.errors.UndefinedColumn as error:
-            raise ConfigurationError(
-                f"source.table: {settings.source.table}: {error.diag.message_primary}: the lag in seconds needs it; "
-                "limit the bytes instead"
-            ) from None
+        except psycopg.errors.UndefinedColumn:
+            raise _untold(settings, "c_offset") from None
+        age = rows.age(source, unread.values()) if unread else 0.0
+    if age is None:
+        raise _untold(settings, "event_ts")
+    return age
+
+
+def _untold(settings: Settings, field: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"source.table: {settings.source.table} has no {field}, which the lag in seconds needs: limit the bytes instead"
+    )
 
 
 def _configured(settings: Settings) -> str:

@@ -137,8 +137,8 @@ class OutboxRows:
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else None
 
-    def age(self, conn: Connection, found: Collection[int]) -> float:
-        """How many seconds ago the oldest of the rows with these c_offsets came about, by its event_ts; 0 for none."""
+    def age(self, conn: Connection, found: Collection[int]) -> float | None:
+        """How many seconds ago the oldest row with one of these c_offsets came about, by event_ts; or None."""
         row = conn.execute(
             sql.SQL(
                 "select extract(epoch from clock_timestamp() - min({}))::float8 from {} where {} = any(%s)"
@@ -147,7 +147,7 @@ class OutboxRows:
             ),
             (list(found),),
         ).fetchone()
-        return max(0.0, row[0]) if row and row[0] is not None else 0.0
+        return max(0.0, row[0]) if row and row[0] is not None else None
 
     def count(self, conn: Connection, partition: int, start: int, end: int) -> int:
         """How many rows of a partition lie from one c_offset up to another, exclusive."""

@@ -40,7 +40,7 @@ def handlers(**changes: Any) -> dict[str, Any]:
         {"source": {"dsn": "host=elsewhere", "mode": "poll"}},
         {"target": {"dsn": "host=elsewhere"}},
         {"batch": {"max_events": 7}},
-        {"spark": {"master": "spark://m:7077"}},
+        {"spark": {"master": "local[3]"}},
         {"handlers": handlers(timeout=3, retry={"wait": 2}, concurrency=9, compress_above=10)},
         {"handlers": handlers(headers={"authorization": "new"}, tls={"verify": False})},
         {"handlers": handlers(reliable=True)},
