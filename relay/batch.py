@@ -113,8 +113,8 @@ class TaskOutcome:
     """What became of one task's events.
 
     `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
-    says that another instance holds the partitions of a range, and nothing was done. `reached` is where a task left
-    its partitions, if the target may still lose the commit.
+    says that another instance holds the partitions of a range, and nothing was done. `braked` has a line for each sink
+    that the task has stopped. `reached` is where a task left its partitions, if the target may still lose the commit.
     """
 
     partitions: tuple[int, ...]
@@ -122,6 +122,7 @@ class TaskOutcome:
     skipped: int = 0
     deferred: int = 0
     dead: tuple[DeadTransaction, ...] = ()
+    braked: tuple[str, ...] = ()
     busy: bool = False
     reached: Mapping[int, Reached] = field(default_factory=dict)
 

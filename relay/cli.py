@@ -244,6 +244,9 @@ def _print_status(found: Any) -> None:
     waiting = found.deferred
     facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
     facts += [("", _why(reason)) for reason in waiting.reasons]
+    for each in found.braked:
+        since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
+        facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
     if found.staged:
         facts.append(("to be written with Spark", f"{found.staged} events"))
     print_facts(facts)

@@ -188,6 +188,14 @@ class Spark(Section):
         return {key: value.get_secret_value() for key, value in self.conf.items()}
 
 
+class DeadLetterLimits(Section):
+    """How many transactions in a row a handler may let die of one kind of fault; 0 or null: any number."""
+
+    brake: Annotated[NonNegativeInt, Number] | None = 100
+    brake_of: dict[str, Annotated[NonNegativeInt, Number]] = Field(default_factory=dict)
+    """For single handlers."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return str(value).lower()
@@ -228,6 +236,7 @@ class Settings(BaseSettings):
     spark: Spark = Field(default_factory=Spark)
     handlers: dict[str, Handler] = Field(default_factory=dict)
     routes: list[Route] = Field(default_factory=list)
+    dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
     crash_limit: Annotated[PositiveInt, Number] = 3
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
     shutdown_timeout: Annotated[PositiveFloat, Number] = 20.0
@@ -244,6 +253,16 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _brakes_are_of_handlers(self) -> Settings:
+        for name in self.dead_letters.brake_of:
+            if name not in self.handlers:
+                known = ", ".join(self.handlers) or "none"
+                raise ValueError(
+                    f"dead_letters.brake_of: there is no handler {name!r} (handlers: {known})"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _partitions_exist(self) -> Settings:
         pinned = self.poll.partition_ids
         if pinned is None:
@@ -256,6 +275,13 @@ class Settings(BaseSettings):
                 f"poll.partition_ids: must be partitions from 0 to {self.partitions - 1}, at least one"
             )
         return self
+
+    @property
+    def brakes(self) -> dict[str, int]:
+        """How many dead transactions in a row stop a handler, for each that has a brake."""
+        limits = dict.fromkeys(self.handlers, self.dead_letters.brake)
+        limits |= self.dead_letters.brake_of
+        return {name: limit for name, limit in limits.items() if limit}
 
     @property
     def source_dsn(self) -> str:

@@ -98,6 +98,18 @@ class StatementTimeout(TransientFault):
     """A handler takes longer for a single transaction than `statement_timeout` allows. Safe in a log."""
 
 
+class Braked(TransientFault):
+    """A handler failed with so many transactions in a row that it is stopped. Safe in a log.
+
+    `fault` is the kind of fault that `kind_of` gives.
+    """
+
+    def __init__(self, text: str, handler: str = "", fault: str = "") -> None:
+        super().__init__(text)
+        self.handler = handler
+        self.fault = fault
+
+
 class Interrupted(Exception):
     """The service was told to stop while it waited to try again."""
 
@@ -258,7 +270,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
-    if isinstance(error, Undelivered | Rejected | StatementTimeout):
+    if isinstance(error, Undelivered | Rejected | StatementTimeout | Braked):
         return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
         return name
@@ -275,6 +287,12 @@ def describe(error: BaseException) -> str:
     elif error.diag.constraint_name:
         parts.append(f"constraint {error.diag.constraint_name}")
     return ": ".join(parts)
+
+
+def kind_of(error: BaseException) -> str:
+    """The kind of a fault, the same for every event: its class and SQLSTATE."""
+    state = error.sqlstate if isinstance(error, psycopg.Error) else None
+    return f"{type(error).__name__} {state}" if state else type(error).__name__
 
 
 def exception_text(error: BaseException) -> str:
@@ -321,12 +339,20 @@ class TaskFault(Exception):
     """Why a task could not be applied, in a form that travels between processes.
 
     `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to. `died` says that
-    the process that had the task in hand may have died of it.
+    the process that had the task in hand may have died of it, `braked` that a handler is stopped.
     """
 
-    def __init__(self, action: Action, text: str, status: int = 1, died: bool = False) -> None:
-        super().__init__(action, text, status, died)
+    def __init__(
+        self,
+        action: Action,
+        text: str,
+        status: int = 1,
+        died: bool = False,
+        braked: bool = False,
+    ) -> None:
+        super().__init__(action, text, status, died, braked)
         self.died = died
+        self.braked = braked
         self.action = action
         self.text = text
         self.status = status
@@ -335,7 +361,7 @@ class TaskFault(Exception):
     def of(cls, error: BaseException) -> TaskFault:
         """Judge what `apply` raised. It dead-letters by itself, so what still blames the data is a defect: stop."""
         if is_transient(error):
-            return cls(Action.RETRY, describe(error))
+            return cls(Action.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
             return cls(Action.STOP, describe(error), error.exit_status)
         return cls(Action.STOP, f"{describe(error)}{_place(error)}")

@@ -181,6 +181,8 @@ def _say_why(name: str) -> None:
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
     for task in outcome.tasks:
+        for fault in task.braked:
+            log.error("a handler is stopped", extra={"batch": batch.number, "fault": fault})
         for dead in task.dead:
             log.warning(
                 "dead letter",

@@ -14,7 +14,7 @@ from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
 from relay.source.rows import OutboxRows, prefer_index
 from relay.source.slot import SlotState, slot_reader, slot_state
-from relay.store import dead_letters, deferred, groups, offsets, presence, spark_batches
+from relay.store import brakes, dead_letters, deferred, groups, offsets, presence, spark_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Status:
     dead_letters: int
     deferred: deferred.Waiting
     staged: int
+    braked: list[brakes.BrakedHandler]
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -54,6 +55,9 @@ class Status:
             "dead_letters": self.dead_letters,
             "deferred": _deferred_as_json(self.deferred),
             "staged": self.staged,
+            "braked": [
+                {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
+            ],
         }
 
 
@@ -81,6 +85,7 @@ def read(settings: Settings) -> Status:
         dead = dead_letters.count(target, settings.group)
         waiting = deferred.count(target, settings.group)
         staged = spark_batches.staged(target, settings.group)
+        braked = brakes.braked(target, settings.group)
         group = groups.read(target, settings.group)
         running = presence.instances(target, settings.group)
     return Status(
@@ -95,6 +100,7 @@ def read(settings: Settings) -> Status:
         dead_letters=dead,
         deferred=waiting,
         staged=staged,
+        braked=braked,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from threading import BoundedSemaphore, Event, Lock
 
 from pybreaker import CircuitBreaker, CircuitBreakerError
@@ -73,6 +74,11 @@ class Delivery:
         except Exception as error:
             return judge(self.name, error, attempts, before, retry, self.settings.blocks_key)
         return None
+
+    def held(self, failure: Failure) -> Failure:
+        """Instead of dying the transaction is retried, after as long as after a transient fault."""
+        after = next_wait(self.settings.retry, failure.error, failure.attempts)
+        return replace(failure, after=after, holds=False)
 
     def _through(self, transaction: Transaction) -> None:
         with self._places:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -22,13 +23,14 @@ from relay.batch import DeadTransaction, Range, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
-from relay.faults import describe, timed_out
+from relay.faults import Braked, describe, timed_out
 from relay.handler_settings import PythonHandler
+from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.rows import OutboxRows, prepare_reading
-from relay.store import dead_letters, deferred, offsets
+from relay.store import brakes, dead_letters, deferred, offsets
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
 from relay.store.unflushed import require_kept
@@ -64,6 +66,7 @@ class Applier:
             durable=self._durable,
             inspect=any(isinstance(each, PythonHandler) for each in settings.handlers.values()),
         )
+        self._limits = settings.brakes
         self._settings = settings
         self._rows = OutboxRows(settings)
 
@@ -115,12 +118,16 @@ class Applier:
             return attempt(run)
         except HandlerFailed as failure:
             raise reason_of(failure) from None
+        except Braked as error:
+            with suppress(psycopg.Error), self._pool.connection() as conn:
+                brakes.mark(conn, self._group, error.handler, error.fault)
+            raise
 
     def _attempt(self, task: Work, run: Run) -> TaskOutcome:
         with self._pool.transaction() as conn:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
-            cursors, holding = offsets.lock(
+            cursors, holding, streaks = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
             require_kept(task.floors, cursors)
@@ -128,11 +135,12 @@ class Applier:
             if not len(fresh):
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
-            dead, waiting = self._deliver(conn, fresh, holding, run)
+            brake = Brake(self._limits, streaks)
+            dead, waiting, braked = self._deliver(conn, fresh, holding, run, brake)
             advances = _advances(fresh, task.touched)
             offsets.advance(conn, self._group, advances, self._durable)
         events = fresh.events
-        outcome = _outcome(task, events, task.events - events, waiting, dead)
+        outcome = _outcome(task, events, task.events - events, waiting, dead, braked)
         return replace(outcome, reached=self._reached(cursors, advances))
 
     def _reached(
@@ -166,16 +174,19 @@ class Applier:
             return TaskOutcome(task.partitions)
         events = waiting = 0
         dead: list[DeadTransaction] = []
+        braked: list[str] = []
         with self._source.connection() as source:
             for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
                 hosts = transactions.distinct_hosts
-                _, holding = offsets.lock(conn, self._group, list(floors), hosts)
-                buried, parked = self._deliver(conn, transactions, holding, run)
+                _, holding, streaks = offsets.lock(conn, self._group, list(floors), hosts)
+                brake = Brake(self._limits, streaks)
+                buried, parked, stopped = self._deliver(conn, transactions, holding, run, brake)
                 events += transactions.events
                 waiting += parked
                 dead += buried
+                braked += stopped
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1, self._durable)
-        return _outcome(task, events, 0, waiting, dead)
+        return _outcome(task, events, 0, waiting, dead, braked)
 
     def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
         """As many together as fit into memory: a range is one target transaction however large it is."""
@@ -196,16 +207,22 @@ class Applier:
             yield Transactions.joined(portion)
 
     def _deliver(
-        self, conn: Connection, transactions: Transactions, holding: set[str], run: Run
-    ) -> tuple[list[DeadTransaction], int]:
+        self,
+        conn: Connection,
+        transactions: Transactions,
+        holding: set[str],
+        run: Run,
+        brake: Brake,
+    ) -> tuple[list[DeadTransaction], int, list[str]]:
         """Run the handlers of transactions, but park those that have to wait.
 
-        Returns what was dead-lettered, and how many events wait.
+        Returns what was dead-lettered, how many events wait, and what is to be said of sinks that are stopped now.
         """
         waits = self._waiting.split(conn, transactions, holding)
         flowing = transactions.besides(waits)
         left = transactions.take(flowing) if waits else transactions
-        found = self._handling.handle(conn, left, run, {})
+        found = self._handling.handle(conn, left, run, {}, brake)
+        braked = self._count(conn, left, found, brake)
         fates = {flowing[place]: fate for place, fate in found.items()}
         waits |= {
             place: self._wait(transactions, place, fate, NEW)
@@ -225,7 +242,40 @@ class Applier:
         )
         _report(fates)
         waiting = [place for place, wait in waits.items() if not wait.blocked]
-        return dead, int(transactions.facts["events"][waiting].sum())
+        return dead, int(transactions.facts["events"][waiting].sum()), braked
+
+    def _count(
+        self, conn: Connection, transactions: Transactions, fates: Fates, brake: Brake
+    ) -> list[str]:
+        """Store how many transactions in a row each handler lets die, in the commit that writes the dead letters.
+
+        Returns what is to be said of sinks that are stopped now. Raises Braked for a transactional handler, where
+        tasks side by side have let too many die together.
+        """
+        failed = {fate.handler: fate for fate in fates.values() if is_dead(fate) and fate.handler}
+        said = []
+        for handler in sorted(failed.keys() | brake.streaks.keys() | brake.braked.keys()):
+            if handler not in self._limits:
+                if handler in brake.streaks:
+                    brakes.forget(conn, self._group, handler)
+                continue
+            reached = np.flatnonzero(self._routing.reached(transactions, handler)).tolist()
+            last = run_of(handler, reached, fates)
+            stopped = brake.braked.get(handler)
+            fault = last.fault or stopped
+            if fault is None:
+                if last.begins:
+                    brakes.forget(conn, self._group, handler)
+                continue
+            deaths = brakes.add(
+                conn, self._group, handler, fault, last.deaths, last.begins, stopped is not None
+            )
+            before = brake.streaks.get(handler)
+            if stopped and not (before and before.braked):
+                said.append(told(handler, self._limits[handler], stopped))
+            elif handler in failed and not stopped and deaths > self._limits[handler]:
+                raise brake.fault(handler, failed[handler].error)
+        return said
 
     def _wait(self, transactions: Transactions, place: int, fate: Fate, before: History) -> Wait:
         """What a transaction that was not applied waits for."""
@@ -272,7 +322,13 @@ class Applier:
         histories = {
             place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
         }
-        fates = self._handling.handle(conn, transactions, run, histories)
+        # What was dead before is not counted: it only stays dead.
+        dead_before = any(each.dead_transaction is not None for each in due)
+        limits = {} if dead_before else self._limits
+        brake = Brake(limits, {} if dead_before else brakes.streaks(conn, self._group))
+        fates = self._handling.handle(conn, transactions, run, histories, brake)
+        for fault in () if dead_before else self._count(conn, transactions, fates, brake):
+            log.error("a handler is stopped", extra={"fault": fault})
         done: list[int] = []
         replayed: list[int] = []
         dead: list[DeadTransaction] = []
@@ -313,10 +369,17 @@ class Applier:
 
 
 def _outcome(
-    task: Work, events: int, skipped: int, waiting: int, dead: Sequence[DeadTransaction]
+    task: Work,
+    events: int,
+    skipped: int,
+    waiting: int,
+    dead: Sequence[DeadTransaction],
+    braked: Sequence[str],
 ) -> TaskOutcome:
     lost = sum(item.events for item in dead)
-    return TaskOutcome(task.partitions, events - lost - waiting, skipped, waiting, tuple(dead))
+    return TaskOutcome(
+        task.partitions, events - lost - waiting, skipped, waiting, tuple(dead), tuple(braked)
+    )
 
 
 def _report(fates: Fates) -> None:

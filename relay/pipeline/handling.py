@@ -27,6 +27,7 @@ from relay.faults import (
     timed_out,
 )
 from relay.handler_settings import PythonHandler
+from relay.pipeline.brake import Brake
 from relay.pipeline.outside import Outside, Parcel
 from relay.pipeline.routed import Parts, Routing
 from relay.pipeline.waiting import Waiting
@@ -48,7 +49,7 @@ class HandlerFailed(Exception):
         self.handler = handler
 
 
-Run = Callable[[Connection, Transactions, Parts], Fates]
+Run = Callable[[Connection, Transactions, Parts, Brake], Fates]
 """Runs the handlers inside the target of transactions that were routed."""
 
 
@@ -112,11 +113,17 @@ class Handling:
         )
 
     def handle(
-        self, conn: Connection, transactions: Transactions, run: Run, histories: Histories
+        self,
+        conn: Connection,
+        transactions: Transactions,
+        run: Run,
+        histories: Histories,
+        brake: Brake,
     ) -> Fates:
         """Route transactions and run their handlers, those inside the target first; returns what was not applied.
 
-        A transaction that is not applied has no effects in the target.
+        A transaction that is not applied has no effects in the target. Raises Braked where a transactional handler lets
+        too many transactions in a row die.
         """
         deliverable, parts, refused = self._routing.route(transactions)
         fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
@@ -125,9 +132,9 @@ class Handling:
         # All together they are applied or not, so that nothing has to be taken out.
         simple = self._outside.names if run == self.together else self._may_hold
         if parts.keys().isdisjoint(simple):
-            found = run(conn, deliverable, parts)
+            found = run(conn, deliverable, parts, brake)
         else:
-            found = self._settle(conn, deliverable, parts, run, known)
+            found = self._settle(conn, deliverable, parts, run, known, brake)
         return fates | {places[place]: fate for place, fate in found.items()}
 
     def _settle(
@@ -137,6 +144,7 @@ class Handling:
         parts: Parts,
         run: Run,
         histories: Histories,
+        brake: Brake,
     ) -> Fates:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begun anew."""
         fates: Fates = {}
@@ -146,13 +154,14 @@ class Handling:
             if fates:
                 rest, parts, _ = self._routing.route(transactions.take(places))
                 known = {new: histories[old] for new, old in enumerate(places) if old in histories}
+            brake.begin()
             with conn.transaction() as savepoint:
-                found = self._judged(run(conn, rest, parts), known)
+                found = self._judged(run(conn, rest, parts, brake), known)
                 behind = self._behind(rest, found)
                 found |= behind
                 again = bool(behind)
                 if not (again or delivered or self._outside.names.isdisjoint(parts)):
-                    outside = self._outside.deliver(self._parcels(rest, found, known))
+                    outside = self._outside.deliver(self._parcels(rest, found, known), brake)
                     found |= outside
                     again = bool(outside) and not self._outside.names >= parts.keys()
                     delivered = True
@@ -209,12 +218,14 @@ class Handling:
                 parcels.append(Parcel(place, keys, contents, histories.get(place, NEW)))
         return parcels
 
-    def together(self, conn: Connection, _: Transactions, parts: Parts) -> Fates:
+    def together(self, conn: Connection, _: Transactions, parts: Parts, __: Brake) -> Fates:
         """Apply all of them at once, or raise."""
         self._run(conn, parts)
         return {}
 
-    def guarded(self, conn: Connection, transactions: Transactions, _: Parts) -> Fates:
+    def guarded(
+        self, conn: Connection, transactions: Transactions, _: Parts, brake: Brake
+    ) -> Fates:
         """Apply them one by one, each under a note that a crash would leave behind."""
         fates: Fates = {}
         for place, transaction in enumerate(transactions):
@@ -225,18 +236,21 @@ class Handling:
                 fates[place] = Failure(None, reason)
             else:
                 with self._suspects.noted(name):
-                    one = self._route_and_run(conn, transactions.part(place, place + 1))
+                    one = self._route_and_run(conn, transactions.part(place, place + 1), brake)
                 fates.update((place, fate) for fate in one.values())
             self._suspects.clear(name)
         return fates
 
-    def carefully(self, conn: Connection, transactions: Transactions, parts: Parts) -> Fates:
+    def carefully(
+        self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
+    ) -> Fates:
         """Apply a range under a savepoint, halving it on failure; returns those that fail alone."""
         if not len(transactions):
             return {}
         try:
             with conn.transaction():
                 self._run(conn, parts, settle=True)
+            brake.succeeded(parts)
             return {}
         except HandlerFailed as failure:
             reason = reason_of(failure)
@@ -249,24 +263,28 @@ class Handling:
                     # The statement itself may have broken since the start; then no event is to blame.
                     failure.handler.check(conn)
                 name = failure.handler.name
+                if not self._is_deferred(failure):
+                    brake.require(name, reason)
                 return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
-        return self._halved(conn, transactions)
+        return self._halved(conn, transactions, brake)
 
-    def in_halves(self, conn: Connection, transactions: Transactions, parts: Parts) -> Fates:
+    def in_halves(
+        self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
+    ) -> Fates:
         """As `carefully`, where the whole range is known to take too long."""
         if len(transactions) < 2:
-            return self.carefully(conn, transactions, parts)
-        return self._halved(conn, transactions)
+            return self.carefully(conn, transactions, parts, brake)
+        return self._halved(conn, transactions, brake)
 
-    def _halved(self, conn: Connection, transactions: Transactions) -> Fates:
+    def _halved(self, conn: Connection, transactions: Transactions, brake: Brake) -> Fates:
         middle = len(transactions) // 2
-        first = self._route_and_run(conn, transactions.part(0, middle))
-        second = self._route_and_run(conn, transactions.part(middle, len(transactions)))
+        first = self._route_and_run(conn, transactions.part(0, middle), brake)
+        second = self._route_and_run(conn, transactions.part(middle, len(transactions)), brake)
         return first | {middle + place: fate for place, fate in second.items()}
 
-    def _route_and_run(self, conn: Connection, transactions: Transactions) -> Fates:
+    def _route_and_run(self, conn: Connection, transactions: Transactions, brake: Brake) -> Fates:
         deliverable, parts, _ = self._routing.route(transactions)
-        return self.carefully(conn, deliverable, parts)
+        return self.carefully(conn, deliverable, parts, brake)
 
     def _run(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
         """Each handler in the configuration's order, over all of its transactions.

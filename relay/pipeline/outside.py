@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import BoundedSemaphore, Event
 
 from relay import handlers
 from relay.config import Settings
 from relay.events import Transaction
-from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait
+from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead
 from relay.faults import describe
 from relay.handlers.delivery import Delivery
+from relay.pipeline.brake import Brake
 
 log = logging.getLogger(__name__)
 
@@ -63,38 +65,43 @@ class Outside:
         for delivery in self._deliveries.values():
             delivery.close()
 
-    def deliver(self, parcels: Sequence[Parcel]) -> Fates:
+    def deliver(self, parcels: Sequence[Parcel], brake: Brake) -> Fates:
         """Deliver all parcels; returns, by place, those that were not.
 
-        Parcels that share a key are delivered one after the other, and none behind one that failed.
+        Parcels that share a key are delivered one after the other, and none behind one that failed. What a handler that
+        the brake has stopped would let die is deferred instead, so that others flow.
         """
         fates: Fates = {}
-        for found in self._threads.map(self._lane, _lanes(parcels)):
+        for found in self._threads.map(partial(self._lane, brake), _lanes(parcels)):
             fates |= found
         for parcel in parcels:
             if parcel.place not in fates:
                 self._fire(parcel)
         return fates
 
-    def _lane(self, parcels: Iterable[Parcel]) -> Fates:
+    def _lane(self, brake: Brake, parcels: Iterable[Parcel]) -> Fates:
         fates: Fates = {}
         stuck: set[str] = set()
         for parcel in parcels:
             tried = stuck.isdisjoint(parcel.keys) and not self._stopping.is_set()
-            fate = self._one(parcel) if tried else Behind()
+            fate = self._one(brake, parcel) if tried else Behind()
             if fate is not None:
                 fates[parcel.place] = fate
                 if has_to_wait(fate):
                     stuck |= parcel.keys
         return fates
 
-    def _one(self, parcel: Parcel) -> Failure | None:
+    def _one(self, brake: Brake, parcel: Parcel) -> Failure | None:
         for name, transaction in parcel.contents:
             delivery = self._deliveries[name]
             if not delivery.settings.reliable:
                 continue
             failure = delivery.attempt(transaction, parcel.history)
-            if failure is not None:
+            if failure is None:
+                brake.succeeded((name,))
+            elif is_dead(failure) and brake.stops(name, failure.error):
+                return delivery.held(failure)
+            else:
                 return failure
         return None
 

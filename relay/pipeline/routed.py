@@ -14,7 +14,7 @@ from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.routing import Router
 from relay.source.translation import NOTE
 from relay.source.tuples import RowDecoder
-from relay.transactions import Routed, Transactions, Undecoded, text
+from relay.transactions import Mask, Routed, Transactions, Undecoded, text
 
 _NOTES_TOLD = 20
 _ROWS_AT_ONCE = 4_000
@@ -79,6 +79,17 @@ class Routing:
             for name in dict.fromkeys(chain.from_iterable(distinct))
         }
         return transactions, parts, {}
+
+    def reached(self, transactions: Transactions, handler: str) -> Mask:
+        """Which of the transactions have an event that goes to a handler."""
+        decoder = self._decoder(transactions.columns)
+        if not self._router.fields:
+            return np.full(len(transactions), handler in self._router.choose(()))
+        choices = self._choices(transactions, decoder)
+        chosen = np.fromiter((handler in names for names in choices), np.bool_)
+        events = transactions.facts["events"]
+        found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
+        return found
 
     def events(self, transaction: Undecoded) -> Events:
         """All events of a transaction."""

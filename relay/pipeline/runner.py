@@ -17,6 +17,7 @@ from relay.batch import Batch, Outcome, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.faults import (
     Action,
+    Braked,
     Interrupted,
     TaskFault,
     TransientFault,
@@ -134,7 +135,7 @@ class Pipeline:
                 self.guard()
             todo, faults = _sort(todo, results, done)
             if faults:
-                raise TransientFault(faults[0])
+                raise _worst(faults)
 
         self._until_it_works(once, batch)
         outcome = Outcome(engine.name, tuple(done))
@@ -165,8 +166,11 @@ class Pipeline:
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
         if text != self._said:
             self._said = text
-            log.warning(
-                "the batch waits to be tried again", extra={"batch": self._in_hand, "fault": text}
+            braked = isinstance(error, Braked)
+            log.log(
+                logging.ERROR if braked else logging.WARNING,
+                "a handler is stopped" if braked else "the batch waits to be tried again",
+                extra={"batch": self._in_hand, "fault": text},
             )
 
     def _engine(self, batch: Batch) -> Engine:
@@ -194,10 +198,10 @@ class Pipeline:
 
 def _sort(
     tasks: Sequence[Work], results: Sequence[Result], done: list[TaskOutcome]
-) -> tuple[list[Work], list[str]]:
+) -> tuple[list[Work], list[TaskFault]]:
     """Keep what is done; returns the tasks to try again and why. Raises RelayError for a fault that stops."""
     todo: list[Work] = []
-    faults: list[str] = []
+    faults: list[TaskFault] = []
     for task, result in zip(tasks, results, strict=True):
         if isinstance(result, TaskOutcome):
             done.append(result)
@@ -205,5 +209,12 @@ def _sort(
             raise result.as_error()
         else:
             todo.append(task)
-            faults.append(result.text)
+            faults.append(result)
     return todo, faults
+
+
+def _worst(faults: Sequence[TaskFault]) -> TransientFault:
+    for fault in faults:
+        if fault.braked:
+            return Braked(fault.text)
+    return TransientFault(faults[0].text)

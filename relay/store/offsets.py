@@ -11,6 +11,7 @@ from psycopg.rows import scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
+from relay.store.brakes import Streak, streaks_of
 
 TOPIC = 1
 """The one topic that the outbox is."""
@@ -52,13 +53,13 @@ def _cursors(rows: Iterable[tuple[Any, ...]]) -> list[Cursor]:
 
 def lock(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], hosts: Collection[str]
-) -> tuple[Mapping[int, Cursor], set[str]]:
+) -> tuple[Mapping[int, Cursor], set[str], dict[str, Streak]]:
     """Lock the partitions' rows to the end of the transaction, in order.
 
-    Returns where they stand, and those of the hosts of which a waiting transaction holds a key. Raises
-    ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
+    Returns where they stand, those of the hosts of which a waiting transaction holds a key, and the handlers that fail.
+    Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
-    *rows, (*_, holding) = conn.execute(
+    *rows, (*_, holding, streaks) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s, %s::text[])",
         (group, TOPIC, list(partitions), list(hosts)),
     )
@@ -69,7 +70,7 @@ def lock(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    return found, set(holding or ())
+    return found, set(holding or ()), streaks_of(streaks)
 
 
 def claim(

@@ -135,6 +135,20 @@ create table if not exists relay.suspects (
 comment on table relay.suspects is
     'transactions that a process had in flight when it died, and how often; written only after a crash';
 
+create table if not exists relay.brakes (
+    group_id  text not null,
+    handler   text not null,
+    fault     text not null,
+    deaths    int  not null default 0,
+    braked_at timestamptz,
+    primary key (group_id, handler)
+);
+
+comment on table relay.brakes is
+    'handlers that fail: the kind of fault, and how many transactions in a row were dead-lettered for it';
+comment on column relay.brakes.braked_at is
+    'since when no more of them are dead-lettered, and the handler''s progress is stopped';
+
 -- Business transactions that wait: for a time, for another attempt, or behind one of the same ordering key that does.
 
 create table if not exists relay.deferred (
@@ -237,20 +251,23 @@ create table if not exists relay.spark_events (
 create index if not exists spark_events_portion on relay.spark_events (portion);
 
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own those of
--- the hosts of which a waiting transaction holds a key. Each statement of the function sees what was committed while the
+-- the hosts of which a waiting transaction holds a key, and the handlers that fail. Each statement of the function sees what was committed while the
 -- one before waited for a lock; a single statement would not.
 create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
-returns table (partition_id int, next_offset bigint, applied_lsn text, handover_offset bigint, holding text[])
+returns table (partition_id int, next_offset bigint, applied_lsn text, handover_offset bigint, holding text[],
+               streaks jsonb)
 language plpgsql
 as $$
 begin
     return query
-        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[]
+        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[], null::jsonb
           from relay.consumer_offsets as o
          where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions)
          order by o.partition_id for update;
     return query
-        select null::int, null::bigint, null::text, null::bigint, array_agg(distinct host)
+        select null::int, null::bigint, null::text, null::bigint, array_agg(distinct host),
+               (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
+                  from relay.brakes as b where b.group_id = the_group)
           from relay.deferred, unnest(hosts) as host
          where group_id = the_group and holds and hosts && asked and host = any (asked);
 end
@@ -283,7 +300,7 @@ begin
         grant select on relay.dead_letter_actions to relay;
         grant insert (group_id, dead_transaction, letters, transaction_id, action, reason) on relay.dead_letter_actions to relay;
         grant select, insert, update on relay.groups to relay;
-        grant select, insert, update, delete on relay.suspects to relay;
+        grant select, insert, update, delete on relay.suspects, relay.brakes to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_rows to relay;
         grant select, insert, update, delete on relay.spark_portions to relay;

@@ -211,7 +211,7 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
         psycopg.connect(outbox.dsn) as second,
         psycopg.connect(outbox.dsn) as first,
     ):
-        cursors, holding = offsets.lock(first, group, [1, 0], hosts)
+        cursors, holding, _ = offsets.lock(first, group, [1, 0], hosts)
         assert list(cursors) == [0, 1]
         assert holding == set()
         waiting = thread.submit(offsets.lock, second, group, [1], hosts)
@@ -220,7 +220,7 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
         first.execute(PARK, (group, [parked]))
         offsets.advance(first, group, [offsets.Advance(1, 7, Lsn(70))])
         first.commit()
-        cursors, holding = waiting.result(30)
+        cursors, holding, _ = waiting.result(30)
     assert cursors[1].next_offset == 7
     assert holding == {parked}
     outbox.conn.execute("delete from relay.deferred")

@@ -1,0 +1,98 @@
+"""Stops a handler that lets one transaction after the other die of the same kind of fault. No I/O.
+
+That is a handler's or its surroundings' fault (a dropped column, expired credentials, a deployment), not the events'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+
+from relay.fates import Fates, is_dead
+from relay.faults import Braked, describe, kind_of
+from relay.store.brakes import Streak
+
+
+class Brake:
+    """Counts while the transactions of one task are tried. Safe to use from several threads."""
+
+    def __init__(self, limits: Mapping[str, int], streaks: Mapping[str, Streak]) -> None:
+        """`limits` are the most deaths in a row of each handler that has a brake; `streaks` are those so far."""
+        self.streaks = streaks
+        self.braked: dict[str, str] = {}
+        self._limits = limits
+        self._lock = Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """The transactions are tried from the first one again."""
+        self._counts = {name: (each.fault, each.deaths) for name, each in self.streaks.items()}
+
+    def succeeded(self, handlers: Iterable[str]) -> None:
+        """Handlers have handled a transaction."""
+        with self._lock:
+            for handler in handlers:
+                self._counts.pop(handler, None)
+
+    def stops(self, handler: str, error: BaseException) -> bool:
+        """Count a transaction that is to be dead-lettered; returns whether it must not be, for there are too many."""
+        limit = self._limits.get(handler)
+        if limit is None:
+            return False
+        fault = kind_of(error)
+        with self._lock:
+            known, deaths = self._counts.get(handler, (fault, 0))
+            deaths = deaths + 1 if known == fault else 1
+            self._counts[handler] = (fault, deaths)
+            if deaths <= limit:
+                return False
+            self.braked[handler] = fault
+            return True
+
+    def require(self, handler: str, error: BaseException) -> None:
+        """As `stops`, but raises Braked."""
+        if self.stops(handler, error):
+            raise self.fault(handler, error)
+
+    def fault(self, handler: str, error: BaseException) -> Braked:
+        """What is said of a handler that is stopped."""
+        return Braked(
+            told(handler, self._limits[handler], describe(error)), handler, kind_of(error)
+        )
+
+
+def told(handler: str, limit: int, fault: str) -> str:
+    """What has happened, and what to do, in one line."""
+    return (
+        f"handlers.{handler}: more than {limit} transactions in a row failed with {fault}: no more of them are "
+        "dead-lettered; mend the handler or what it needs, and relay goes on by itself; to dead-letter them all the "
+        "same, raise dead_letters.brake and restart"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a task ended for one handler: so many transactions in a row died of a kind of fault.
+
+    `begins` says that something else came before them, so that they are not added to those of earlier tasks.
+    """
+
+    fault: str | None
+    deaths: int
+    begins: bool
+
+
+def run_of(handler: str, places: Iterable[int], fates: Fates) -> Run:
+    """The last run of a handler over the transactions that reached it, at these places in order."""
+    fault, deaths, begins = None, 0, False
+    for place in places:
+        fate = fates.get(place)
+        if fate is None:
+            fault, deaths, begins = None, 0, True
+        elif is_dead(fate) and fate.handler == handler:
+            kind = kind_of(fate.error)
+            if fault is not None and kind != fault:
+                deaths, begins = 0, True
+            fault, deaths = kind, deaths + 1
+    return Run(fault, deaths, begins)

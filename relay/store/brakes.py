@@ -1,0 +1,106 @@
+"""How many transactions in a row a handler has let die of the same kind of fault: `relay.brakes`.
+
+There is a row only while a handler fails, so that it costs nothing as long as all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Transactions in a row that were dead-lettered; `braked` says that no more of them are."""
+
+    fault: str
+    deaths: int
+    braked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BrakedHandler:
+    """A handler whose progress is stopped: the kind of its fault, after how many dead letters, and since when."""
+
+    handler: str
+    fault: str
+    deaths: int
+    braked_at: datetime
+
+
+def streaks_of(found: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
+    """Streaks by handler, as `relay.lock_partitions` and `streaks` find them."""
+    return {handler: Streak(*values) for handler, values in (found or {}).items()}
+
+
+def streaks(conn: Connection, group: str) -> dict[str, Streak]:
+    """The handlers of the group that fail, with their streaks."""
+    rows = conn.execute(
+        "select handler, fault, deaths, braked_at is not null from relay.brakes where group_id = %s",
+        (group,),
+    )
+    return {handler: Streak(*values) for handler, *values in rows}
+
+
+def add(
+    conn: Connection, group: str, handler: str, fault: str, deaths: int, begin: bool, braked: bool
+) -> int:
+    """Count dead transactions, in the commit that writes them; returns how many there are in a row.
+
+    `begin` says that the handler succeeded before the first of them. The row stays locked to the end of the
+    transaction, so that tasks side by side count together.
+    """
+    row = conn.execute(
+        """
+        insert into relay.brakes as b (group_id, handler, fault, deaths, braked_at)
+        values (%(group)s, %(handler)s, %(fault)s, %(deaths)s, case when %(braked)s then now() end)
+        on conflict (group_id, handler) do update
+           set deaths = excluded.deaths
+                      + case when b.fault = excluded.fault and not %(begin)s then b.deaths else 0 end,
+               fault = excluded.fault,
+               braked_at = case when %(braked)s then coalesce(b.braked_at, now()) end
+        returning deaths
+        """,
+        {
+            "group": group,
+            "handler": handler,
+            "fault": fault,
+            "deaths": deaths,
+            "begin": begin,
+            "braked": braked,
+        },
+    ).fetchone()
+    return int(row[0]) if row else 0
+
+
+def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
+    """The handler's progress is stopped."""
+    conn.execute(
+        """
+        insert into relay.brakes as b (group_id, handler, fault, braked_at) values (%s, %s, %s, now())
+        on conflict (group_id, handler) do update set braked_at = coalesce(b.braked_at, now())
+        """,
+        (group, handler, fault),
+    )
+
+
+def forget(conn: Connection, group: str, handler: str) -> None:
+    """The handler has succeeded, or has no brake any more."""
+    conn.execute("delete from relay.brakes where group_id = %s and handler = %s", (group, handler))
+
+
+def braked(conn: Connection, group: str) -> list[BrakedHandler]:
+    """The handlers whose progress is stopped, by name."""
+    with conn.cursor(row_factory=class_row(BrakedHandler)) as cursor:
+        return cursor.execute(
+            "select handler, fault, deaths, braked_at from relay.brakes"
+            " where group_id = %s and braked_at is not null order by handler",
+            (group,),
+        ).fetchall()

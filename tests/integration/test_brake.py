@@ -1,0 +1,184 @@
+"""A handler that fails with one transaction after the other is stopped, instead of burying the stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relay import status
+from relay.config import Settings
+from relay.pipeline.session import Session
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+LIMIT = 5
+
+
+def braking(
+    outbox: Outbox, engine: str = "inline", limit: int | None = LIMIT, **more: Any
+) -> Settings:
+    return outbox.settings(engine, dead_letters={"brake": limit}, **more)
+
+
+def dead(outbox: Outbox) -> int:
+    return int(outbox.value("select count(distinct transaction_id) from relay.dead_letter_queue"))
+
+
+def stopped(outbox: Outbox) -> bool:
+    return bool(outbox.column("select 1 from relay.brakes where braked_at is not null"))
+
+
+def break_the_handler(outbox: Outbox) -> None:
+    outbox.conn.execute("alter table projection add constraint broken check (amount is null)")
+
+
+def mend_the_handler(outbox: Outbox) -> None:
+    outbox.conn.execute("alter table projection drop constraint broken")
+
+
+def test_a_broken_handler_is_stopped_and_goes_on_when_it_is_mended(
+    outbox: Outbox,
+    engine: str,
+    session: Session | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    break_the_handler(outbox)
+    settings = braking(outbox, engine)
+    with relaying(settings, session):
+        for number in range(3):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: dead(outbox) == 3)
+        # Several partitions, and so several tasks.
+        for number in range(20):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: stopped(outbox))
+        assert dead(outbox) <= LIMIT
+    (line,) = {
+        str(getattr(record, "fault", ""))
+        for record in caplog.records
+        if record.levelname == "ERROR"
+    }
+    assert line.startswith(
+        "Braked: handlers.projection: more than 5 transactions in a row failed with CheckViolation"
+    )
+    (shown,) = status.read(settings).braked
+    assert (shown.handler, shown.fault) == ("projection", "CheckViolation 23514")
+    buried = dead(outbox)
+    # A restart grants no more, and what is mended goes on by itself.
+    with relaying(settings, session):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: "a handler is stopped" in caplog.messages[-3:] or stopped(outbox))
+        mend_the_handler(outbox)
+        outbox.wait_drained()
+    assert dead(outbox) == buried
+    assert outbox.value("select count(*) from relay.brakes") == 0
+    assert status.read(settings).braked == []
+    outbox.assert_exact()
+
+
+def test_a_restart_grants_no_more_dead_letters(outbox: Outbox) -> None:
+    break_the_handler(outbox)
+    for _ in range(3):
+        for number in range(2):
+            outbox.publish(host(number), event(1))
+        with relaying(braking(outbox)):
+            wait_until(lambda: stopped(outbox) or dead(outbox) == handled(outbox))
+    assert stopped(outbox)
+    assert dead(outbox) <= LIMIT
+    mend_the_handler(outbox)
+    outbox.drain(braking(outbox))
+    assert dead(outbox) <= LIMIT
+    outbox.assert_exact()
+
+
+def handled(outbox: Outbox) -> int:
+    return int(outbox.value("select count(*) from outbox_message_t"))
+
+
+def test_tasks_side_by_side_count_together(outbox: Outbox) -> None:
+    break_the_handler(outbox)
+    outbox.fill(200, events=1)
+    with relaying(braking(outbox, limit=150, batch={"inline_workers": 4})):
+        wait_until(lambda: stopped(outbox))
+        assert dead(outbox) <= 150
+        mend_the_handler(outbox)
+        outbox.wait_drained()
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("limit", [0, None, 100])
+def test_a_poisonous_run_is_let_through(outbox: Outbox, limit: int | None) -> None:
+    break_the_handler(outbox)
+    for number in range(LIMIT + 1):
+        outbox.publish(host(number), event(1))
+    with relaying(braking(outbox)):
+        wait_until(lambda: stopped(outbox))
+    outbox.drain(braking(outbox, limit=limit))
+    assert dead(outbox) == LIMIT + 1
+    assert not stopped(outbox)
+
+
+def test_poison_between_good_transactions_never_stops_a_handler(outbox: Outbox) -> None:
+    for number in range(4 * LIMIT):
+        outbox.publish(host(1), event(-1))
+        if number % LIMIT == LIMIT - 1:
+            outbox.publish(host(2), event(1))
+    outbox.drain(braking(outbox))
+    assert dead(outbox) == 4 * LIMIT
+    assert outbox.value("select count(*) from relay.brakes") == 0
+
+
+def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbox) -> None:
+    from relay.replay import DeadLetters
+    from relay.store.dead_letters import Filter
+
+    break_the_handler(outbox)
+    for number in range(LIMIT * 2):
+        outbox.publish(host(number), event(1))
+    outbox.drain(braking(outbox, limit=0))
+    letters = DeadLetters(braking(outbox), outbox.conn)
+    assert len(letters.replay(letters.find(Filter()), None)) == LIMIT * 2
+    with relaying(braking(outbox)):
+        wait_until(
+            lambda: (
+                outbox.value("select count(*) from relay.dead_letter_queue where status = 'dead'")
+                == LIMIT * 2
+            )
+        )
+    assert not stopped(outbox)
+
+
+def test_a_sink_that_is_stopped_defers_and_others_flow(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    mended = False
+
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        return Answer(200 if mended else 404)
+
+    retry = {"wait": 0.2, "max_wait": 0.2, "jitter": 0}
+    with Webhook(answers) as webhook:
+        hook = {"type": "http", "url": webhook.url, "order_by": "none", "retry": retry}
+        settings = braking(
+            outbox,
+            handlers={**outbox.config()["handlers"], "hook": hook},
+            routes=[
+                {"match": {"event_type": "hook"}, "handlers": ["hook"]},
+                {"handlers": ["projection"]},
+            ],
+        )
+        with relaying(settings):
+            for number in range(LIMIT * 3):
+                outbox.publish(host(number), event(number, event_type="hook"))
+                outbox.publish(host(number), event(number))
+            wait_until(lambda: outbox.value("select count(*) from projection") == LIMIT * 3)
+            wait_until(lambda: stopped(outbox))
+            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == LIMIT * 2)
+            assert dead(outbox) == LIMIT
+            assert any(record.message == "a handler is stopped" for record in caplog.records)
+            mended = True
+            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+            wait_until(lambda: not stopped(outbox))
+    assert dead(outbox) == LIMIT
+    assert len(webhook.taken) >= LIMIT * 2

@@ -1,0 +1,52 @@
+"""When a handler that lets one transaction after the other die is stopped."""
+
+from __future__ import annotations
+
+import psycopg
+
+from relay.fates import Failure, Fates
+from relay.pipeline.brake import Brake, Run, run_of
+from relay.store.brakes import Streak
+
+BAD = ValueError("4111")
+
+
+def test_so_many_in_a_row_die_and_no_more() -> None:
+    brake = Brake({"h": 2}, {})
+    assert [brake.stops("h", BAD) for _ in range(4)] == [False, False, True, True]
+    assert brake.braked == {"h": "ValueError"}
+    told = str(brake.fault("h", BAD))
+    assert told.startswith("handlers.h: more than 2 transactions in a row failed with ValueError:")
+    assert "4111" not in told
+
+
+def test_a_success_and_another_kind_of_fault_begin_again() -> None:
+    brake = Brake({"h": 2}, {})
+    faults = [BAD, BAD, KeyError(), psycopg.errors.UniqueViolation(), BAD, BAD]
+    assert not any(brake.stops("h", each) for each in faults)
+    brake.succeeded(["h", "other"])
+    assert not brake.stops("h", BAD)
+
+
+def test_what_earlier_tasks_counted_goes_on_and_a_retry_counts_once() -> None:
+    brake = Brake({"h": 2}, {"h": Streak("ValueError", 1, False)})
+    for _ in range(3):
+        brake.begin()
+        assert not brake.stops("h", BAD)
+    assert brake.stops("h", BAD)
+
+
+def test_without_a_brake_any_number_die() -> None:
+    brake = Brake({}, {"h": Streak("ValueError", 1_000, True)})
+    assert not brake.stops("h", BAD)
+
+
+def test_the_last_run_of_a_task_is_what_counts() -> None:
+    dead, other, waits = Failure("h", BAD), Failure("g", BAD), Failure("h", BAD, after=1.0)
+    fates: Fates = {1: dead, 2: dead, 3: other, 4: waits, 5: dead}
+    assert run_of("h", range(1, 6), fates) == Run("ValueError", 3, False)
+    assert run_of("h", range(6), fates) == Run("ValueError", 3, True)
+    assert run_of("h", range(7), fates) == Run(None, 0, True)
+    fates[5] = Failure("h", KeyError())
+    assert run_of("h", range(1, 6), fates) == Run("KeyError", 1, True)
+    assert run_of("h", [3, 4], fates) == Run(None, 0, False)
