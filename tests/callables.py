@@ -86,6 +86,8 @@ def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
         told = str(event.aggregate_id)
         if told == "close":
             cursor.connection.close()
+        elif told == "connection.commit":
+            cursor.connection.commit()
         elif told != "1":
             for statement in told.split(";"):
                 cursor.execute(statement.encode())
