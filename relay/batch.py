@@ -14,13 +14,14 @@ class Window:
     """Committed rows up to a c_offset, inclusive, that are still to be applied; it ends no transaction in its midst.
 
     `spread` counts its events by the partitions that their business transactions touch; `rows` is how many c_offsets it
-    spans, and `left` how many there were behind it.
+    spans, and `left` how many there were behind it. `by_reference` are c_offsets of rows that are too large to be read.
     """
 
     upto: int
     spread: Sequence[tuple[tuple[int, ...], int]]
     rows: int = 0
     left: int = 0
+    by_reference: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +75,14 @@ class Task:
 class Range:
     """Rows of some partitions that a task reads by itself: each partition's from its cursor up to `upto`, inclusive.
 
-    `events` is how many there were when it was planned.
+    `events` is how many there were when it was planned. Of rows with an offset in `by_reference`, payload and metadata
+    are not read, and their transactions are dead-lettered.
     """
 
     partitions: tuple[int, ...]
     upto: int
     events: int
+    by_reference: tuple[int, ...] = ()
 
 
 Work = Task | Range

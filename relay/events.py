@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, LiteralString, NamedTuple, Protocol
@@ -140,6 +140,15 @@ class Event:
     def text(self, name: str) -> str | None:
         """The field as PostgreSQL prints it, or None; raises KeyError for an unknown field."""
         return self.row[_INDEX[name]]
+
+    def without(self, names: Collection[str]) -> Event:
+        """The same event with some fields null."""
+        return Event(
+            tuple(
+                None if name in names else value
+                for name, value in zip(EVENT_FIELDS, self.row, strict=True)
+            )
+        )
 
     def _uuid(self, name: str) -> UUID | None:
         value = self.text(name)

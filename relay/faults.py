@@ -86,6 +86,10 @@ class Undecodable(Exception):
     """An event holds bytes that its source's encoding does not have."""
 
 
+class NotReceived(Exception):
+    """An event of the transaction is too large to be received. What it says is safe in a log."""
+
+
 class ProcessDied(Exception):
     """Every process that had the transaction in hand died of it, so often that it is dead-lettered."""
 
@@ -270,7 +274,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
-    if isinstance(error, Undelivered | Rejected | StatementTimeout | Braked):
+    if isinstance(error, Undelivered | Rejected | StatementTimeout | Braked | NotReceived):
         return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
         return name

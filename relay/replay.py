@@ -16,6 +16,7 @@ from tenacity import Retrying, retry_if_result, wait_exponential
 
 from relay.config import Settings
 from relay.events import COMMIT_FIELDS, POLLED, Commit, Lsn, Tuples, microseconds
+from relay.faults import ConfigurationError
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.pgoutput import encode_tuple
@@ -74,7 +75,8 @@ class DeadLetters:
 
         They keep the order in which they were published; later events of their ordering keys are blocked by them.
         Those that are no longer dead are left out. A file of `edits`, as `relay dlq export` writes it, changes payloads
-        first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read.
+        first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read,
+        and for a payload that only the outbox has.
         """
         queued = array("q")
         with self._conn.transaction():
@@ -83,6 +85,7 @@ class DeadLetters:
             for some, numbers in self._locked(found):
                 if edits is not None:
                     dead_letter_edits.apply(self._conn, self._group, numbers, reason)
+                self._require_payloads(numbers)
                 self._queue(some)
                 dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
                 queued.extend(numbers)
@@ -125,6 +128,16 @@ class DeadLetters:
             left = [each for each in some if each.number in held]
             if left:
                 yield left, [each.number for each in left]
+
+    def _require_payloads(self, numbers: Sequence[int]) -> None:
+        found = dead_letters.by_reference(self._conn, numbers)
+        if found is not None:
+            letter, offset = found
+            raise ConfigurationError(
+                f"dead letter {letter}: the event at c_offset {offset} was too large to be received, its payload is "
+                "only in the outbox: publish its content in smaller parts and `relay dlq discard` it, or give it a "
+                "payload with `relay dlq replay --edit`"
+            )
 
     def _queue(self, dead: Sequence[Dead]) -> None:
         transactions = self._rebuilt(dead)

@@ -104,6 +104,7 @@ class Service:
             died = self._begin()
             if died:
                 self._pipeline.guard()
+                self._source.guard()
             self._pipeline.start()
             self._reviver.start(guarded=died)
             for writer in self._writers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,10 +21,11 @@ from psycopg_pool import ConnectionPool
 
 from relay.batch import DeadTransaction, Range, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
-from relay.events import Lsn
+from relay.events import Event, Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
-from relay.faults import Braked, describe, timed_out
+from relay.faults import Braked, NotReceived, ProcessDied, describe, timed_out
 from relay.handler_settings import PythonHandler
+from relay.paths import JSON_FIELDS
 from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
@@ -176,17 +177,48 @@ class Applier:
         dead: list[DeadTransaction] = []
         braked: list[str] = []
         with self._source.connection() as source:
-            for transactions in self._portions(self._rows.commits(source, floors, task.upto)):
-                hosts = transactions.distinct_hosts
+            found = self._rows.commits(source, floors, task.upto, task.by_reference)
+            for transactions in self._portions(found):
+                events += transactions.events
+                left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
+                dead += buried
+                if not len(left):
+                    continue
+                hosts = left.distinct_hosts
                 _, holding, streaks = offsets.lock(conn, self._group, list(floors), hosts)
                 brake = Brake(self._limits, streaks)
-                buried, parked, stopped = self._deliver(conn, transactions, holding, run, brake)
-                events += transactions.events
+                buried, parked, stopped = self._deliver(conn, left, holding, run, brake)
                 waiting += parked
                 dead += buried
                 braked += stopped
         offsets.hand_over(conn, self._group, list(floors), task.upto + 1, self._durable)
         return _outcome(task, events, 0, waiting, dead, braked)
+
+    def _bury_by_reference(
+        self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
+    ) -> tuple[Transactions, list[DeadTransaction]]:
+        """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead."""
+        large = {
+            place: found
+            for place, each in enumerate(transactions)
+            if (found := self._offsets_among(each, by_reference))
+        }
+        dead = []
+        for place, missing in large.items():
+            where = f"{self._settings.source.table}, c_offset {', '.join(map(str, missing))}"
+            fault = NotReceived(f"payload and metadata are too large, they are only in {where}")
+            number, buried = self._bury(conn, transactions[place], Failure(None, fault))
+            dead_letters.mark_by_reference(conn, number, missing)
+            dead.append(buried)
+        others = transactions.take(transactions.besides(large)) if large else transactions
+        return others, dead
+
+    def _offsets_among(self, transaction: Undecoded, wanted: Collection[int]) -> list[int]:
+        first, last = transaction.first_offset, transaction.last_offset
+        if not any(first <= offset <= last for offset in wanted):
+            return []
+        found = (event.c_offset for event in self._routing.events(transaction))
+        return [offset for offset in found if offset is not None and offset in wanted]
 
     def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
         """As many together as fit into memory: a range is one target transaction however large it is."""
@@ -350,15 +382,35 @@ class Applier:
         deferred.settle(conn, done)
         return dead
 
+    def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
+        """Events without payload and metadata where these are above the limit; their c_offsets are noted.
+
+        To write what processes died of may take as much memory as they had.
+        """
+        for event in events:
+            texts = (event.text(name) or "" for name in JSON_FIELDS)
+            offset = event.c_offset
+            if offset is None or sum(map(len, texts)) <= self._settings.source.max_event_bytes:
+                yield event
+            else:
+                left_out.append(offset)
+                yield event.without(JSON_FIELDS)
+
     def _bury(
         self, conn: Connection, transaction: Undecoded, failure: Failure, number: int | None = None
     ) -> tuple[int, DeadTransaction]:
         """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has."""
         events = self._routing.events(transaction)
+        left_out: list[int] = []
+        written = (
+            self._small(events, left_out) if isinstance(failure.error, ProcessDied) else events
+        )
         if number is None:
-            number = dead_letters.bury(conn, self._group, events, failure.handler, failure.error)
+            number = dead_letters.bury(conn, self._group, written, failure.handler, failure.error)
         else:
             dead_letters.bury_again(conn, self._group, number, failure.handler, failure.error)
+        if left_out:
+            dead_letters.mark_by_reference(conn, number, left_out)
         return number, DeadTransaction(
             transaction.transaction_id,
             transaction.commit.end_lsn,

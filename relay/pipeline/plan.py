@@ -52,7 +52,7 @@ class Planner:
             members.setdefault(first, set()).update(partitions)
             events[first] = events.get(first, 0) + count
         found = [
-            Range(tuple(sorted(joined)), window.upto, events[first])
+            Range(tuple(sorted(joined)), window.upto, events[first], window.by_reference)
             for first, joined in members.items()
             if min(joined) in self._own
         ]

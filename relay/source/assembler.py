@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from psycopg.abc import Buffer
@@ -21,6 +21,13 @@ _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})
 
 _EARLIEST = microseconds(datetime.min.replace(tzinfo=UTC))
 _LATEST = microseconds(datetime.max.replace(tzinfo=UTC))
+
+
+class Begun(NamedTuple):
+    """A commit of which the stream has brought the beginning; `lsn` is where its commit record stands."""
+
+    lsn: Lsn
+    xid: int
 
 
 class Assembler:
@@ -49,11 +56,17 @@ class Assembler:
         self._encoding: Encoding | None = None
         self._translation: Translation | None = None
         self._xid: int | None = None
+        self._begun_lsn = Lsn(0)
 
     @property
     def open(self) -> bool:
         """Whether a transaction has begun and not yet committed."""
         return self._xid is not None
+
+    @property
+    def begun(self) -> Begun | None:
+        """The open commit; None between commits."""
+        return None if self._xid is None else Begun(self._begun_lsn, self._xid)
 
     @property
     def size(self) -> int:
@@ -71,18 +84,21 @@ class Assembler:
         self._outbox = self._layout = self._xid = None
         self._grouping.clear()
 
-    def feed(self, messages: Sequence[Buffer]) -> Lsn | None:
-        """Take messages in the order of the stream; returns the end of the last commit without rows, if any."""
+    def feed(self, messages: list[Buffer]) -> Lsn | None:
+        """Take messages out of a list, in the order of the stream; returns the end of the last commit without rows."""
         if not messages:
             return None
+        count = len(messages)
         gulp = Gulp.of(messages, self._header)
+        # They are copied; a large one is not to be in memory twice.
+        messages.clear()
         passed: Lsn | None = None
         first = 0
         for place in gulp.places(_RELATION).tolist():
             passed = self._take(gulp.part(first, place)) or passed
             self._learn(decode(gulp[place]))
             first = place + 1
-        rest = gulp.part(first, len(messages)) if first else gulp
+        rest = gulp.part(first, count) if first else gulp
         return self._take(rest) or passed
 
     def fetch(self) -> list[Transactions]:
@@ -149,7 +165,10 @@ class Assembler:
 
     def _ends(self, some: Gulp, commits: Places) -> Ends:
         """The commits, each with the xid that its Begin has told."""
-        xids = some.read(some.places(_BEGIN), BEGIN)["xid"].tolist()
+        begins = some.read(some.places(_BEGIN), BEGIN)
+        xids = begins["xid"].tolist()
+        if len(begins):
+            self._begun_lsn = Lsn(begins["lsn"][-1])
         if self._xid is not None:
             xids.insert(0, self._xid)
         found = some.read(commits, COMMIT)

@@ -16,6 +16,7 @@ from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
+from relay.source.assembler import Begun
 from relay.source.listener import Listener
 from relay.source.poll import BUSY_SECONDS, FIRST_IDLE_SECONDS, Poller, PollSource, note_mode
 from relay.source.recovery import Recovery, recognise
@@ -35,6 +36,9 @@ _NEVER = np.iinfo(np.int64).min
 
 class Source(Protocol):
     """Where the service takes its batches from."""
+
+    def guard(self) -> None:
+        """A process may have died of what comes now. Before `start`."""
 
     def start(self) -> None:
         """Begin to receive."""
@@ -89,6 +93,10 @@ class StreamSource:
         self._next_audit = 0.0
         self._audited = False
 
+    def guard(self) -> None:
+        """A process may have died of what comes now. Before `start`."""
+        self._wal.guard()
+
     def start(self) -> None:
         """Begin to receive."""
         self._wal.start()
@@ -131,6 +139,8 @@ class StreamSource:
                 yield from self._missing_before(batch)
                 if not self._stopping.is_set():
                     yield batch
+            elif self._wal.stuck is not None:
+                yield from self._around(self._wal.stuck)
             elif self._wal.outage is not None:
                 yield from self._polled()
             elif self._connections:
@@ -192,6 +202,25 @@ class StreamSource:
                 self._listener.wait(BUSY_SECONDS)
         if said and suspicious:
             self._wal.reconnect()
+
+    def _around(self, commit: Begun) -> Iterator[Batch]:
+        """What the outbox has up to a commit that cannot be received, by polling that leaves large rows where they are.
+
+        Everything that came before it is applied already. Whatever commits meanwhile may come both ways.
+        """
+        following = self._poller.following(commit.xid)
+        if following is None:
+            self._stopping.wait(BUSY_SECONDS)
+            return
+        self._enter("poll", "a commit is too large to be received")
+        while not self._stopping.is_set() and (
+            window := self._poller.look(following, by_reference=True)
+        ):
+            yield window
+            if not self._progressed:
+                self._listener.wait(BUSY_SECONDS)
+        if not self._stopping.is_set():
+            self._wal.pass_over(commit)
 
     def _polled(self) -> Iterator[Batch]:
         outage = self._wal.outage

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -20,7 +21,7 @@ from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.patience import say_once, until_it_works
 from relay.source.listener import Listener
-from relay.source.rows import OutboxRows, prepare_reading
+from relay.source.rows import OutboxRows, is_visible, prepare_reading
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
 from relay.transactions import Transactions
@@ -69,19 +70,35 @@ class Poller:
         with self._source.connection() as conn:
             return self._rows.checkpoint(conn)
 
-    def look(self, before: int | None = None) -> Batch | None:
-        """The next window, ending below the c_offset `before`; None if nothing is left there or after `stop`.
+    def following(self, xid: int) -> int | None:
+        """The c_offset after those of a commit and all before it; None while it is not visible, or after `stop`.
 
         Waits for as long as a database is away.
         """
         try:
-            return self._retrying(self._look, before)
+            return self._retrying(self._following, xid)
         except psycopg.Error:
             if self._stopping.is_set():
                 return None
             raise
 
-    def _look(self, before: int | None) -> Batch | None:
+    def _following(self, xid: int) -> int | None:
+        with self._source.connection() as conn:
+            return self._rows.next_offset(conn) if is_visible(conn, xid) else None
+
+    def look(self, before: int | None = None, by_reference: bool = False) -> Batch | None:
+        """The next window, ending below the c_offset `before`; None if nothing is left there or after `stop`.
+
+        `by_reference`: rows above `source.max_event_bytes` are not to be read. Waits for as long as a database is away.
+        """
+        try:
+            return self._retrying(self._look, before, by_reference)
+        except psycopg.Error:
+            if self._stopping.is_set():
+                return None
+            raise
+
+    def _look(self, before: int | None, by_reference: bool) -> Batch | None:
         with self._source.connection() as source:
             cursors, tip = self._cursors(source)
             if before is not None:
@@ -100,6 +117,9 @@ class Poller:
             if not own:
                 return None
             window = self._window(source, heads, min(own), tip)
+            if by_reference:
+                large = self._rows.large(source, min(own), window.upto)
+                window = replace(window, by_reference=tuple(large))
         self._looks += 1
         return Batch(
             number=self._looks,
@@ -149,6 +169,9 @@ class PollSource:
         self._longest = settings.poll.wait_period_ms / 1000
         self._stopping = Event()
         self._progressed = True
+
+    def guard(self) -> None:
+        """Nothing is received ahead of what is applied."""
 
     def start(self) -> None:
         """Nothing runs in the background."""

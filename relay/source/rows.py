@@ -19,6 +19,7 @@ from psycopg.adapt import Loader
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, RelayError, is_transient
+from relay.paths import JSON_FIELDS
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
 from relay.source.translation import Encoding, Translation
@@ -32,6 +33,10 @@ _FETCHED_BYTES = 1 << 20
 
 Floors = Mapping[int, int]
 """The least c_offset of each partition that is still to be applied."""
+
+
+_MOST_COMPRESSED = 4096
+"""How many times smaller than its text a value may be stored: compressed, and with numbers such as 1e9999."""
 
 
 class _Raw(Loader):
@@ -76,6 +81,22 @@ def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
     finally:
         if not conn.closed:
             conn.execute("set client_encoding to utf8")
+
+
+def is_visible(conn: Connection, xid: int) -> bool:
+    """Whether sessions see what a transaction has committed; `xid` as the WAL tells it, without its epoch."""
+    row = conn.execute("select pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
+    following = int(row[0]) if row else 0
+    full = following & ~0xFFFFFFFF | xid
+    if full >= following:
+        # It is not below the next one: of the epoch before, or newer than the snapshot.
+        full -= 1 << 32
+    if full < 0:
+        return False
+    found = conn.execute(
+        "select pg_visible_in_snapshot(%s::text::xid8, pg_current_snapshot())", (str(full),)
+    ).fetchone()
+    return bool(found and found[0])
 
 
 class OutboxRows:
@@ -274,8 +295,38 @@ class OutboxRows:
                 return end
             end = reached
 
-    def commits(self, conn: Connection, floors: Floors, upto: int) -> Iterator[Transactions]:
+    def large(self, conn: Connection, low: int, upto: int) -> list[int]:
+        """The c_offsets from `low` to `upto` whose payload and metadata exceed `source.max_event_bytes` as text."""
+        wanted = {self._mapping[name] for name in JSON_FIELDS}
+        columns = [sql.Identifier(name) for name, _ in self.columns(conn) if name in wanted]
+        length = sql.SQL(" + ").join(
+            sql.SQL("coalesce(octet_length({}::text), 0)").format(column) for column in columns
+        )
+        stored = sql.SQL(" + ").join(
+            sql.SQL("coalesce(pg_column_size({}), 0)").format(column) for column in columns
+        )
+        rows = conn.execute(
+            # What is small as it is stored need not be decompressed to be measured.
+            sql.SQL(
+                "select {offset} from {table} where {offset} between %s and %s"
+                " and case when {stored} > %s then {length} > %s else false end order by {offset}"
+            ).format(offset=self._offset, table=self._table, stored=stored, length=length),
+            (
+                low,
+                upto,
+                self._settings.source.max_event_bytes // _MOST_COMPRESSED,
+                self._settings.source.max_event_bytes,
+            ),
+            prepare=False,
+        )
+        return [int(offset) for (offset,) in rows]
+
+    def commits(
+        self, conn: Connection, floors: Floors, upto: int, by_reference: Collection[int] = ()
+    ) -> Iterator[Transactions]:
         """The rows of partitions from their floors up to `upto`, grouped as the WAL's commits are.
+
+        Payload and metadata are null in the rows with an offset in `by_reference`.
 
         A new commit begins where neither the inserting transaction nor the transaction_id goes on. Rows are streamed;
         a commit above `batch.max_bytes` goes through a spool file. Raises RelayError if the table cannot be read.
@@ -297,7 +348,7 @@ class OutboxRows:
         rows: list[bytes] = []
         size = 0
         ends: list[int] = []
-        for xmin, *cells in self._read(conn, columns, floors, upto, encoding):
+        for xmin, *cells in self._read(conn, columns, floors, upto, by_reference, encoding):
             transaction_id = None if place is None else cells[place]
             follows = last is not None and (
                 xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
@@ -321,6 +372,7 @@ class OutboxRows:
         columns: Sequence[str],
         floors: Floors,
         upto: int,
+        by_reference: Collection[int],
         encoding: Encoding | None,
     ) -> Iterator[Sequence[bytes | None]]:
         wanted = sql.SQL(" or ").join(
@@ -332,7 +384,7 @@ class OutboxRows:
         statement = sql.SQL(
             "copy (select xmin, {columns} from {table} where {wanted} order by {offset}) to stdout"
         ).format(
-            columns=sql.SQL(", ").join(map(sql.Identifier, columns)),
+            columns=sql.SQL(", ").join(self._selected(columns, by_reference)),
             table=self._table,
             wanted=wanted,
             offset=self._offset,
@@ -355,6 +407,21 @@ class OutboxRows:
                     f"source.table: {self._settings.source.table} cannot be read: {first}: mend it, or grant SELECT "
                     "to the role of source.dsn"
                 ) from None
+
+    def _selected(
+        self, columns: Sequence[str], by_reference: Collection[int]
+    ) -> Iterator[sql.Composable]:
+        large = {self._mapping[name] for name in JSON_FIELDS} if by_reference else set()
+        offsets = sql.SQL(", ").join(map(sql.Literal, by_reference))
+        for name in columns:
+            column = sql.Identifier(name)
+            yield (
+                sql.SQL("case when {} in ({}) then null else {} end").format(
+                    self._offset, offsets, column
+                )
+                if name in large
+                else column
+            )
 
     def _transaction(self, conn: Connection) -> sql.Composable:
         return self._or_null(conn, "transaction_id", "null::uuid")

@@ -36,18 +36,8 @@ class Spool:
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """The rows between two positions. Positions are given with each read, so readers may run side by side."""
-        descriptor = self._file.fileno()
-        buffer = b""
-        while start < end or buffer:
-            if (
-                len(buffer) < _LENGTH.size
-                or len(buffer) < _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
-            ):
-                chunk = os.pread(descriptor, min(_READ, end - start), start)
-                if not chunk:
-                    raise OSError(errno.EIO, "the spool file of a large transaction was cut short")
-                start += len(chunk)
-                buffer += chunk
+        while start < end:
+            buffer = os.pread(self._file.fileno(), min(_READ, end - start), start)
             at = 0
             while len(buffer) - at >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(buffer, at)
@@ -56,7 +46,19 @@ class Spool:
                     break
                 yield buffer[at + _LENGTH.size : after]
                 at = after
-            buffer = buffer[at:]
+            if not at:
+                # A row that is longer than what is read at once: read by itself, it is copied only once.
+                (length,) = _LENGTH.unpack(self._exactly(start, _LENGTH.size))
+                yield self._exactly(start + _LENGTH.size, length)
+                at = _LENGTH.size + length
+            start += at
+
+    def _exactly(self, start: int, size: int) -> bytes:
+        """So many bytes from a position on. Raises OSError if the file ends before."""
+        data = os.pread(self._file.fileno(), size, start)
+        if len(data) < size:
+            raise OSError(errno.EIO, "the spool file of a large transaction was cut short")
+        return data
 
 
 class SpooledTuples:

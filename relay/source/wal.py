@@ -35,8 +35,9 @@ from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import ConfigurationError, RelayError, describe, is_transient
-from relay.source.assembler import Assembler
+from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
+from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
 from relay.source.columns import rows_move
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
@@ -148,6 +149,8 @@ class WalSource:
         self._bell = Bell()
         self._reported = Lsn(0)
         self._batches = 0
+        self._casualties = Casualties(settings)
+        self._stuck: Begun | None = None
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
 
     def start(self) -> None:
@@ -158,6 +161,25 @@ class WalSource:
         """Let `take()` return. Safe in a signal handler's thread."""
         self._stopping.set()
         with self._changed:
+            self._changed.notify_all()
+
+    def guard(self) -> None:
+        """A process may have died of receiving what comes now: note which commit is open. Before `start`."""
+        self._casualties.guard()
+
+    @property
+    def stuck(self) -> Begun | None:
+        """The commit that receiving ended in deaths of, `crash_limit` times; the stream stands before it."""
+        return self._stuck
+
+    def pass_over(self, commit: Begun) -> None:
+        """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
+        self._casualties.forget(commit)
+        # The server leaves out what commits before the position that it is asked for.
+        self._progress.nothing_until(Lsn(commit.lsn + 1))
+        with self._changed:
+            self._stuck = None
+            self._outage = None
             self._changed.notify_all()
 
     def reconnect(self) -> None:
@@ -271,7 +293,10 @@ class WalSource:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._session()
+                if self._stuck is None:
+                    self._session()
+                else:
+                    self._wait_to_pass_over()
         except BaseException as error:
             self._fail(error)
 
@@ -289,23 +314,51 @@ class WalSource:
         stream = self._connect()
         if stream is None:
             return
+        ended: psycopg.Error | MemoryError | Undigestible | None = None
         try:
             self._receive(stream)
-        except psycopg.Error as error:
-            if is_transient(error):
-                self._suffer(f"replication connection lost: {describe(error)}", certain=False)
-            elif self._recovery is None:
-                raise _explained(error, self._settings) from error
-            else:
-                # The publication was not there yet where the slot stands: that WAL can never be decoded.
-                self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
-                self._suffer(str(_explained(error, self._settings)), certain=True)
-            log.warning(
-                "replication connection lost; reconnecting", extra={"fault": describe(error)}
-            )
-            self._wait_to_reconnect()
+        except (psycopg.Error, MemoryError, Undigestible) as error:
+            # Without its traceback, which would keep what was being received in memory.
+            ended = error.with_traceback(None)
         finally:
             stream.conn.close()
+        if ended is None:
+            self._casualties.survived()
+        elif isinstance(ended, Undigestible):
+            self._stop_before(ended)
+        else:
+            self._lose(ended)
+            self._wait_to_reconnect()
+
+    def _lose(self, error: psycopg.Error | MemoryError) -> None:
+        """The connection is of no use any more. Raises RelayError where another one would be of none either."""
+        if isinstance(error, MemoryError) or is_out_of_memory(error):
+            # No outage: polling would read the same row.
+            self._casualties.died(self._assembler.begun)
+        else:
+            self._casualties.survived()
+            self._note_outage(error)
+        log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
+
+    def _note_outage(self, error: psycopg.Error) -> None:
+        if is_transient(error):
+            self._suffer(f"replication connection lost: {describe(error)}", certain=False)
+        elif self._recovery is None:
+            raise _explained(error, self._settings) from error
+        else:
+            # The publication was not there yet where the slot stands: that WAL can never be decoded.
+            self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
+            self._suffer(str(_explained(error, self._settings)), certain=True)
+
+    def _stop_before(self, error: Undigestible) -> None:
+        self._stuck = error.commit
+        reason = f"receiving the commit at {error.commit.lsn} failed {error.deaths} times for want of memory"
+        log.error(reason, extra={"xid": error.commit.xid})
+        self._suffer(reason, certain=True)
+
+    def _wait_to_pass_over(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
         first, longest = RECONNECT_SECONDS
@@ -556,28 +609,37 @@ class WalSource:
         asked = False
         reached = Lsn(0)
         messages: list[Buffer] = []
-        # Until a look at the socket brings nothing more.
-        while length == 0 and before < size < GULP_BYTES:
-            before = size
-            pgconn.consume_input()
-            while True:
-                length, data = pgconn.get_copy_data(1)
-                if length <= 0:
-                    break
-                size += length
-                kind = data[0]
-                if kind == _XLOG_DATA:
-                    messages.append(data)
-                elif kind == _KEEPALIVE:
-                    position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
-                    reached = Lsn(position)
-                    asked = asked or bool(wanted)
+        # A guarded commit is noted before more is read.
+        limit = 1 if self._casualties.guarding else GULP_BYTES
+        try:
+            # Until a look at the socket brings nothing more.
+            while length == 0 and before < size < limit:
+                before = size
+                pgconn.consume_input()
+                while True:
+                    length, data = pgconn.get_copy_data(1)
+                    if length <= 0:
+                        break
+                    size += length
+                    kind = data[0]
+                    if kind == _XLOG_DATA:
+                        messages.append(data)
+                    elif kind == _KEEPALIVE:
+                        position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                        reached = Lsn(position)
+                        asked = asked or bool(wanted)
+                    del data
+        except (psycopg.OperationalError, MemoryError):
+            # They tell which commit was open.
+            self._assembler.feed(messages)
+            raise
         self._heard = self._heard or size > 0
         passed = self._assembler.feed(messages) or Lsn(0)
         # Of what a keepalive speaks everything came before it, but for the transaction that is still open.
         self._finished(
             self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
         )
+        self._casualties.took(size, self._assembler.begun)
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked

@@ -50,7 +50,8 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
         """
         with edited as (
             update relay.dead_letter_queue d
-               set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload
+               set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload,
+                   by_reference = false
               from (select distinct on (id) id, payload from pg_temp.relay_edits
                      where id in (select id from relay.dead_letter_queue where dead_transaction = any(%(dead)s))
                      order by id, line desc) edit

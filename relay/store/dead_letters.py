@@ -550,6 +550,25 @@ def bury_again(
     note(conn, group, [number], "died again", None)
 
 
+def mark_by_reference(conn: psycopg.Connection[Any], number: int, offsets: Sequence[int]) -> None:
+    """The letters of some c_offsets of a dead transaction lack payload and metadata, which only the outbox has."""
+    conn.execute(
+        "update relay.dead_letter_queue set by_reference = true where dead_transaction = %s and c_offset = any(%s)",
+        (number, list(offsets)),
+    )
+
+
+def by_reference(conn: psycopg.Connection[Any], dead: Sequence[int]) -> tuple[int, int] | None:
+    """The id and the c_offset of the first letter whose payload only the outbox has, if there is one."""
+    return conn.execute(
+        """
+        select id, c_offset from relay.dead_letter_queue
+         where dead_transaction = any(%s) and by_reference order by id limit 1
+        """,
+        (list(dead),),
+    ).fetchone()
+
+
 def purge(conn: psycopg.Connection[Any], dead: Sequence[int]) -> int:
     """Delete dead transactions; returns how many letters they had."""
     return conn.execute(

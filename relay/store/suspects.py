@@ -6,7 +6,7 @@ Written only after a crash, by connections of its own, since what the crash roll
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -14,7 +14,7 @@ from psycopg.rows import scalar_row
 from psycopg_pool import ConnectionPool
 
 from relay.config import Settings
-from relay.store.connections import open_pool
+from relay.store.connections import connect, open_pool
 from relay.transactions import Undecoded
 
 
@@ -25,24 +25,32 @@ def name_of(transaction: Undecoded) -> str:
 
 
 class Suspects:
-    """Notes each transaction before it is handled, so that it shows what a process died of."""
+    """Notes each transaction before it is handled, so that it shows what a process died of.
+
+    It keeps up to so many connections; with 0 each note opens one.
+    """
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
         self._survived: set[str] = set()
-        self._pool: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.target_dsn, connections, _without_sync
+        self._dsn = settings.target_dsn
+        self._pool: ConnectionPool[psycopg.Connection[Any]] | None = (
+            open_pool(settings.target_dsn, connections, _without_sync) if connections else None
         )
 
     def close(self) -> None:
         """Close the connections."""
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        return connect(self._dsn) if self._pool is None else self._pool.connection()
 
     def deaths(self, name: str) -> int:
         """How many processes died while they had this transaction in flight."""
         if name in self._survived:
-            self._take_back(name)
-        with self._pool.connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
+            self.take_back(name)
+        with self._connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
             found = cursor.execute(
                 "select attempts from relay.suspects where group_id = %s and suspect = %s",
                 (self._group, name),
@@ -52,26 +60,27 @@ class Suspects:
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
         """Note a transaction while it is handled. A fault takes the note back: only a death leaves it."""
-        self._note(name)
+        self.note(name)
         try:
             yield
         except BaseException:
             self._survived.add(name)
             # The target may be away, which must not count as a death: the note is taken back before it is read.
             with suppress(psycopg.Error):
-                self._take_back(name)
+                self.take_back(name)
             raise
 
     def clear(self, name: str) -> None:
         """Forget the deaths over a transaction: it was handled, or is dead-lettered."""
-        with self._pool.connection() as conn:
+        with self._connection() as conn:
             conn.execute(
                 "delete from relay.suspects where group_id = %s and suspect = %s",
                 (self._group, name),
             )
 
-    def _note(self, name: str) -> None:
-        with self._pool.connection() as conn:
+    def note(self, name: str) -> None:
+        """Count a death in advance."""
+        with self._connection() as conn:
             conn.execute(
                 """
                 insert into relay.suspects as s (group_id, suspect) values (%s, %s)
@@ -80,8 +89,9 @@ class Suspects:
                 (self._group, name),
             )
 
-    def _take_back(self, name: str) -> None:
-        with self._pool.connection() as conn:
+    def take_back(self, name: str) -> None:
+        """The attempt ended without a death."""
+        with self._connection() as conn:
             conn.execute(
                 "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
                 (self._group, name),

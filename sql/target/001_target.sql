@@ -60,6 +60,7 @@ create table if not exists relay.dead_letter_queue (
     xid                 bigint,
     deliver_at          timestamptz,
     refused             json,
+    by_reference        boolean     not null default false,
     created_dt     timestamptz not null default now()
 );
 
@@ -67,6 +68,8 @@ comment on column relay.dead_letter_queue.dead_transaction is
     'number of the dead business transaction: the same for all of its events, and for no others';
 comment on column relay.dead_letter_queue.refused is
     'the text of each value that its column did not take as it was; a replay uses it';
+comment on column relay.dead_letter_queue.by_reference is
+    'the event was too large to be received: payload and metadata are only in the outbox, at c_offset';
 comment on column relay.dead_letter_queue.original_payload is
     'the payload as it was published, where it was edited';
 comment on column relay.dead_letter_queue.status is

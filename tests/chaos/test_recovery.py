@@ -286,3 +286,30 @@ def test_another_server_is_recognised_and_c_offset_decides(outbox: Outbox) -> No
         outbox.wait_drained()
     assert outbox.value("select count(*) from projection") == before * 2
     outbox.assert_exact()
+
+
+@pytest.mark.skipif(
+    not hasattr(psutil, "RLIMIT_DATA"), reason="Linux limits another process's memory"
+)
+def test_a_row_larger_than_memory_is_dead_lettered_by_reference(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.conn.execute("alter table outbox_message_t drop constraint relay_max_event_bytes")
+    outbox.publish(host(1), event(1))
+    with running(outbox.config_file(tmp_path / "relay.yaml")) as service:
+        outbox.wait_drained()
+        limit = 400 * 1024 * 1024
+        psutil.Process(service.process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))
+        outbox.conn.execute(
+            "insert into outbox_message_t (host_id, event_type, payload)"
+            " values (%s, 'x', jsonb_build_object('note', repeat('x', 100 * 1024 * 1024)))",
+            (host(2),),
+        )
+        outbox.publish(host(3), event(3))
+        outbox.wait_drained()
+        assert service.terminate() == 0
+    assert outbox.column("select c_offset from projection order by c_offset") == [1, 3]
+    assert outbox.column(
+        "select c_offset from relay.dead_letter_queue where by_reference and payload is null"
+    ) == [2]
+    outbox.assert_exact()

@@ -12,6 +12,7 @@ from operator import attrgetter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from psycopg.abc import Buffer
 
 from relay.events import FIELDS, Commit, Event, Lsn
 from relay.faults import ConfigurationError
@@ -592,13 +593,13 @@ def test_rows_of_other_tables_are_held_in_memory_no_more(ours: int) -> None:
     tracemalloc.start()
     try:
         for number in range(1, 21):
-            assembler.feed(committed(*noise, *rows, number=number))
+            assembler.feed(list[Buffer](committed(*noise, *rows, number=number)))
             received += assembler.fetch()
         # The last commit stays open.
         begin, *_ = committed(number=21)
         assembler.feed([begin])
         for _ in range(20):
-            assembler.feed([*noise, *rows])
+            assembler.feed(list[Buffer]([*noise, *rows]))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
