@@ -12,6 +12,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 import psycopg
+from psycopg.pq.abc import PGresult
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 
@@ -233,6 +234,17 @@ def _lost_connection(error: psycopg.Error) -> bool:
     return error.pgconn is not None or (
         _LOST_CONNECTION.search(str(error)) is not None and "pipeline" not in str(error)
     )
+
+
+def server_error(result: PGresult) -> psycopg.Error:
+    """The error that a result of libpq tells of, as psycopg raises it.
+
+    One without SQLSTATE is libpq's own: the connection is lost. psycopg would take it for an error of the statement.
+    """
+    error = psycopg.errors.error_from_result(result, encoding="utf-8")
+    if error.sqlstate is not None:
+        return error
+    return psycopg.OperationalError(str(error).strip() or "the connection is lost")
 
 
 def timed_out(error: BaseException) -> bool:

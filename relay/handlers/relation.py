@@ -47,14 +47,17 @@ _CREATE = (
         " select {} from pg_temp.relay_batch_rows order by relay_order"
     ).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))),
 )
-_COMMENT = r"--[^\n]*(?:\n|\Z)|/\*.*?\*/"
-_SPACE = rf"(?:\s|{_COMMENT})"
-_HEAD = re.compile(
-    rf"{_SPACE}*+(?P<with>with\b(?:{_SPACE}*+recursive\b)?|(?=(?:select|insert|update|delete|merge|values|table)\b|\())",
-    re.IGNORECASE | re.DOTALL,
+_BLANK = re.compile(r"[\s;]+|--[^\r\n]*")
+_COMMENT_MARK = re.compile(r"/\*|\*/")
+_WITH = re.compile(r"with\b", re.IGNORECASE)
+_RECURSIVE = re.compile(r"recursive\b", re.IGNORECASE)
+_MAY_HAVE_WITH = re.compile(
+    r"(?:select|insert|update|delete|merge|values|table)\b|\(", re.IGNORECASE
 )
-"""The start of a statement that has WITH queries or may have some."""
 _QUERY = " batch as not materialized (select * from pg_temp.relay_batch)"
+_PROBE_PATH = """
+    select set_config('search_path', concat_ws(', ', 'pg_temp', nullif(current_setting('search_path'), '')), true)
+"""
 _PROBE_VIEW = "create temporary view batch as select * from pg_temp.relay_batch"
 _PROBE = sql.SQL(
     "create function pg_temp.relay_probe() returns void language sql begin atomic\n{}\n;end"
@@ -108,11 +111,41 @@ def require_reserved(conn: Connection) -> None:
 
 def bound(statement: str) -> str:
     """The statement with `batch` as a WITH query of its own; one that cannot have any (CALL, DO) stays as it is."""
-    head = _HEAD.match(statement)
-    if head is None:
-        return statement
-    start, rest = statement[: head.end()], statement[head.end() :]
-    return f"{start}{_QUERY},{rest}" if head["with"] else f"{start}with{_QUERY} {rest}"
+    start = _first_word(statement)
+    found = _WITH.match(statement, start)
+    if found is None:
+        if _MAY_HAVE_WITH.match(statement, start) is None:
+            return statement
+        return f"{statement[:start]}with{_QUERY} {statement[start:]}"
+    after = found.end()
+    recursive = _RECURSIVE.match(statement, _first_word(statement, after))
+    after = recursive.end() if recursive else after
+    return f"{statement[:after]}{_QUERY},{statement[after:]}"
+
+
+def _first_word(statement: str, start: int = 0) -> int:
+    """The index of the first word from `start` on: after blanks, comments, which nest, and empty statements.
+
+    Source: PostgreSQL documentation, "Lexical Structure" (Comments).
+    """
+    while start < len(statement):
+        blank = _BLANK.match(statement, start)
+        if blank is not None:
+            start = blank.end()
+        elif statement.startswith("/*", start):
+            start = _end_of_comment(statement, start)
+        else:
+            break
+    return start
+
+
+def _end_of_comment(statement: str, start: int) -> int:
+    depth = 0
+    for mark in _COMMENT_MARK.finditer(statement, start):
+        depth += 1 if mark[0] == "/*" else -1
+        if depth == 0:
+            return mark.end()
+    return len(statement)
 
 
 def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
@@ -125,7 +158,9 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
     """
     try:
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
-            # A view, since of a WITH query the server does not tell which of its columns are read.
+            # A view, since of a WITH query the server does not tell which of its columns are read. It has to be found
+            # before a table of the user's, as the WITH query is, wherever the search_path has temporary relations.
+            cursor.execute(_PROBE_PATH)
             cursor.execute(_PROBE_VIEW)
             cursor.execute(_PROBE.format(sql.SQL(statement)))
             return tuple(cursor.execute(_READ).fetchall())

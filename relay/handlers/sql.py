@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from relay.events import EVENT_FIELDS, SQL_TYPES
-from relay.faults import ConfigurationError, is_transient
+from relay.faults import ConfigurationError, is_transient, server_error
 from relay.handler_settings import SqlHandler
 from relay.handlers import Connection, relation
 from relay.transactions import Routed
@@ -55,7 +55,7 @@ class SqlEvent:
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
         relation.require_reserved(conn)
-        _parse(conn, self.name, self._numbered)
+        _parse(conn, self.name, self._numbered, len(self._names))
         _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
 
     def apply(self, conn: Connection, routed: Routed) -> None:
@@ -101,7 +101,7 @@ class SqlBatch:
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
         relation.require_reserved(conn)
-        _parse(conn, self.name, self._statement)
+        _parse(conn, self.name, self._statement, 0)
         _explain(conn, self.name, self._statement.encode(), None)
 
     def apply(self, conn: Connection, routed: Routed) -> None:
@@ -148,17 +148,25 @@ def _numbered(statement: str, names: tuple[str, ...]) -> str:
     return _PLACEHOLDER.sub(number, statement)
 
 
-def _parse(conn: Connection, name: str, statement: str) -> None:
-    """Let the server parse and analyse a statement without running it; raises ConfigurationError if it refuses."""
+def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None:
+    """Let the server parse and analyse a statement without running it.
+
+    Raises ConfigurationError if it refuses, or sees fewer parameters: those in quotes are none.
+    """
     with conn.transaction(force_rollback=True):
         result = conn.pgconn.prepare(b"", statement.encode())
         if result.error_message:
-            error = psycopg.errors.error_from_result(result, encoding="utf-8")
+            error = server_error(result)
             if is_transient(error):
                 raise error
             message = (error.diag.message_primary or str(error)).strip()
             raise ConfigurationError(
                 f"handlers.{name}.statement: {message}: correct the statement, or create and grant what it names"
+            )
+        if conn.pgconn.describe_prepared(b"").nparams < parameters:
+            raise ConfigurationError(
+                f"handlers.{name}.statement: a field stands in quotes, also those of `do`, where the server knows no "
+                "parameters: write %(field)s without quotes, or call a procedure with it"
             )
 
 

@@ -34,7 +34,7 @@ from tenacity import (
 from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
-from relay.faults import ConfigurationError, RelayError, describe, is_transient
+from relay.faults import ConfigurationError, RelayError, describe, is_transient, server_error
 from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
 from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
@@ -498,7 +498,7 @@ class WalSource:
             conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         result = conn.pgconn.exec_(text.encode(encoding.codec if encoding else "utf-8"))
         if result.status != ExecStatus.COPY_BOTH:
-            raise psycopg.errors.error_from_result(result, encoding="utf-8")
+            raise server_error(result)
         self._progress.start(confirmed)
         self._system = system
         self._connections += 1
@@ -711,7 +711,7 @@ def _sender_timeout(conn: psycopg.Connection[object]) -> float:
 def _end_of_stream(pgconn: psycopg.pq.abc.PGconn) -> psycopg.Error:
     result = pgconn.get_result()
     if result is not None and result.status == ExecStatus.FATAL_ERROR:
-        return psycopg.errors.error_from_result(result, encoding="utf-8")
+        return server_error(result)
     return psycopg.OperationalError("the server ended the stream")
 
 

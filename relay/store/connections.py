@@ -15,6 +15,7 @@ from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool
 
 from relay.events import Lsn
+from relay.faults import server_error
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:
     """Run statements of which the last tells something; returns whether that is true. Raises psycopg.Error."""
     result = conn.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
-        raise psycopg.errors.error_from_result(result, encoding="utf-8")
+        raise server_error(result)
     return result.get_value(0, 0) == b"t"
 
 

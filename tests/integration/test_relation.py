@@ -205,6 +205,35 @@ def test_a_table_batch_of_the_users_stays_what_it_is(outbox: Outbox) -> None:
         assert sorted(outbox.column("select id from batch where way = %s", (way,))) == ids
 
 
+def test_a_table_batch_is_read_by_no_statement_wherever_temporary_relations_are_looked_for(
+    outbox: Outbox,
+) -> None:
+    """A search_path with pg_temp last, as is safe in functions, and comments that nest before the statement."""
+    outbox.conn.execute(
+        f"create table batch (id uuid, payload jsonb); create table effects (id uuid, payload jsonb);"
+        f"alter database {outbox.slot} set search_path = public, pg_temp".encode()
+    )
+    outbox.publish(host(1), event(1), event(2))
+    statement = "/* 1 /* 2 */ */ ; insert into effects select id, payload from batch"
+    handler = {"type": "sql", "each": "batch", "statement": statement}
+    outbox.drain(outbox.settings(handlers={"effects": handler}, routes=[{"handlers": ["effects"]}]))
+    assert outbox.column("select payload->'amount' from effects order by 1") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "do $$ begin insert into projection (id) values (%(id)s); end $$",
+        "insert into projection (id) values ('%(id)s')",
+    ],
+)
+def test_a_field_in_quotes_is_refused(outbox: Outbox, statement: str) -> None:
+    settings = outbox.settings(handlers={"h": {"type": "sql", "statement": statement}}, routes=[])
+    (found,) = handlers.build(settings.handlers, settings.group).values()
+    with pytest.raises(ConfigurationError, match=r"handlers\.h\.statement: "):
+        found.check(outbox.conn)
+
+
 def test_a_relation_that_relays_own_would_hide_is_refused(outbox: Outbox) -> None:
     outbox.conn.execute("create table relay_batch ()")
     settings = outbox.settings()

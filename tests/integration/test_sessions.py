@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 
@@ -11,7 +13,7 @@ from psycopg.conninfo import make_conninfo
 
 from relay.batch import Reached
 from relay.events import Lsn
-from relay.faults import RelayError
+from relay.faults import Action, RelayError, action_for
 from relay.pipeline.session import Session
 from relay.store.connections import HandlerPool, connect
 from relay.store.offsets import Cursor
@@ -86,6 +88,19 @@ def test_a_task_is_committed_whole_or_not_at_all(pool: HandlerPool) -> None:
         conn.execute("select 1 / 0")
     with pool.connection() as conn:
         assert conn.execute("select n from effects").fetchall() == [(1,)]
+
+
+def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool) -> None:
+    """libpq tells it without SQLSTATE; what blames the statement would stop relay or dead-letter."""
+
+    def lose(conn: psycopg.Connection[object]) -> None:
+        conn.execute("select pg_current_xact_id()")
+        with socket.socket(fileno=os.dup(conn.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    with pytest.raises(psycopg.OperationalError) as lost, pool.transaction() as conn:
+        lose(conn)
+    assert action_for(lost.value) is Action.RETRY
 
 
 def test_a_node_that_lost_power_holds_nothing_for_hours(outbox: Outbox) -> None:
