@@ -37,7 +37,7 @@ def load(conn: Connection, file: Path) -> None:
         except psycopg.Error:
             for line in lines:
                 _store_one(conn, file, line)
-    conn.execute("create index on pg_temp.relay_edits (id)")
+    conn.execute("create index on pg_temp.relay_edits (id, line)")
     conn.execute("analyze pg_temp.relay_edits")
 
 
@@ -52,9 +52,11 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
             update relay.dead_letter_queue d
                set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload,
                    by_reference = false
-              from (select distinct on (id) id, payload from pg_temp.relay_edits
-                     where id in (select id from relay.dead_letter_queue where dead_transaction = any(%(dead)s))
-                     order by id, line desc) edit
+              from (select letter.id, last.payload
+                      from relay.dead_letter_queue letter
+                     cross join lateral (select payload from pg_temp.relay_edits e
+                                          where e.id = letter.id order by e.line desc limit 1) last
+                     where letter.dead_transaction = any(%(dead)s)) edit
              where d.id = edit.id and d.payload is distinct from edit.payload
             returning d.id, d.dead_transaction, d.transaction_id)
         insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
