@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg import sql
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
 from relay.config import OWN_OUTBOX, Settings
@@ -25,7 +27,30 @@ log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
 
+LOCK_TIMEOUT = "5s"
+"""How long a table is waited for, unless the user has set another `lock_timeout`."""
+
+_BOUNDED = """
+    select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
+"""
 _Removal = Callable[[], object]
+
+
+def _collides(error: BaseException) -> bool:
+    """Whether an installation in another database of the server has changed the same roles at the same time."""
+    if isinstance(error, psycopg.errors.UniqueViolation):
+        return error.diag.schema_name == "pg_catalog"
+    if isinstance(error, psycopg.errors.InternalError_):
+        return "concurrently" in str(error)
+    return isinstance(error, psycopg.errors.DuplicateObject)
+
+
+_repeating = Retrying(
+    retry=retry_if_exception(_collides),
+    wait=wait_random(0.0, 0.5),
+    stop=stop_after_attempt(10),
+    reraise=True,
+)
 
 
 def initialise(
@@ -42,7 +67,7 @@ def initialise(
     streaming. Everything but the index and the slot is one transaction in each database; if one of these
     two fails, what this call has made is removed again. Raises ConfigurationError.
     """
-    with administrators(settings, source_dsn, target_dsn) as (source, target):
+    with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
             return _Installation(settings, source, target, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
@@ -54,6 +79,11 @@ def initialise(
             raise ConfigurationError(
                 f"source.dsn: {_first(error)}: raise max_replication_slots and restart the server, or drop a slot"
             ) from None
+        except psycopg.errors.LockNotAvailable as error:
+            raise ConfigurationError(
+                f"source.dsn or target.dsn: {_first(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
+                "nothing was changed, since publishers wait meanwhile: run `relay init` again when it has ended"
+            ) from None
         except psycopg.errors.WrongObjectType as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {_first(error)}: drop or rename it, relay needs a table of its own there"
@@ -62,21 +92,29 @@ def initialise(
 
 @contextmanager
 def administrators(
-    settings: Settings, source_dsn: str | None, target_dsn: str | None
+    settings: Settings,
+    source_dsn: str | None,
+    target_dsn: str | None,
+    warn: Callable[[str], None] = log.warning,
 ) -> Iterator[tuple[Connection, Connection]]:
     """Connections to source and target for changing the schema: the same one where both are one database.
 
-    Raises ConfigurationError if one cannot be reached.
+    Nobody else installs or uninstalls there meanwhile; `warn` is told if somebody has to be waited for. Raises
+    ConfigurationError if one cannot be reached.
     """
-    with reach(source_dsn or settings.source_dsn, "source.dsn") as source:
+    with reach(source_dsn or settings.source_dsn, "source.dsn") as source, ExitStack() as stack:
         pin_search_path(source)
-        if target_dsn is None and settings.one_database:
-            yield source, source
-            return
-        with reach(target_dsn or settings.target_dsn, "target.dsn") as target:
-            pin_search_path(target)
+        target = source
+        if target_dsn is not None or not settings.one_database:
+            other = stack.enter_context(reach(target_dsn or settings.target_dsn, "target.dsn"))
+            pin_search_path(other)
             # Two transactions that install in one database would wait for each other.
-            yield source, source if _database(source) == _database(target) else target
+            target = source if _database(source) == _database(other) else other
+        # In the same order everywhere, so that no two wait for each other.
+        for conn in sorted({source, target}, key=lambda each: str(_database(each))):
+            waits = f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
+            stack.enter_context(migrations.alone(conn, partial(warn, waits)))
+        yield source, target
 
 
 def _database(conn: Connection) -> tuple[Any, ...] | None:
@@ -145,8 +183,7 @@ class _Installation:
         settings, source = self.settings, self.source
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
-            with self._transactions():
-                removal = self._install()
+            removal = _repeating(self._install_whole)
             for remove in removal:
                 undo.callback(_quietly, remove)
             if settings.source.mode != "wal" and not has_index(source, settings):
@@ -180,6 +217,14 @@ class _Installation:
         other = nullcontext() if self.target is self.source else self.target.transaction()
         with self.source.transaction(), other:
             yield
+
+    def _install_whole(self) -> list[_Removal]:
+        self.done.clear()
+        with self._transactions():
+            for conn, _ in self._databases():
+                # A lock that is waited for makes every later publisher wait.
+                conn.execute(_BOUNDED, (LOCK_TIMEOUT,))
+            return self._install()
 
     def _install(self) -> list[_Removal]:
         """Schema, outbox, publication and group; returns how to remove what of them is new, the first made first."""

@@ -44,9 +44,10 @@ _SAFE = frozenset(
 
 _CURE = "drop it, or rename the table and let relay make its own, or name a table of yours as source.table"
 
-_LITERAL = re.compile(r"'(?:[^']|'')*'")
+_LITERAL = re.compile(r"""("(?:[^"]|"")*")|'(?:[^']|'')*'""")
+"""A string, or a quoted name, in which a quote begins none."""
 _TYPE = re.compile(r"::(?:[a-z_]+ ?)+\([\d,]+\)")
-_CALL = re.compile(r'([\w".]+)\(')
+_CALL = re.compile(r'((?:"(?:[^"]|"")*"|[\w.])+)\(')
 _FOREIGN = re.compile(r"OPERATOR\((?!pg_catalog\.)|::\"?\w+\"?\.")
 
 
@@ -278,8 +279,9 @@ def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
 
 def foreign_calls(expression: str) -> set[str]:
     """What an expression, as PostgreSQL prints it with an empty search path, calls that is not known to be harmless."""
-    plain = _TYPE.sub("", _LITERAL.sub("''", expression))
-    calls = {name for name in _CALL.findall(plain) if name.lower() == name and name not in _SAFE}
+    plain = _TYPE.sub("", _LITERAL.sub(lambda found: found[1] or "''", expression))
+    # PostgreSQL prints key words in capitals, and names that have any in quotes.
+    calls = {name for name in _CALL.findall(plain) if not name.isupper() or '"' in name} - _SAFE
     return calls | (
         {"an operator or a type of somebody's own"} if _FOREIGN.search(plain) else set()
     )

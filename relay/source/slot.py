@@ -92,7 +92,11 @@ def ensure_slot(conn: psycopg.Connection[object], name: str) -> bool:
     """
     state = slot_state(conn, name)
     if state is None:
-        create_slot(conn, name)
+        try:
+            create_slot(conn, name)
+        except psycopg.errors.DuplicateObject:
+            # Slots have one name in the whole cluster: somebody was faster, perhaps for another database.
+            return ensure_slot(conn, name)
         return True
     require_ours(state, conn.info.dbname)
     return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,7 @@ from relay import __version__
 from relay.faults import ConfigurationError
 
 LOCK = 0x72656C6179  # "relay"
+WAIT_SECONDS = 0.2
 
 Side = Literal["source", "outbox", "target"]
 
@@ -103,6 +106,31 @@ def _require_compatible(
             f"{key}: relay's schema in the database {database!r} is newer than this program, relay {__version__} "
             f"({unknown[-1]}): install the relay that it belongs to, or a later one"
         )
+
+
+@contextmanager
+def alone(conn: psycopg.Connection[Any], waits: Callable[[], None]) -> Iterator[None]:
+    """Wait until nobody else installs or uninstalls in the database, and let nobody begin meanwhile.
+
+    `waits` is called once if there is somebody. Raises psycopg.Error.
+    """
+    said = False
+    # A session that waited in the server would be waited for by CREATE INDEX CONCURRENTLY.
+    while not _try_lock(conn):
+        if not said:
+            said = True
+            waits()
+        time.sleep(WAIT_SECONDS)
+    try:
+        yield
+    finally:
+        with suppress(psycopg.Error):
+            conn.execute("select pg_advisory_unlock(%s)", (LOCK,))
+
+
+def _try_lock(conn: psycopg.Connection[Any]) -> bool:
+    row = conn.execute("select pg_try_advisory_lock(%s)", (LOCK,)).fetchone()
+    return bool(row and row[0])
 
 
 def lock(conn: psycopg.Connection[Any]) -> None:

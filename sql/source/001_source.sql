@@ -97,6 +97,15 @@ create or replace function relay.attach(outbox regclass, offset_column text defa
 language plpgsql
 as $$
 begin
+    -- To create a trigger is to wait for every transaction that has published, while all others wait, too.
+    if (select count(*) = 3 from pg_trigger
+         where tgrelid = outbox and tgenabled <> 'D'
+           and (tgfoid, tgargs) in (
+               ('relay.fill_offset()'::regprocedure, convert_to(offset_column, getdatabaseencoding()) || '\x00'),
+               ('relay.write_back_offset()'::regprocedure, ''),
+               ('relay.notify_event()'::regprocedure, ''))) then
+        return;
+    end if;
     execute format('create or replace trigger relay_fill_offset before insert on %s'
                    ' for each row execute function relay.fill_offset(%L)', outbox, offset_column);
     execute format('create or replace trigger relay_write_back_offset after insert on %s'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -201,6 +203,13 @@ FUNCTION = (
         (
             "alter table outbox_message_t add constraint c check (pg_read_file(event_type) is not null)",
             "the constraint c calls pg_read_file",
+        ),
+        (
+            """
+            create function "F'"(jsonb) returns boolean language sql as 'select true';
+            alter table outbox_message_t add constraint c check ("F'"(payload) and event_type <> 'x')
+            """,
+            """the constraint c calls public."F'\"""",
         ),
         (
             "create table base (id uuid not null); alter table outbox_message_t inherit base",
@@ -600,3 +609,73 @@ def test_an_unreleased_edition_is_uninstalled_with_the_slot_of_the_configuration
     settings = outbox.settings()
     assert remove(settings, plan_removal(settings))
     assert not planted(outbox)
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """Call them side by side; the result of each."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [each.result(60) for each in [threads.submit(call) for call in calls]]
+
+
+def test_two_at_once_in_one_database_install_once(database: str) -> None:
+    with Outbox(database) as outbox:
+        done = at_once(*[partial(initialise, outbox.settings())] * 4)
+        assert sorted(map(bool, done)) == [False, False, False, True]
+
+
+def test_several_databases_of_a_server_are_installed_at_once() -> None:
+    """Roles belong to the whole server."""
+    with start_server() as server:
+        outboxes = [Outbox(server.create_database(f"d{number}")) for number in range(4)]
+        at_once(*[partial(initialise, outbox.settings()) for outbox in outboxes])
+        for outbox in outboxes:
+            with outbox:
+                assert not at_once(partial(initialise, outbox.settings()))[0]
+
+
+def test_what_is_undone_is_nothing_that_another_installation_has_built_on(database: str) -> None:
+    """The first waits for its slot, and is given up, while the second comes."""
+    slot = "select pg_cancel_backend(pid) from pg_stat_activity where query ~ '^select lsn::text from pg_create_log'"
+    waited: list[str] = []
+    with Outbox(database) as outbox, psycopg.connect(database) as publisher:
+        publisher.execute("select pg_current_xact_id()")
+        other = outbox.settings(group="b", source={**outbox.config()["source"], "mode": "poll"})
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(initialise, outbox.settings())
+            wait_until(lambda: bool(outbox.column(slot.replace("cancel_backend", "blocking_pids"))))
+            second = threads.submit(initialise, other, warn=waited.append)
+            wait_until(lambda: bool(waited))
+            outbox.column(slot)
+            with pytest.raises(psycopg.errors.QueryCanceled):
+                first.result(30)
+            assert second.result(30)
+        assert waited == [
+            f"waiting for another `relay init` or `relay uninstall` of {outbox.slot!r}"
+        ]
+        outbox.publish(host(1), event(1))
+        assert outbox.column("select distinct group_id from relay.consumer_offsets") == ["b"]
+
+
+ADOPTED = """
+    create table public.events (id uuid, host_id uuid, event_type text, payload jsonb, c_offset bigint);
+"""
+
+
+def test_publishers_do_not_wait_for_installing_again(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "LOCK_TIMEOUT", "50ms")
+    published = "insert into events values (gen_random_uuid(), gen_random_uuid(), 'x', '{}')"
+    with Outbox(database) as outbox, psycopg.connect(database) as publisher:
+        outbox.conn.execute(ADOPTED)
+        settings = outbox.settings(
+            source={**outbox.config()["source"], "table": "public.events", "mode": "wal"}
+        )
+        publisher.execute(published)
+        with pytest.raises(ConfigurationError, match=r"run `relay init` again when it has ended"):
+            initialise(settings)
+        assert not planted(outbox)
+        publisher.commit()
+        assert initialise(settings)
+        publisher.execute(published)
+        assert not initialise(settings)
