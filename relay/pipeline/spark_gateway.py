@@ -1,7 +1,10 @@
 """Starts Spark's JVM with a configuration that no command line shows.
 
 PySpark hands its configuration to `spark-submit` as arguments, which everybody on the machine can read with `ps`. Here
-they are in a file that only this user can read, until the JVM has read them.
+they are in a file that only this user can read, until the JVM has read them. Where the system is Linux the file is in
+memory, so that a process that is killed meanwhile leaves nothing behind.
+
+Source: memfd_create(2), proc_pid_fd(5).
 """
 
 from __future__ import annotations
@@ -28,12 +31,25 @@ def start_gateway(conf: Mapping[str, str]) -> None:
     """
     from pyspark import SparkContext
 
-    with NamedTemporaryFile("w", encoding="utf-8", prefix="relay-spark-", suffix=".conf") as file:
-        file.write(as_properties(conf))
-        file.flush()
-        options = f"--properties-file {shlex.quote(file.name)} --load-spark-defaults"
+    with _private_file(as_properties(conf)) as path:
+        options = f"--properties-file {shlex.quote(path)} --load-spark-defaults"
         with _arguments(f"{options} {os.environ.get(_ARGUMENTS, 'pyspark-shell')}"):
             SparkContext._ensure_initialized()
+
+
+@contextmanager
+def _private_file(text: str) -> Iterator[str]:
+    """The path of a file with a text that only this user can read."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("relay-spark"), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        return
+    with NamedTemporaryFile("w", encoding="utf-8", prefix="relay-spark-", suffix=".conf") as file:
+        file.write(text)
+        file.flush()
+        yield file.name
 
 
 def as_properties(conf: Mapping[str, str]) -> str:
