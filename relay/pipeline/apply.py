@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import psycopg
 from psycopg_pool import ConnectionPool
 
@@ -28,14 +27,16 @@ from relay.handler_settings import PythonHandler
 from relay.paths import JSON_FIELDS
 from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
+from relay.pipeline.moved import reached_before, without_moved
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.rows import OutboxRows, prepare_reading
+from relay.source.tuples import RowDecoder
 from relay.store import brakes, dead_letters, deferred, offsets
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
 from relay.store.unflushed import require_kept
-from relay.transactions import Mask, Places, Transactions, Undecoded
+from relay.transactions import Mask, Transactions, Undecoded
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Applier:
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
             require_kept(task.floors, cursors)
-            fresh = _fresh(task, cursors)
+            fresh = _fresh(task, cursors, self._settings.source.mapping)
             if not len(fresh):
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
@@ -447,7 +448,9 @@ def _report(fates: Fates) -> None:
         )
 
 
-def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
+def _fresh(
+    task: Task, cursors: Mapping[int, offsets.Cursor], mapping: dict[str, str]
+) -> Transactions:
     """The transactions that are not in the target yet.
 
     The commit's position says so, or its offset where another way than this WAL was taken before. Partitions that a
@@ -463,26 +466,21 @@ def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
     if end[0] > furthest and last.min() >= max(floors.values()) and not task.rows_move:
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
+    least = np.zeros(len(end), np.int64)
     for partitions, here in _by_partitions(task.transactions, task.touched):
         for partition in partitions:
             by_offset = (last > 0) & (last < floors[partition])
             fresh |= here & (end > cursors[partition].applied_lsn) & ~by_offset
-    if task.rows_move:
-        fresh &= ~_moved(end, last)
-    return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
-
-
-def _moved(end: npt.NDArray[np.uint64], last: Places) -> Mask:
-    """The transactions whose offsets do not exceed those of an earlier commit: rows that were moved.
-
-    To the WAL a move from one partition of the outbox to another is an insert. Offsets come from the counter, in commit
-    order, so what is new has a greater offset than every commit before it.
-    """
-    commits = np.flatnonzero(np.concatenate(([True], end[1:] != end[:-1])))
-    reached = np.maximum.accumulate(np.concatenate(([0], last)))
-    before = reached[commits][np.searchsorted(commits, np.arange(len(end)), side="right") - 1]
-    moved: Mask = (last > 0) & (last <= before)
-    return moved
+        least[here] = min(floors[partition] for partition in partitions)
+    if not task.rows_move:
+        return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
+    least = np.maximum(least, reached_before(end, last) + 1)
+    places = np.flatnonzero(fresh & ((last == 0) | (last >= least)))
+    return without_moved(
+        task.transactions.take(places),
+        least[places],
+        RowDecoder(task.transactions.columns, mapping),
+    )
 
 
 def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:

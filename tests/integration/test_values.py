@@ -539,6 +539,38 @@ def test_rows_that_are_moved_between_partitions_do_not_arrive_twice(
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
 
 
+def test_rows_that_are_moved_in_the_commit_of_new_ones_do_not_arrive_twice(outbox: Outbox) -> None:
+    """Rows of one business transaction, of none, and one that is new itself; at a running relay and after its start."""
+    settings = adopted(outbox, *PARTITIONED, mode="wal", slot=f"{outbox.slot}_adopted")
+    initialise(settings)
+    insert = (
+        "insert into adopted (host_id, event_type, payload, transaction_id)"
+        " values (%s, 'e', jsonb_build_object('amount', %s::int), %s)"
+    )
+
+    def commit(first: int) -> None:
+        with outbox.conn.transaction():
+            for amount, transaction_id in enumerate((None, host(7), host(8)), first):
+                outbox.conn.execute(insert, (host(1), amount, transaction_id))
+            outbox.conn.execute("update adopted set state = 'done' where state = 'new'")
+            outbox.conn.execute("update adopted set state = 'kept' where state = 'done'")
+            outbox.conn.execute("update adopted set state = 'done' where c_offset % 2 = 0")
+
+    def handled(events: int) -> None:
+        wait_until(lambda: outbox.value("select count(distinct id) from projection") == events)
+
+    with relaying(settings):
+        commit(1)
+        handled(3)
+        commit(4)
+        handled(6)
+    commit(7)
+    commit(10)
+    with relaying(settings):
+        handled(12)
+    assert outbox.column("select amount from projection order by seq") == list(range(1, 13))
+
+
 def test_offsets_of_another_origin_do_not_tell_moves(outbox: Outbox) -> None:
     """A sequence gives offsets before the commit, so that a lesser one may well be new."""
     settings = adopted(outbox, *PARTITIONED)
