@@ -1,8 +1,11 @@
 # relay with Spark and a Java runtime from PyPI, for amd64 and arm64. Builds with BuildKit and without.
 #   docker build -t relay .
-#   docker run --rm -v "$PWD/relay.yaml:/etc/relay/relay.yaml:ro" -e RELAY_SOURCE__DSN=postgresql://… relay
+#   docker run --rm --init -v "$PWD/relay.yaml:/etc/relay/relay.yaml:ro" -e RELAY_SOURCE__DSN=postgresql://… relay
+# BASE can be an image of your registry, with its digest: --build-arg BASE=registry.example/python:3.13-slim@sha256:…
 
-FROM python:3.13-slim AS dependencies
+ARG BASE=python:3.13-slim
+
+FROM ${BASE} AS dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 COPY requirements-build.lock requirements-runtime.lock ./
@@ -27,7 +30,7 @@ RUN /opt/build/bin/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist 
       "import shutil; from relay.java import java_home; shutil.copytree(java_home(), '/package/opt/relay/java')" \
  && chmod -R a+rX /package
 
-FROM python:3.13-slim
+FROM ${BASE}
 LABEL org.opencontainers.image.title="relay" \
       org.opencontainers.image.description="Carries committed outbox events from PostgreSQL's WAL to handlers" \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -35,6 +38,7 @@ LABEL org.opencontainers.image.title="relay" \
 RUN useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin relay
 COPY --from=dependencies /opt/relay /opt/relay
 COPY --from=package /package /
+COPY LICENSE NOTICE /usr/share/doc/relay/
 ENV PATH=/opt/relay/bin:$PATH \
     JAVA_HOME=/opt/relay/java \
     PYSPARK_PYTHON=/opt/relay/bin/python \

@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard relay tests bench)
 UV_VERSION := 0.13.8
+CYCLONEDX_VERSION := 7.5.0
+PIP_AUDIT_VERSION := 2.10.1
 TEST_PROCESSES ?= 2
 
 # The extras that the image has: handlers of every kind.
@@ -17,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before lock clean
+.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -95,6 +97,31 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
 	$(LOCK) --upgrade --extra java --extra connect $(HANDLERS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
+
+secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
+
+.env:
+	@umask 077; $(PYTHON) -c 'from secrets import token_hex as t; \
+	  [print(n + "=" + t(24)) for n in ("POSTGRES_PASSWORD", "RELAY_PASSWORD", "SPARK_SECRET")]' >$@
+	@echo "made .env"
+
+# Tools of their own environments, so that the locks of relay do not depend on them.
+build/cyclonedx-$(CYCLONEDX_VERSION):
+	@$(PYTHON) -m venv $@ && $@/bin/pip install -qq cyclonedx-bom==$(CYCLONEDX_VERSION)
+
+build/pip-audit-$(PIP_AUDIT_VERSION):
+	@$(PYTHON) -m venv $@ && $@/bin/pip install -qq pip-audit==$(PIP_AUDIT_VERSION)
+
+sbom: build/cyclonedx-$(CYCLONEDX_VERSION) ## list what the image ships, with versions and hashes: build/sbom.json (CycloneDX)
+	@$</bin/cyclonedx-py requirements requirements-runtime.lock --pyproject pyproject.toml \
+	  --output-reproducible --of JSON -o build/sbom.json
+	@echo "wrote build/sbom.json"
+
+# OSV has the advisories of PyPI, and is asked once for all packages.
+audit: build/pip-audit-$(PIP_AUDIT_VERSION) ## look the locked packages up in the database of known vulnerabilities, osv.dev
+	@$</bin/pip-audit --vulnerability-service osv --disable-pip --require-hashes --progress-spinner off \
+	  -r requirements-runtime.lock -r requirements-build.lock -r requirements.lock 2>build/audit.log || { \
+	  tail -n 1 build/audit.log >&2; echo "audit: not passed: a vulnerability is listed above, or osv.dev could not be reached" >&2; exit 1; }
 
 clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

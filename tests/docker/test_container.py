@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -17,7 +18,8 @@ from relay.embedded import free_port
 from tests.outbox import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-ADMINISTRATOR = "postgresql://postgres:postgres@postgres:5432/app"
+SECRETS = {name: token_hex(8) for name in ("POSTGRES_PASSWORD", "RELAY_PASSWORD", "SPARK_SECRET")}
+ADMINISTRATOR = f"postgresql://postgres:{SECRETS['POSTGRES_PASSWORD']}@postgres:5432/app"
 
 # Building the image fetches about 600 MB.
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,7 +32,7 @@ def command(
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("RELAY_", "POSTGRES_", "COMPOSE_"))
+        if not name.startswith(("RELAY_", "POSTGRES_", "COMPOSE_", "SPARK_"))
     }
     return subprocess.run(
         arguments,
@@ -171,6 +173,7 @@ def stack(image: str) -> Iterator[Stack]:
         "COMPOSE_PROJECT_NAME": f"relay-test-{os.getpid()}",
         "RELAY_IMAGE": image,
         "POSTGRES_PORT": str(free_port()),
+        **SECRETS,
     }
     running = Stack(program, environment)
     try:
@@ -226,6 +229,31 @@ def test_the_service_has_no_more_rights_than_it_needs(stack: Stack) -> None:
         stack.query("select usename from pg_stat_activity where backend_type = 'walsender'")
         == "relay"
     )
+
+
+@pytest.mark.parametrize("service", ["postgres", "relay"])
+def test_a_service_is_confined(stack: Stack, service: str) -> None:
+    facts = "json .HostConfig"
+    found = json.loads(stack.inspect(service, facts))
+    assert found["ReadonlyRootfs"]
+    assert found["Init"]
+    assert found["CapDrop"] == ["ALL"]
+    assert found["SecurityOpt"] == ["no-new-privileges:true"]
+    assert found["Memory"] > 0
+    assert found["PidsLimit"] > 0
+    written = stack.compose("exec", "-T", "-u", "0", service, "touch", "/written")
+    assert "Read-only file system" in written.stderr + written.stdout
+
+
+def test_without_passwords_nothing_starts(stack: Stack) -> None:
+    result = stack.compose("config", RELAY_PASSWORD="")
+    assert result.returncode
+    assert "make secrets" in result.stderr
+
+
+def test_what_the_image_ships_is_named_in_it(image: str) -> None:
+    look = run(image, "-c", "cat /usr/share/doc/relay/NOTICE", entrypoint="sh")
+    assert done(look) == (ROOT / "NOTICE").read_text()
 
 
 def test_it_is_healthy_while_it_reads_the_slot(stack: Stack) -> None:
