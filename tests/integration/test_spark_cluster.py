@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyspark
 import pytest
+from psutil import process_iter
 
 from relay.config import Spark
 from relay.embedded import free_port
@@ -93,5 +94,9 @@ def test_a_session_on_a_cluster_authenticates_and_encrypts(tmp_path: Path) -> No
             assert ready is not None
             for key in (*PROTECTED, "spark.io.encryption.enabled"):
                 assert ready.conf.get(key) == PROTECTED.get(key, "true")
+            # Nor does an executor's command line show it: its worker hands the secret over in the environment.
+            commands = [" ".join(each.info["cmdline"] or ()) for each in process_iter(["cmdline"])]
+            assert any("CoarseGrainedExecutorBackend" in command for command in commands)
+            assert not [command for command in commands if SECRET in command]
         finally:
             session.close()
