@@ -21,6 +21,7 @@ from relay.cli_options import (
     TargetAdminOption,
     YesOption,
     out,
+    warn,
     with_options,
 )
 from relay.cli_tables import print_facts, print_table
@@ -61,10 +62,6 @@ def _fail(text: str, status: int) -> None:
     for line in text.splitlines():
         print(f"relay: {line}", file=sys.stderr)
     sys.exit(status)
-
-
-def _warn(text: str) -> None:
-    print(f"relay: warning: {text}", file=sys.stderr)
 
 
 def _first_line(error: BaseException) -> str:
@@ -113,7 +110,7 @@ def init(
             administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
             administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
             start=start,
-            warn=_warn,
+            warn=warn,
         )
     except ConfigurationError as error:
         raise with_options(error, context) from None
@@ -138,7 +135,8 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     else:
         for finding in found:
             stream = sys.stderr if finding.level is Level.ERROR else sys.stdout
-            print(f"{finding.level:8} {finding.subject:22} {finding.text}", file=stream)
+            for line in finding.text.splitlines():
+                print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
     if any(finding.level is Level.ERROR for finding in found):
         raise typer.Exit(2)
 
@@ -214,7 +212,7 @@ def status(
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        _print_status(found)
+        _print_status(found, settings.source.mode)
     limits = Limits(max_lag_bytes, max_lag_seconds, max_deferred, max_dead)
     if not alive and limits == Limits():
         return
@@ -223,7 +221,7 @@ def status(
         _fail("\n".join(failed), 1)
 
 
-def _print_status(found: Any) -> None:
+def _print_status(found: Any, mode: str) -> None:
     facts: list[tuple[str, object]] = [("source", found.source_mode)]
     if found.source_reason:
         facts.append(("reason", found.source_reason))
@@ -233,13 +231,13 @@ def _print_status(found: Any) -> None:
         facts.append(("others", ", ".join(standby)))
     slot = found.slot
     if slot is None:
-        facts.append(("slot", "missing: run `relay init`"))
+        facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
     else:
         facts.append(("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})"))
         if slot.invalidation_reason:
             facts.append(("invalidated", slot.invalidation_reason))
         confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}"
-        facts.append(("WAL", f"{confirmed}, {slot.lag_bytes} bytes behind"))
+        facts.append(("WAL", f"{confirmed}, lag {slot.lag_bytes} bytes"))
     facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
     facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))

@@ -16,7 +16,7 @@ from uuid import UUID
 import psycopg
 import typer
 
-from relay.cli_options import ConfigOption, JsonOption, YesOption, out
+from relay.cli_options import ConfigOption, JsonOption, YesOption, out, warn
 from relay.cli_tables import print_facts, print_table, printable, printable_json
 from relay.config import load
 from relay.faults import ConfigurationError
@@ -225,7 +225,7 @@ def dlq_replay(
             _say_none(wanted, opened.group, "transaction to be applied again")
             return
         for name, count in opened.letters.missing_handlers(found).items():
-            _warn(
+            warn(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
                 "more: they go where the routes lead now"
             )
@@ -234,7 +234,7 @@ def dlq_replay(
         queued = opened.letters.replay(found, reason, edit)
         print(f"{len(queued)} transactions are queued")
         if queued and not opened.letters.instances():
-            _warn(
+            warn(
                 f"no instance of group {opened.group!r} is running: they are applied when one starts"
             )
         if wait:
@@ -247,10 +247,6 @@ def _wait_for(letters: Any, queued: Sequence[int]) -> None:
     print(f"{outcome.applied} transactions are applied, {outcome.dead} are dead again{discarded}")
     if outcome.dead:
         raise typer.Exit(1)
-
-
-def _warn(text: str) -> None:
-    print(f"relay: {text}", file=sys.stderr)
 
 
 @dlq.command("discard")

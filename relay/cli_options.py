@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,11 @@ TargetAdminFileOption = Annotated[
     typer.Option("--target-admin-dsn-file", metavar="FILE", help="The same, from a file."),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def warn(text: str) -> None:
+    """Print a warning of a command that goes on."""
+    print(f"relay: warning: {text}", file=sys.stderr)
 
 
 def with_options(error: ConfigurationError, context: typer.Context) -> ConfigurationError:

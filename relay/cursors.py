@@ -49,11 +49,12 @@ class Move:
 
 
 def positions(settings: Settings) -> list[Position]:
-    """Where the group's partitions stand. Raises ConfigurationError if a database cannot be reached."""
+    """Where the group's partitions stand.
+
+    Raises ConfigurationError if a database cannot be reached or the group is not initialised.
+    """
     with reach_target(settings) as target:
-        cursors = offsets.all_cursors(target, settings.group)
-    if not cursors:
-        return []
+        cursors = offsets.initialised(target, settings.group)
     rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
     floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
     with reach_source(settings) as source:
@@ -78,7 +79,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
     Raises ConfigurationError for a place that does not exist, or while an instance runs.
     """
     with reach_target(settings) as target, _stopped(target, settings):
-        cursors = _chosen(settings, offsets.all_cursors(target, settings.group), partition)
+        cursors = _chosen(settings, offsets.initialised(target, settings.group), partition)
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
             offset = _resolve(settings, source, rows, to)
@@ -97,7 +98,7 @@ def seek(settings: Settings, offset: int, partition: int | None) -> None:
         _stopped(target, settings),
         target.transaction(),
     ):
-        cursors = _chosen(settings, offsets.all_cursors(target, settings.group), partition)
+        cursors = _chosen(settings, offsets.initialised(target, settings.group), partition)
         offsets.place(target, settings.group, [cursor.partition_id for cursor in cursors], offset)
 
 
@@ -109,11 +110,7 @@ def repartition(settings: Settings, partitions: int, admin_dsn: str | None) -> i
     Raises ConfigurationError while an instance runs.
     """
     with reach_target(settings) as target, _stopped(target, settings):
-        cursors = offsets.all_cursors(target, settings.group)
-        if not cursors:
-            raise ConfigurationError(
-                f"group: {settings.group!r} is not initialised: run `relay init`"
-            )
+        cursors = offsets.initialised(target, settings.group)
         foremost = max(cursor.next_offset for cursor in cursors)
         unpinned = settings.poll.model_copy(update={"partition_ids": None})
         before = settings.model_copy(update={"partitions": len(cursors), "poll": unpinned})
@@ -159,9 +156,8 @@ def _chosen(
 ) -> list[offsets.Cursor]:
     chosen = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
     if not chosen:
-        what = "" if partition is None else f"partition {partition} of "
         raise ConfigurationError(
-            f"group: there is no {what}group {settings.group!r}: see `relay offsets show`, or run `relay init`"
+            f"--partition: there is no partition {partition} of group {settings.group!r}: see `relay offsets show`"
         )
     return chosen
 

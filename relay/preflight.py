@@ -410,7 +410,7 @@ def require_group(conn: Connection, settings: Settings) -> None:
     """Raise ConfigurationError if the group is not initialised with the configured number of partitions."""
     stored = offsets.partition_count(conn, settings.group)
     if stored == 0:
-        raise ConfigurationError(f"group: {settings.group!r} is not initialised: run `relay init`")
+        raise offsets.not_initialised(settings.group)
     offsets.require_partition_count(stored, settings.group, settings.partitions)
 
 

@@ -19,6 +19,11 @@ Connection = psycopg.Connection[Any]
 _IDS = ("host_id", "user_id", "transaction_id")
 _REQUIRED = ("host_id", "events")
 _KNOWN = frozenset({"host_id", "user_id", "events", "transaction_id"})
+_OF_EVENTS = frozenset(
+    {"id", "aggregate_id", "aggregate_version", "aggregate_type", "event_type", "event_ts"}
+    | {"payload", "metadata", "deliver_at"}
+)
+"""The keys that `relay.publish` reads; others, such as a misspelled deliver_at, it passes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +85,27 @@ def _business(item: Any, place: str) -> Business:
     for key in _REQUIRED:
         if key not in item:
             raise ConfigurationError(f"{place}: {key} is missing")
-    unknown = sorted(set(item) - _KNOWN)
-    if unknown:
-        raise ConfigurationError(
-            f"{place}: {unknown[0]} is not a key; the keys are {', '.join(sorted(_KNOWN))}"
-        )
+    _require_known(item, _KNOWN, place)
     for key in _IDS:
         if not _is_id(item.get(key), optional=key != "host_id"):
             raise ConfigurationError(f"{place}: {key} must be a UUID")
     if not isinstance(item["events"], list) or not item["events"]:
         raise ConfigurationError(f"{place}: events must be an array of at least one event")
+    for number, event in enumerate(item["events"], start=1):
+        _require_known(event, _OF_EVENTS, f"{place}: event {number}")
     return Business(
         item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id")
     )
+
+
+def _require_known(item: Any, known: frozenset[str], origin: str) -> None:
+    if not isinstance(item, dict):
+        raise ConfigurationError(f"{origin}: must be an object")
+    unknown = sorted(set(item) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"{origin}: {unknown[0]} is not a key; the keys are {', '.join(sorted(known))}"
+        )
 
 
 def _is_id(value: Any, optional: bool) -> bool:

@@ -76,12 +76,15 @@ def _deferred_as_json(waiting: deferred.Waiting) -> dict[str, Any]:
 
 
 def read(settings: Settings) -> Status:
-    """Look at both databases. Raises ConfigurationError if one cannot be reached or has another schema."""
+    """Look at both databases.
+
+    Raises ConfigurationError if one cannot be reached or has another schema, or the group is not initialised.
+    """
     with reach_source(settings) as source:
         slot = slot_state(source, settings.source.slot)
         reader = slot_reader(source, settings.source.slot)
     with reach_target(settings) as target:
-        cursors = offsets.all_cursors(target, settings.group)
+        cursors = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
         waiting = deferred.count(target, settings.group)
         staged = spark_batches.staged(target, settings.group)

@@ -60,9 +60,12 @@ def plan_removal(
 ) -> Removal:
     """Find what `relay uninstall` drops: everything that belongs to the relay of the configured source and target.
 
-    Raises ConfigurationError if relay is installed in neither, or while an instance runs.
+    Raises ConfigurationError if relay is installed in neither, a right is missing, or an instance runs.
     """
-    with administrators(settings, source_dsn, target_dsn) as (source, target):
+    with (
+        administrators(settings, source_dsn, target_dsn) as (source, target),
+        _rights_named(),
+    ):
         removal = _plan(settings, source, target)
         with _stopped(removal, source, target):
             return removal
@@ -79,21 +82,30 @@ def remove(
     Raises ConfigurationError, with nothing dropped, if there is something else now, a right is missing, or an instance
     runs.
     """
-    with administrators(settings, source_dsn, target_dsn) as (source, target):
+    with (
+        administrators(settings, source_dsn, target_dsn) as (source, target),
+        _rights_named(),
+    ):
         removal = _plan(settings, source, target)
         if removal != agreed:
             raise ConfigurationError(
                 "uninstall: what there is has changed meanwhile: run `relay uninstall` again"
             )
         with _stopped(removal, source, target):
-            try:
-                _drop(settings, removal, source, target)
-            except psycopg.errors.InsufficientPrivilege as error:
-                raise ConfigurationError(
-                    f"source.dsn or target.dsn: {error.diag.message_primary}: connect as an administrator "
-                    "(`relay uninstall --admin-dsn …`)"
-                ) from None
+            _drop(settings, removal, source, target)
     return removal.lines()
+
+
+@contextmanager
+def _rights_named() -> Iterator[None]:
+    """Raise ConfigurationError, with what to do, where a role lacks a right."""
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"source.dsn or target.dsn: {error.diag.message_primary}: connect as an administrator "
+            "(`relay uninstall --admin-dsn …`)"
+        ) from None
 
 
 def _plan(settings: Settings, source: Connection, target: Connection) -> Removal:

@@ -16,6 +16,12 @@ from relay.handlers import Connection, relation
 from relay.transactions import Routed
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
+_ENDS_TRANSACTION = re.compile(
+    # White space and comments, then a command that begins or ends a transaction or a savepoint.
+    r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+    r"(abort|begin|commit|end|prepare\s+transaction|release|rollback|savepoint|start)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 FEW_EVENTS = 50
 """Up to so many events, to send the statements costs less than the round trips for loading them."""
 _IN_FLIGHT = 1_000
@@ -31,6 +37,7 @@ class SqlEvent:
 
     def __init__(self, name: str, settings: SqlHandler) -> None:
         self.name = name
+        _require_no_end(name, settings.statement)
         names = _placeholders(name, settings.statement)
         self._names = tuple(dict.fromkeys(names))
         self._statement = _PLACEHOLDER.sub(_typed, settings.statement).encode()
@@ -109,6 +116,15 @@ class SqlBatch:
         relation.clear(conn)
         relation.load(conn, relation.chunks(routed), self._columns)
         conn.execute(self._statement.encode())
+
+
+def _require_no_end(name: str, statement: str) -> None:
+    """Raise ConfigurationError for COMMIT and its like. What a statement calls is refused by the server."""
+    if found := _ENDS_TRANSACTION.match(statement):
+        raise ConfigurationError(
+            f"handlers.{name}.statement: {found[1].upper()}: a handler runs in relay's transaction, which commits its "
+            "effects with offsets and dead letters: write a statement that changes data"
+        )
 
 
 def _placeholders(name: str, statement: str) -> list[str]:

@@ -299,6 +299,7 @@ class Applier:
             if fault is None:
                 if last.begins:
                     brakes.forget(conn, self._group, handler)
+                    _report_release(handler, brake)
                 continue
             deaths = brakes.add(
                 conn, self._group, handler, fault, last.deaths, last.begins, stopped is not None
@@ -433,6 +434,13 @@ def _outcome(
     return TaskOutcome(
         task.partitions, events - lost - waiting, skipped, waiting, tuple(dead), tuple(braked)
     )
+
+
+def _report_release(handler: str, brake: Brake) -> None:
+    """A line where a handler that was stopped has succeeded; a warning, which Spark's workers print too."""
+    streak = brake.streaks.get(handler)
+    if streak is not None and streak.braked:
+        log.warning("a stopped handler goes on", extra={"handler": handler})
 
 
 def _report(fates: Fates) -> None:

@@ -12,7 +12,7 @@ from psycopg import sql
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
-from psycopg_pool import ConnectionPool
+from psycopg_pool import ConnectionPool, PoolTimeout
 
 from relay.events import Lsn
 from relay.faults import server_error
@@ -73,6 +73,37 @@ _CREATE_LEFT_OVER = r"""
     end $$
 """
 """A function, since planning such a query anew would cost more than all the rest."""
+
+
+class _Pool(ConnectionPool[psycopg.Connection[Any]]):
+    """A pool whose PoolTimeout says why there is no connection: psycopg tells that to its log alone."""
+
+    def __init__(self, dsn: str, **options: Any) -> None:
+        refusals: list[str] = []
+
+        class Connection(psycopg.Connection[Any]):
+            @classmethod
+            def connect(cls, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    conn = super().connect(*args, **kwargs)
+                except psycopg.OperationalError as error:
+                    refusals[:] = str(error).strip().splitlines()[:1]
+                    raise
+                refusals.clear()
+                return conn
+
+        self._refusals = refusals
+        super().__init__(dsn, connection_class=Connection, **options)
+
+    def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
+        """A connection. Raises PoolTimeout."""
+        try:
+            return super().getconn(timeout)
+        except PoolTimeout as error:
+            if not self._refusals:
+                raise
+            raise PoolTimeout(self._refusals[0].removeprefix("connection failed: ")) from error
+
 
 Configure = Callable[[psycopg.Connection[Any]], None]
 
@@ -215,7 +246,7 @@ def _pool(
         if configure is not None:
             configure(conn)
 
-    return ConnectionPool(
+    return _Pool(
         dsn,
         min_size=0,
         max_size=size,

@@ -175,6 +175,19 @@ def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     return _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
 
 
+def initialised(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
+    """Every partition of the group, in order. Raises ConfigurationError if it has none."""
+    found = all_cursors(conn, group)
+    if not found:
+        raise not_initialised(group)
+    return found
+
+
+def not_initialised(group: str) -> ConfigurationError:
+    """What is said of a group without partitions."""
+    return ConfigurationError(f"group: {group!r} is not initialised: run `relay init`")
+
+
 def with_wal_position(
     conn: psycopg.Connection[Any], group: str
 ) -> tuple[Mapping[int, Cursor], str]:

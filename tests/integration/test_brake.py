@@ -72,6 +72,8 @@ def test_a_broken_handler_is_stopped_and_goes_on_when_it_is_mended(
         wait_until(lambda: bool(errors()))
         mend_the_handler(outbox)
         outbox.wait_drained()
+    if engine == "inline":
+        assert "a stopped handler goes on" in caplog.messages
     assert dead(outbox) == buried
     assert outbox.value("select count(*) from relay.brakes") == 0
     assert status.read(settings).braked == []

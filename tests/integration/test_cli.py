@@ -328,6 +328,32 @@ def test_missing_column(config: Path, outbox: Outbox) -> None:
     assert "the table public.outbox_message_t has no column 'host_id'" in refused(config)
 
 
+def test_each_line_of_check_has_its_level(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "alter table outbox_message_t rename column host_id to tenant;"
+        "alter table outbox_message_t rename column payload to body"
+    )
+    result = relay("check", "--config", str(config))
+    missing = [line for line in result.stderr.splitlines() if "has no column" in line]
+    assert len(missing) == 2
+    assert all(line.startswith("error    table ") for line in missing)
+
+
+@pytest.mark.parametrize("command", [("status",), ("status", "--check"), ("offsets", "show")])
+def test_a_group_that_is_not_initialised(
+    outbox: Outbox, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml", group="defualt")
+    line = refused(config, *command)
+    assert line == "relay: group: 'defualt' is not initialised: run `relay init`"
+
+
+def test_status_misses_no_slot_where_relay_polls(outbox: Outbox, tmp_path: Path) -> None:
+    source = {**outbox.config()["source"], "mode": "poll", "slot": "nothing"}
+    config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+    assert "slot\tnone\n" in relay("status", "--config", str(config)).stdout
+
+
 def test_changed_partition_count(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml", partitions=16)
     assert "partitions: the configuration says 16" in refused(config)

@@ -500,6 +500,17 @@ def test_uninstalling_where_relay_never_was_drops_nothing_of_another_database(
     )
 
 
+def test_uninstalling_without_the_right_says_how(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.conn.execute("create role weak login password 'x'")
+    try:
+        source = {**outbox.config()["source"], "dsn": f"{outbox.dsn}?user=weak&password=x"}
+        config = outbox.config_file(tmp_path / "relay.yaml", source=source)
+        said = refusal(config, "uninstall", "--yes")
+        assert "permission denied for schema relay: connect as an administrator (`relay un" in said
+    finally:
+        outbox.conn.execute("drop role weak")
+
+
 def test_offsets_go_on_after_uninstalling(outbox: Outbox) -> None:
     outbox.fill(3)
     settings = outbox.settings()

@@ -10,12 +10,13 @@ from contextlib import nullcontext, suppress
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg_pool import PoolTimeout
 
 from relay.batch import Reached
 from relay.events import Lsn
 from relay.faults import Action, RelayError, action_for
 from relay.pipeline.session import Session
-from relay.store.connections import HandlerPool, connect
+from relay.store.connections import HandlerPool, connect, open_pool
 from relay.store.offsets import Cursor
 from relay.store.unflushed import require_kept
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -23,6 +24,23 @@ from tests.outbox import Outbox, event, host, relaying, wait_until
 
 def nothing(_: psycopg.Connection[object]) -> None:
     """No handler to prepare a session for."""
+
+
+def test_a_pool_without_a_connection_says_why() -> None:
+    with (
+        open_pool("postgresql://postgres@127.0.0.1:1/x", 1) as pool,
+        pytest.raises(PoolTimeout, match="port 1 failed: Connection refused"),
+    ):
+        pool.getconn(timeout=0.5)
+
+
+def test_a_pool_whose_connections_are_in_use_says_so(outbox: Outbox) -> None:
+    with (
+        open_pool(outbox.dsn, 1) as pool,
+        pool.connection(),
+        pytest.raises(PoolTimeout, match="couldn't get a connection"),
+    ):
+        pool.getconn(timeout=0.1)
 
 
 CHANGES = [

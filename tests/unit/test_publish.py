@@ -70,6 +70,11 @@ def test_nothing_is_no_transaction(text: str) -> None:
         ({**ONE, "hots_id": HOST}, "hots_id is not a key; the keys are events, host_id, "),
         ({**ONE, "events": []}, "events must be an array of at least one event"),
         ({**ONE, "events": EVENT}, "events must be an array of at least one event"),
+        ({**ONE, "events": [5]}, "event 1: must be an object"),
+        (
+            {**ONE, "events": [EVENT, {**EVENT, "deliver-at": "2030-01-01"}]},
+            "event 2: deliver-at is not a key; the keys are aggregate_id, ",
+        ),
         ({**ONE, "events": None}, "events must be an array of at least one event"),
         ({**ONE, "host_id": 5}, "host_id"),
         ({**ONE, "host_id": None}, "host_id"),

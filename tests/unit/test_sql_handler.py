@@ -117,6 +117,27 @@ def test_a_bare_percent_sign_is_refused_with_what_to_write(statement: str, shown
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("statement", "command"),
+    [
+        ("commit", "COMMIT"),
+        ("-- all of it\n Rollback to savepoint a", "ROLLBACK"),
+        ("/* a */ /* b\n */ prepare  transaction 'x'", "PREPARE  TRANSACTION"),
+        ("END", "END"),
+        ("savepoint a", "SAVEPOINT"),
+    ],
+)
+def test_a_command_on_the_transaction_is_refused(statement: str, command: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        compiled(statement)
+    assert str(raised.value).startswith(f"handlers.h.statement: {command}: a handler runs in")
+
+
+@pytest.mark.parametrize("statement", ["call commit()", "select 'commit'", "-- commit\nselect 1"])
+def test_the_name_of_such_a_command_elsewhere_is_none(statement: str) -> None:
+    compiled(statement)
+
+
 @pytest.mark.parametrize("field", ["paylaod", "Payload", "", "amount", "batch"])
 def test_an_unknown_field_is_refused_with_the_fields_there_are(field: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
