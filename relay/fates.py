@@ -11,6 +11,9 @@ from tenacity import RetryCallState, wait_exponential, wait_random
 from relay.faults import Action, TransientFault, action_for
 from relay.handler_settings import Retry
 
+LONGEST_ASKED_SECONDS = 86_400.0
+"""What a fault may ask for until the next attempt: an endpoint's Retry-After must not hold a key for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -75,7 +78,9 @@ def next_wait(retry: Retry, error: BaseException | None, attempts: int) -> float
     backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
     jitter = wait_random(0, retry.jitter)
     asked = error.after if isinstance(error, TransientFault) else None
-    return max(backoff(state) + jitter(state), asked or 0.0)
+    # An endpoint may ask for any number, and for none that there is (NaN), which no comparison holds for.
+    asked = min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
+    return max(backoff(state) + jitter(state), asked)
 
 
 def _exhausted(retry: Retry, attempts: int, since: float | None, after: float) -> bool:

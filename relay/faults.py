@@ -153,6 +153,8 @@ _OUTAGE_ERRNOS = frozenset(
 _NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONAME})
 _LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
 """What psycopg and libpq say of a connection that is lost or cannot be made; there is no SQLSTATE then."""
+_OUTAGE_NAMES = frozenset({ConnectionError.__name__, TimeoutError.__name__})
+"""What client libraries that derive from no built-in error call theirs: redis, nats, requests, elasticsearch."""
 _CHAIN_LENGTH = 10
 
 
@@ -188,7 +190,9 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
     """Whether an error, or one that it wraps, names the network, a lost connection or an exhausted resource."""
     if isinstance(error, psycopg.Error):
         return _database_action(error) is Action.RETRY
-    if isinstance(error, ConnectionError | TimeoutError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return True
+    if any(each.__name__ in _OUTAGE_NAMES for each in type(error).__mro__):
         return True
     if isinstance(error, socket.gaierror):
         return error.errno in _NAME_RESOLUTION

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import os
 import signal
+import sys
 from contextlib import suppress
 from typing import Any
 
 import psycopg
+from psycopg.rows import dict_row
 
 from relay.events import Transaction
 from relay.faults import TransientFault
@@ -66,6 +68,15 @@ def refused_at_first(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> N
     record(transaction, cursor)
 
 
+def refuse_or_ask_again(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, but as long as the table `broken` has a row, refuses what is negative and asks again otherwise."""
+    cursor.execute("select from broken")
+    if cursor.rowcount:
+        negative = any(event.payload["amount"] < 0 for event in transaction.events)
+        raise ValueError if negative else TransientFault
+    record(transaction, cursor)
+
+
 def close_the_cursor(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """As `record`, and closes its cursor."""
     with cursor:
@@ -88,8 +99,15 @@ def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
             cursor.connection.close()
         elif told == "connection.commit":
             cursor.connection.commit()
+        elif told == "sys.exit":
+            sys.exit(3)
+        elif told == "row_factory":
+            cursor.connection.row_factory = dict_row
+            cursor.connection.cursor_factory = psycopg.ClientCursor
         elif told != "1":
-            for statement in told.split(";"):
+            for statement in [told] if told.startswith("do ") else told.split(";"):
+                if statement == "raise":
+                    raise ValueError
                 cursor.execute(statement.encode())
 
 

@@ -111,10 +111,13 @@ def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str
 
 
 def public_url(url: str) -> str:
-    """The address without what may be a secret in it: user, password and the values of the query."""
+    """The address without what may be a secret in it: user, password and the query but for the names of its values."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
-    query = "&".join(f"{name}=..." for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    query = "&".join(
+        f"{name}=..." if value else "..."
+        for name, value in parse_qsl(parts.query, keep_blank_values=True)
+    )
     return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 

@@ -39,8 +39,13 @@ class Python:
         ConfigurationError if it ended the database transaction.
         """
         transaction_guard.mark(conn)
+        factories = conn.row_factory, conn.cursor_factory
         for transaction in routed:
-            self._call(conn, transaction)
+            try:
+                self._call(conn, transaction)
+            finally:
+                # Relay's own statements follow on the same connection.
+                conn.row_factory, conn.cursor_factory = factories
         if not transaction_guard.take_back(conn):
             raise self._ended()
 
@@ -50,9 +55,11 @@ class Python:
             with conn.cursor() as cursor:
                 self._function(transaction, cursor)
         except Exception as error:
-            if _is_ended(conn):
+            if _is_ended(conn) or _is_another(conn):
                 raise self._ended() from error
             raise
+        except SystemExit as error:
+            raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
         if _is_ended(conn):
             raise self._ended()
         if conn.info.transaction_status == TransactionStatus.INERROR:
@@ -64,8 +71,8 @@ class Python:
     def _ended(self) -> ConfigurationError:
         return ConfigurationError(
             f"handlers.{self.name}.callable: the function ended the database transaction (commit, rollback, or it "
-            "closed the connection): leave that to relay, which commits effects, dead letters and offsets together; "
-            "run what may be undone inside `with cursor.connection.transaction():`"
+            "closed the connection or all cursors): leave that to relay, which commits effects, dead letters and "
+            "offsets together; run what may be undone inside `with cursor.connection.transaction():`"
         )
 
 
@@ -73,3 +80,10 @@ def _is_ended(conn: Connection) -> bool:
     """Whether no transaction is open, although the connection was not lost."""
     status = conn.info.transaction_status
     return not conn.broken and status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+
+
+def _is_another(conn: Connection) -> bool:
+    """Whether the open transaction is not the one that was marked. Takes the mark, since a rollback follows."""
+    return conn.info.transaction_status == TransactionStatus.INTRANS and not (
+        transaction_guard.take_back(conn)
+    )

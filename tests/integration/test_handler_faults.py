@@ -120,6 +120,8 @@ def test_a_handler_may_close_its_cursor(outbox: Outbox) -> None:
         'savepoint s;rollback to savepoint s;rollback to savepoint "_pg3_1"',
         "connection.commit",
         "close",
+        "rollback;select 1;raise",
+        "prepare transaction 'mine'",
     ],
 )
 def test_a_handler_that_ends_the_transaction_stops_relay_and_nothing_is_committed(
@@ -132,7 +134,6 @@ def test_a_handler_that_ends_the_transaction_stops_relay_and_nothing_is_committe
                 host(number), event(number, aggregate_id=statements if number == 3 else "1")
             )
     before = outbox.column("select next_offset from relay.consumer_offsets")
-    bypass = statements.startswith("set constraints")
     handlers = {
         "python": {"type": "python", "callable": "tests.callables:obey"},
         # With an ordering key to hold, everything runs under a savepoint of relay's.
@@ -141,7 +142,7 @@ def test_a_handler_that_ends_the_transaction_stops_relay_and_nothing_is_committe
     settings = outbox.settings(handlers=handlers, routes=[{"handlers": list(handlers)}])
     with pytest.raises(ConfigurationError, match=r"handlers.python.callable: the function ended"):
         Service(settings).run()
-    assert bypass or outbox.column("select (amount, host_id) from projection") == []
+    assert outbox.column("select (amount, host_id) from projection") == []
     assert not dead(outbox)
     assert outbox.column("select next_offset from relay.consumer_offsets") == before
 
@@ -152,10 +153,22 @@ def test_a_handler_may_check_its_constraints_and_use_savepoints(outbox: Outbox) 
         "savepoint s;rollback to savepoint s",
         "savepoint s;release savepoint s",
         "set constraints all deferred",
+        "do $$begin set constraints all immediate; end$$",
+        "row_factory",
     ):
         outbox.publish(host(1), event(1, aggregate_id=statements))
     outbox.drain(python(outbox, "obey"), timeout=10)
     assert not dead(outbox)
+    outbox.assert_exact()
+
+
+def test_a_handler_that_exits_does_not_take_relay_along(outbox: Outbox) -> None:
+    bad = outbox.publish(host(1), event(1, aggregate_id="sys.exit"))
+    outbox.publish(host(1), event(2))
+    outbox.drain(python(outbox, "obey"), timeout=10)
+    ((transaction, exception),) = dead(outbox)
+    assert transaction == bad
+    assert str(exception).startswith("RuntimeError: the function called sys.exit(3)")
     outbox.assert_exact()
 
 

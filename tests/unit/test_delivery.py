@@ -93,7 +93,7 @@ def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
 
 def test_an_address_is_told_without_what_may_be_a_secret() -> None:
     url = "https://me:hunter2@shop.example:8443/events?token=hunter2&flag#hunter2"
-    assert public_url(url) == "https://shop.example:8443/events?token=...&flag=..."
+    assert public_url(url) == "https://shop.example:8443/events?token=...&..."
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
@@ -111,6 +111,12 @@ def test_waits_double_up_to_the_longest_and_respect_what_is_asked() -> None:
     assert [next_wait(retry, None, attempt) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
     assert next_wait(retry, TransientFault(after=9), 1) == 9
     assert 1 <= next_wait(Retry(wait=1, jitter=0.5), None, 1) <= 1.5
+
+
+@pytest.mark.parametrize("asked", ["1e17", "inf", "nan", "-1"])
+def test_no_endpoint_asks_for_a_wait_that_never_ends(asked: str) -> None:
+    waited = next_wait(Retry(wait=1, jitter=0), TransientFault(after=float(asked)), 1)
+    assert waited == (86_400 if float(asked) > 1 else 1)
 
 
 def test_attempts_and_time_exhaust() -> None:

@@ -77,6 +77,10 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
     assert action_for(database_error(sqlstate)) is Action.DEAD_LETTER
 
 
+class SdkError(Exception):
+    """What a library of a handler raises around the cause."""
+
+
 @pytest.mark.parametrize(
     ("error", "action"),
     [
@@ -102,6 +106,9 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
         # An error that wraps one of these.
         (urllib.error.URLError(ConnectionRefusedError()), Action.RETRY),
         (urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "unknown")), Action.RETRY),
+        # A library of its own names.
+        (type("ConnectionError", (SdkError,), {})("refused"), Action.RETRY),
+        (type("ReadFailed", (type("TimeoutError", (SdkError,), {}),), {})(), Action.RETRY),
         # A handler that says so.
         (TransientFault("later"), Action.RETRY),
         # The event, or what the handler makes of it.
@@ -133,10 +140,6 @@ def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
 )
 def test_what_each_exception_leads_to(error: BaseException, action: Action) -> None:
     assert action_for(error) is action
-
-
-class SdkError(Exception):
-    """What a library of a handler raises around the cause."""
 
 
 class SdkOsError(OSError):
