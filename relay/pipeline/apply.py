@@ -359,7 +359,8 @@ class Applier:
         # What was dead before is not counted: it only stays dead.
         dead_before = any(each.dead_transaction is not None for each in due)
         limits = {} if dead_before else self._limits
-        brake = Brake(limits, {} if dead_before else brakes.streaks(conn, self._group))
+        streaks = {} if dead_before else brakes.streaks(conn, self._group)
+        brake = Brake(limits, streaks, defers=True)
         fates = self._handling.handle(conn, transactions, run, histories, brake)
         for fault in () if dead_before else self._count(conn, transactions, fates, brake):
             log.error("a handler is stopped", extra={"fault": fault})

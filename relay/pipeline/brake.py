@@ -17,9 +17,15 @@ from relay.store.brakes import Streak
 class Brake:
     """Counts while the transactions of one task are tried. Safe to use from several threads."""
 
-    def __init__(self, limits: Mapping[str, int], streaks: Mapping[str, Streak]) -> None:
-        """`limits` are the most deaths in a row of each handler that has a brake; `streaks` are those so far."""
+    def __init__(
+        self, limits: Mapping[str, int], streaks: Mapping[str, Streak], defers: bool = False
+    ) -> None:
+        """`limits` are the most deaths in a row of each handler that has a brake; `streaks` are those so far.
+
+        `defers` says that transactions are deferred again where a handler is stopped, so that others flow.
+        """
         self.streaks = streaks
+        self.defers = defers
         self.braked: dict[str, str] = {}
         self._limits = limits
         self._lock = Lock()
@@ -50,10 +56,18 @@ class Brake:
             self.braked[handler] = fault
             return True
 
-    def require(self, handler: str, error: BaseException) -> None:
-        """As `stops`, but raises Braked."""
-        if self.stops(handler, error):
+    def stops_late(self, handler: str, error: BaseException) -> bool:
+        """As `stops`, of a transaction that failed before others of the task may have succeeded."""
+        before = self.streaks.get(handler)
+        return self.stops(handler, error) or (before is not None and before.braked)
+
+    def require(self, handler: str, error: BaseException) -> bool:
+        """As `stops`, but raises Braked where nothing is deferred."""
+        if not self.stops(handler, error):
+            return False
+        if not self.defers:
             raise self.fault(handler, error)
+        return True
 
     def fault(self, handler: str, error: BaseException) -> Braked:
         """What is said of a handler that is stopped."""

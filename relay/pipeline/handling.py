@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ import psycopg
 
 from relay import handlers
 from relay.config import Settings
-from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, judge
+from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead, judge
 from relay.faults import (
     Action,
     ProcessDied,
@@ -27,6 +28,7 @@ from relay.faults import (
     timed_out,
 )
 from relay.handler_settings import PythonHandler
+from relay.patience import LONGEST_WAIT_SECONDS
 from relay.pipeline.brake import Brake
 from relay.pipeline.outside import Outside, Parcel
 from relay.pipeline.routed import Parts, Routing
@@ -122,8 +124,8 @@ class Handling:
     ) -> Fates:
         """Route transactions and run their handlers, those inside the target first; returns what was not applied.
 
-        A transaction that is not applied has no effects in the target. Raises Braked where a transactional handler lets
-        too many transactions in a row die.
+        A transaction that is not applied has no effects in the target. Where a transactional handler lets too many
+        transactions in a row die, raises Braked, or defers them if `brake` says so.
         """
         deliverable, parts, refused = self._routing.route(transactions)
         fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
@@ -131,7 +133,7 @@ class Handling:
         known = {new: histories[old] for new, old in enumerate(places) if old in histories}
         # All together they are applied or not, so that nothing has to be taken out.
         simple = self._outside.names if run == self.together else self._may_hold
-        if parts.keys().isdisjoint(simple):
+        if parts.keys().isdisjoint(simple) and not brake.defers:
             found = run(conn, deliverable, parts, brake)
         else:
             found = self._settle(conn, deliverable, parts, run, known, brake)
@@ -156,7 +158,7 @@ class Handling:
                 known = {new: histories[old] for new, old in enumerate(places) if old in histories}
             brake.begin()
             with conn.transaction() as savepoint:
-                found = self._judged(run(conn, rest, parts, brake), known)
+                found = self._judged(run(conn, rest, parts, brake), known, brake)
                 behind = self._behind(rest, found)
                 found |= behind
                 again = bool(behind)
@@ -171,13 +173,15 @@ class Handling:
             if not again:
                 return fates
 
-    def _judged(self, found: Fates, histories: Histories) -> Fates:
+    def _judged(self, found: Fates, histories: Histories, brake: Brake) -> Fates:
         """Whether, and when, a handler inside the target that asks for another attempt gets one."""
         judged = dict(found)
-        for place, fate in found.items():
-            if isinstance(fate, Failure) and fate.handler in self._defers:
-                before = histories.get(place, NEW)
-                judged[place] = judge(
+        for place, fate in sorted(found.items()):
+            before = histories.get(place, NEW)
+            if isinstance(fate, Failure) and fate.after is not None:
+                judged[place] = replace(fate, attempts=before.attempts + 1)
+            elif isinstance(fate, Failure) and fate.handler in self._defers:
+                verdict = judge(
                     fate.handler,
                     fate.error,
                     before.attempts + 1,
@@ -185,6 +189,11 @@ class Handling:
                     self._defers[fate.handler],
                     self._settings.handlers[fate.handler].blocks_key,
                 )
+                # Other deaths were counted when they happened.
+                exhausted = is_dead(verdict) and isinstance(fate.error, TransientFault)
+                if exhausted and brake.defers and brake.stops_late(fate.handler, fate.error):
+                    verdict = replace(verdict, after=LONGEST_WAIT_SECONDS, holds=False)
+                judged[place] = verdict
         return judged
 
     def _behind(self, transactions: Transactions, fates: Fates) -> Fates:
@@ -263,8 +272,8 @@ class Handling:
                     # The statement itself may have broken since the start; then no event is to blame.
                     failure.handler.check(conn)
                 name = failure.handler.name
-                if not self._is_deferred(failure):
-                    brake.require(name, reason)
+                if not self._is_deferred(failure) and brake.require(name, reason):
+                    return {0: Failure(name, reason, after=LONGEST_WAIT_SECONDS)}
                 return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
         return self._halved(conn, transactions, brake)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -185,3 +186,42 @@ def test_a_sink_that_is_stopped_defers_and_others_flow(
             wait_until(lambda: not stopped(outbox))
     assert dead(outbox) == LIMIT
     assert len(webhook.taken) >= LIMIT * 2
+
+
+@pytest.mark.parametrize("amount", [-1, 1])
+def test_what_is_deferred_with_transactions_of_a_stopped_handler_flows(
+    outbox: Outbox, amount: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.conn.execute("create table broken as select 1")
+    retry = {"wait": 0.1, "max_wait": 0.1, "jitter": 0}
+    soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
+    with Webhook() as webhook:
+        handlers = {
+            "python": {
+                "type": "python",
+                "callable": "tests.callables:refuse_or_ask_again",
+                "retry": {**retry, "attempts": 2},
+            },
+            "hook": {"type": "http", "url": webhook.url, "order_by": "none", "retry": retry},
+        }
+        routes = [
+            {"match": {"event_type": "hook"}, "handlers": ["hook"]},
+            {"handlers": ["python"]},
+        ]
+        for number in range(LIMIT * 2):
+            outbox.publish(host(number), event(amount, deliver_at=soon))
+        with relaying(braking(outbox, handlers=handlers, routes=routes)):
+            wait_until(lambda: stopped(outbox))
+            assert dead(outbox) == LIMIT
+            for number in range(3):
+                outbox.publish(host(number), event(number, event_type="hook", deliver_at=soon))
+            wait_until(lambda: len(webhook.taken) == 3)
+            outbox.conn.execute(
+                "truncate broken; alter table projection drop constraint projection_amount_check"
+            )
+            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+            wait_until(lambda: not stopped(outbox))
+    assert len(webhook.taken) == 3
+    assert dead(outbox) == LIMIT
+    assert outbox.value("select count(*) from projection") == LIMIT
+    assert "a handler is stopped" in caplog.messages
