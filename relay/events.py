@@ -32,6 +32,9 @@ FIELDS = (
 NEEDED_FIELDS = ("id", "host_id", "event_type", "payload", "c_offset")
 """Fields that cannot be left out where the outbox has a column for them."""
 
+NOTE = "relay: undecodable"
+"""A column that rows of a source in another encoding than UTF-8 get: which bytes could not be decoded, or null."""
+
 COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
 """What the commit adds to each of its events."""
 

@@ -32,6 +32,7 @@ _SAFE = frozenset(
         "nextval",
         "now",
         "octet_length",
+        "pg_column_compression",
         "pg_column_size",
         "statement_timestamp",
         "transaction_timestamp",

@@ -9,10 +9,9 @@ from itertools import chain, islice, repeat
 import numpy as np
 
 from relay.config import Settings
-from relay.events import COMMIT_FIELDS, Commit, Events, Tuples
+from relay.events import COMMIT_FIELDS, NOTE, Commit, Events, Tuples
 from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.routing import Router
-from relay.source.translation import NOTE
 from relay.source.tuples import RowDecoder
 from relay.transactions import Mask, Routed, Transactions, Undecoded, text
 

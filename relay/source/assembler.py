@@ -14,7 +14,7 @@ from relay.source.grouping import ENDS, Ends, Grouping, Layout
 from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
 from relay.source.pgoutput import Message, ProtocolError, Relation, decode
 from relay.source.translation import Encoding, Translation
-from relay.transactions import Places, Rows, Transactions
+from relay.transactions import Places, Transactions
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
 _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})
@@ -132,7 +132,7 @@ class Assembler:
         ends["rows"] = ours.searchsorted(commits)
         rows = some.rows(ours)
         if self._translation is not None:
-            rows = Rows.of([self._translation.row(row) for row in rows])
+            rows = self._translation.rows(rows)
         return self._grouping.take(self._layout, rows, ends)
 
     def _check_order(self, kinds: bytes) -> None:

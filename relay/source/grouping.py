@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import FIELDS, POLLED, Lsn
+from relay.events import FIELDS, NOTE, POLLED, Lsn
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
-from relay.source.translation import NOTE
 from relay.source.tuples import FEW_ROWS, Walked, columns
 from relay.transactions import COMMIT_FACTS, FACTS, Places, Rows, Transactions, text
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
 
+from relay.events import NOTE
 from relay.source.pgoutput import decode_tuple, encode_tuple
-
-NOTE = "relay: undecodable"
-"""A column that rows of such a database get in addition: which bytes could not be decoded, or null."""
+from relay.source.tuples import zoned
+from relay.transactions import Rows
 
 TIMESTAMPTZ = 1184
 """The oid of `timestamptz`."""
@@ -62,6 +62,7 @@ class Translation:
         self._naive = frozenset(naive)
         self._read = frozenset(mapping.values())
         self._json = frozenset(mapping[field] for field in _JSON)
+        self._naive_places = [place for place, name in enumerate(names) if name in self._naive]
         self.columns = [*names, NOTE] if encoding is not None else list(names)
 
     @classmethod
@@ -77,6 +78,11 @@ class Translation:
         if encoding is None and not naive:
             return None
         return cls([name for name, _ in columns], mapping, encoding, naive)
+
+    def rows(self, rows: Rows) -> Rows:
+        """Many rows, translated. Raises ProtocolError where one is cut short."""
+        found = None if self._encoding is not None else zoned(rows, self._naive_places)
+        return Rows.of([self.row(row) for row in rows]) if found is None else found
 
     def row(self, data: bytes) -> bytes:
         """One row of TupleData, translated. Raises ProtocolError for a row that is cut short."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
+from functools import partial
 from operator import eq
 from struct import Struct
 
 import numpy as np
 
-from relay.events import FIELDS, Event, Row
+from relay.events import FIELDS, NOTE, Event, Row
 from relay.source.pgoutput import NULL, TEXT, ProtocolError
-from relay.source.translation import NOTE
 from relay.transactions import Mask, Places, Rows, Values, at_each_octet
 
 FEW_ROWS = 40
@@ -29,6 +29,7 @@ _EVEN_BYTES = 64
 _DIGITS = 18
 """As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
 _ZERO = ord("0")
+_UTC = b"+00"
 
 
 def values(rows: Rows, places: Collection[int]) -> dict[int, Values]:
@@ -78,6 +79,32 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
     return found
 
 
+def zoned(rows: Rows, places: Sequence[int]) -> Rows | None:
+    """The rows with the zone UTC behind each time at some places, as if they were of the type `timestamptz`.
+
+    None where the rows are few, or a value does not end in a digit, as infinity and the times before Christ.
+    """
+    if len(rows) < FEW_ROWS:
+        return None
+    walked = Walked(rows, places)
+    spans = [walked.span(place) for place in places]
+    starts = np.concatenate([start for start, _ in spans])
+    stops = np.sort(np.concatenate([stop for _, stop in spans]))
+    octets = np.frombuffer(rows.data, np.uint8).copy()
+    if ((octets[stops - 1] < _ZERO) | (octets[stops - 1] > _ZERO + 9)).any():
+        return None
+    lengths = np.ndarray(len(octets) - _U32.size + 1, _LENGTH, octets, strides=(1,))
+    lengths[starts - _U32.size] += len(_UTC)
+    zones = np.tile(np.frombuffer(_UTC, np.uint8), len(stops))
+    data = np.insert(octets, np.repeat(stops, len(_UTC)), zones).tobytes()
+    shift = partial(np.searchsorted, stops, side="right")
+    return Rows(
+        data,
+        rows.starts + len(_UTC) * shift(rows.starts),
+        rows.ends + len(_UTC) * shift(rows.ends),
+    )
+
+
 class Walked:
     """Rows walked together: where the values at some places lie in the joined rows, as arrays.
 
@@ -123,6 +150,11 @@ class Walked:
         data = self._data
         picked = zip(*(each[rows].tolist() for each in self._spans[place]), strict=True)
         return [data[start:stop] if present else None for start, stop, present in picked]
+
+    def span(self, place: int) -> tuple[Places, Places]:
+        """Where the column's values start and end, of the rows that have one."""
+        start, stop, present = self._spans[place]
+        return start[present], stop[present]
 
     def absent(self, place: int) -> Mask:
         """Where the column has no value."""

@@ -28,7 +28,8 @@ comment on column public.outbox_message_t.deliver_at is
 select relay.attach('public.outbox_message_t');
 
 -- Limits payload and metadata of an event together, in bytes of jsonb before compression (source.max_event_bytes).
--- The constraint compares sizes, which costs hardly anything; their text would have to be made for each row.
+-- The constraint compares sizes, which costs hardly anything. Only of what comes compressed, copied from another table, is
+-- the text made, since its size is not known otherwise.
 create or replace function relay.limit_event_bytes(bytes bigint) returns void
 language plpgsql
 as $limit$
@@ -37,7 +38,10 @@ begin
                    'as $$ select %s::bigint $$', bytes);
     alter table public.outbox_message_t drop constraint if exists relay_max_event_bytes;
     execute format('alter table public.outbox_message_t add constraint relay_max_event_bytes check '
-                   '(pg_column_size(payload) + coalesce(pg_column_size(metadata), 0) <= %s) not valid', bytes);
+                   '(pg_column_size(payload) + coalesce(pg_column_size(metadata), 0) <= %1$s'
+                   ' and (pg_column_compression(payload) is null or octet_length(payload::text) <= %1$s)'
+                   ' and (pg_column_compression(metadata) is null or octet_length(metadata::text) <= %1$s)) not valid',
+                   bytes);
 end
 $limit$;
 

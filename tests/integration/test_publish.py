@@ -51,6 +51,15 @@ def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
     outbox.conn.execute(insert, (host(1), 40_000))
     with pytest.raises(psycopg.errors.CheckViolation, match="relay_max_event_bytes"):
         outbox.conn.execute(insert, (host(1), 60_000))
+    # Copied from another table it comes compressed, with a size of its own.
+    outbox.conn.execute(
+        "create table copied as select 1 as n, to_jsonb(repeat('x', 60000)) as payload, null::jsonb as metadata"
+    )
+    for columns in ("payload", "metadata, payload"):
+        copy = f"insert into outbox_message_t (host_id, event_type, {columns}) select %s, 'x', "
+        values = "payload" if columns == "payload" else "payload, '{}'"
+        with pytest.raises(psycopg.errors.CheckViolation, match="relay_max_event_bytes"):
+            outbox.conn.execute(f"{copy}{values} from copied".encode(), (host(1),))
     # What was accepted before stays when the limit is lowered.
     outbox.install_again(outbox.settings(source={**limited, "max_event_bytes": 20_000}))
     outbox.install_again(outbox.settings())

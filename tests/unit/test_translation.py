@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from relay.events import FIELDS
+from relay.events import FIELDS, NOTE
 from relay.source.pgoutput import decode_tuple
-from relay.source.translation import NOTE, TIMESTAMPTZ, Encoding, Translation
+from relay.source.translation import TIMESTAMPTZ, Encoding, Translation
+from relay.transactions import Rows
 from tests.unit import wire
 
 MAPPING = {name: name for name in FIELDS}
@@ -84,6 +85,25 @@ def test_a_time_without_a_zone_is_utc(printed: bytes | None, read: bytes | None)
     assert found is not None
     assert found.columns == ["deliver_at", "event_type"]
     assert decode_tuple(found.row(wire.tuple_data([printed, b"\xff"]))) == (read, b"\xff")
+
+
+@pytest.mark.parametrize("last", [b"2025-11-12 01:02:03.5", b"infinity", b"0044-03-15 00:00:00 BC"])
+def test_many_rows_are_translated_as_each_is(last: bytes) -> None:
+    columns = [("event_ts", TIMESTAMP), ("payload", TEXT), ("deliver_at", TIMESTAMP)]
+    found = Translation.needed(columns, MAPPING, None)
+    assert found is not None
+    time = b"2025-11-12 01:02:03"
+    cells: list[list[bytes | None]] = [
+        [time, b"{}", time],
+        [None, b"+" * 300, time],
+        [time, None, None],
+        [time, b"", last],
+    ]
+    rows = [wire.tuple_data(each) for each in cells * 20]
+    # Rows of a stream lie between other messages.
+    apart = Rows.of([b"header" + row for row in rows]).behind(6)
+    assert list(found.rows(apart)) == [found.row(row) for row in rows]
+    assert list(found.rows(Rows.of(rows[:3]))) == [found.row(row) for row in rows[:3]]
 
 
 def test_names_are_decoded() -> None:
