@@ -475,7 +475,7 @@ def test_a_field_that_is_left_out_is_missed_by_nobody(outbox: Outbox) -> None:
     )
     rows = OutboxRows(settings)
     assert rows.first_since(outbox.conn, datetime(2020, 1, 1, tzinfo=UTC)) is None
-    assert rows.age(outbox.conn, [1]) == 0.0
+    assert rows.age(outbox.conn, [1]) is None
     (transactions,) = rows.commits(outbox.conn, dict.fromkeys(range(8), 1), 1)
     assert transactions.columns[:2] == ("id", "host_id")
     assert not {"user_id", "event_ts"} & set(transactions.columns)
