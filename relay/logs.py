@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
+import threading
+import time
 from datetime import UTC, datetime
 from enum import StrEnum
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+REPEAT_SECONDS = 10.0
+"""How often a line is logged again that repeats."""
+FORGET_AFTER = 60
+"""After how many such intervals without it a line is new."""
 
 
 class LogFormat(StrEnum):
@@ -55,6 +64,41 @@ def _shown(value: object) -> str:
     text = str(value)
     plain = text and text.isprintable() and not any(c in text for c in ' "=')
     return text if plain else json.dumps(text)
+
+
+class RepeatedLines:
+    """A log line that would repeat: at once where it is new, then every `interval` seconds with the sum so far.
+
+    `counted` is the field of the sum. Lines are told apart by their other fields. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        level: int,
+        text: str,
+        counted: str,
+        interval: float = REPEAT_SECONDS,
+    ) -> None:
+        self._log, self._level, self._text, self._counted = log, level, text, counted
+        self._interval = interval
+        self._logged: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, number: int, **fields: object) -> None:
+        """Count, and log if it is time."""
+        now, key = time.monotonic(), tuple(fields.items())
+        with self._lock:
+            at, before = self._logged.get(key, (-math.inf, 0))
+            total = before + number
+            if now - at < self._interval:
+                self._logged[key] = (at, total)
+                return
+            # What has not come for long is new when it comes again; otherwise every fault would be kept for ever.
+            kept = self._logged.items()
+            self._logged = {k: v for k, v in kept if now - v[0] < FORGET_AFTER * self._interval}
+            self._logged[key] = (now, 0)
+        self._log.log(self._level, self._text, extra={**fields, self._counted: total})
 
 
 def configure(log_format: LogFormat, level: str) -> None:

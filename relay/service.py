@@ -71,12 +71,17 @@ class Service:
             accept_configuration,
             self.stop,
         )
-        self._reviver = Reviver(self._pipeline.applier, settings.shutdown_timeout, self.stop)
+        self._summary = Summary()
+        self._reviver = Reviver(
+            self._pipeline.applier,
+            settings.shutdown_timeout,
+            self.stop,
+            self._summary.note_redelivered,
+        )
         self._writers = [
             SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
         ]
         self._catch_up = CatchUp()
-        self._summary = Summary()
         self._last_resort = Timer(settings.shutdown_timeout, _give_up)
         self._last_resort.daemon = True
 

@@ -1,4 +1,4 @@
-"""What the batches of the last seconds came to, as one log line; nothing is logged while there are none."""
+"""What the last seconds came to, batches and redeliveries, as one log line; none is logged while nothing happens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _EPOCH = POSTGRES_EPOCH.timestamp()
 
 
 class Summary:
-    """Adds up batches and logs the sums every `interval` seconds in which there were any.
+    """Adds up batches and redeliveries and logs the sums every `interval` seconds in which there were any.
 
-    Batches are noted by one thread; a thread of its own logs.
+    Safe to use from several threads; a thread of its own logs.
     """
 
     def __init__(self, interval: float = SUMMARY_SECONDS) -> None:
@@ -50,6 +50,13 @@ class Summary:
             self._lag = _lag(batch)
         self._noted.set()
 
+    def note_redelivered(self, transactions: int) -> None:
+        """Add transactions of `relay.deferred` that are applied."""
+        if transactions:
+            with self._lock:
+                self._sums["redelivered"] += transactions
+            self._noted.set()
+
     def close(self) -> None:
         """Log what is left and end."""
         self._closing.set()
@@ -67,12 +74,14 @@ class Summary:
     def _say(self) -> None:
         with self._lock:
             sums, self._sums = self._sums, Counter()
-            lag = self._lag
+            lag, self._lag = self._lag, {}
             self._noted.clear()
-        if sums["events"]:
+        if sums["events"] or sums["redelivered"]:
             # Of polled rows only those who read them know the transactions.
             transactions = sums["transactions"] or None
-            log.info("relayed", extra={**sums, "transactions": transactions, **lag})
+            redelivered = sums["redelivered"] or None
+            known = {"transactions": transactions, "redelivered": redelivered}
+            log.info("relayed", extra={**sums, **known, **lag})
 
 
 def _lag(batch: Batch) -> dict[str, float | int]:

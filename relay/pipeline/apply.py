@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psycopg
@@ -24,6 +24,7 @@ from relay.events import Event, Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
 from relay.faults import Braked, NotReceived, ProcessDied, describe, timed_out
 from relay.handler_settings import PythonHandler
+from relay.logs import RepeatedLines
 from relay.paths import JSON_FIELDS
 from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
@@ -46,6 +47,14 @@ Connection = psycopg.Connection[Any]
 
 DUE_AT_ONCE = 500
 """How many transactions whose turn has come are taken together."""
+
+
+class Redelivery(NamedTuple):
+    """Transactions of `relay.deferred` that were tried again: how many, how many were applied, which are dead now."""
+
+    tried: int
+    applied: int
+    dead: list[DeadTransaction]
 
 
 class Applier:
@@ -71,6 +80,7 @@ class Applier:
         self._limits = settings.brakes
         self._settings = settings
         self._rows = OutboxRows(settings)
+        self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
 
     def connect(self) -> None:
         """Open a connection now instead of with the first task. Raises psycopg.Error."""
@@ -273,7 +283,7 @@ class Applier:
         deferred.park(
             conn, self._group, ((transactions[place], waits[place]) for place in sorted(waits))
         )
-        _report(fates)
+        self._report(fates)
         waiting = [place for place, wait in waits.items() if not wait.blocked]
         return dead, int(transactions.facts["events"][waiting].sum()), braked
 
@@ -326,8 +336,8 @@ class Applier:
             reason=describe(fate.error),
         )
 
-    def revive(self, guarded: bool = False) -> tuple[int, list[DeadTransaction]]:
-        """Retry the transactions whose turn has come, and commit; returns how many, and those that are dead now.
+    def revive(self, guarded: bool = False) -> Redelivery:
+        """Retry the transactions whose turn has come, and commit.
 
         Whatever it raises has left no trace in the target.
         """
@@ -338,21 +348,21 @@ class Applier:
         with self._pool.connection() as conn:
             return deferred.seconds_to_next(conn, self._group)
 
-    def _revive(self, run: Run) -> tuple[int, list[DeadTransaction]]:
+    def _revive(self, run: Run) -> Redelivery:
         limits = self._settings.batch
-        dead: list[DeadTransaction] = []
         with self._pool.transaction() as conn:
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
-            if due:
-                transactions = deferred.transactions(
-                    conn, due, limits.max_bytes, limits.spool_directory
-                )
-                dead = self._take_up(conn, due, transactions, run)
-        return len(due), dead
+            if not due:
+                return Redelivery(0, 0, [])
+            transactions = deferred.transactions(
+                conn, due, limits.max_bytes, limits.spool_directory
+            )
+            applied, dead = self._take_up(conn, due, transactions, run)
+        return Redelivery(len(due), applied, dead)
 
     def _take_up(
         self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: Run
-    ) -> list[DeadTransaction]:
+    ) -> tuple[int, list[DeadTransaction]]:
         histories = {
             place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
         }
@@ -381,9 +391,19 @@ class Applier:
                 done.append(each.id)
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
-        _report(fates)
+        self._report(fates)
         deferred.settle(conn, done)
-        return dead
+        return len(due) - len(fates), dead
+
+    def _report(self, fates: Fates) -> None:
+        """Log which handlers and faults defer transactions, however many there are."""
+        faults = Counter(
+            (fate.handler, describe(fate.error))
+            for fate in fates.values()
+            if isinstance(fate, Failure) and not is_dead(fate)
+        )
+        for (handler, fault), attempts in faults.items():
+            self._deferrals.note(attempts, handler=handler, fault=fault)
 
     def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
         """Events without payload and metadata where these are above the limit; their c_offsets are noted.
@@ -442,19 +462,6 @@ def _report_release(handler: str, brake: Brake) -> None:
     streak = brake.streaks.get(handler)
     if streak is not None and streak.braked:
         log.warning("a stopped handler goes on", extra={"handler": handler})
-
-
-def _report(fates: Fates) -> None:
-    """A line for each handler and fault that lets transactions wait, however many there are."""
-    faults = Counter(
-        (fate.handler, describe(fate.error))
-        for fate in fates.values()
-        if isinstance(fate, Failure) and not is_dead(fate)
-    )
-    for (handler, fault), transactions in faults.items():
-        log.warning(
-            "deferred", extra={"handler": handler, "transactions": transactions, "fault": fault}
-        )
 
 
 def _fresh(

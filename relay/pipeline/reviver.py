@@ -19,11 +19,21 @@ PAUSE_SECONDS = 0.5
 class Reviver:
     """A thread beside the batches. `failed` is called once if it meets what no other attempt mends."""
 
-    def __init__(self, applier: Applier, patience: float, failed: Callable[[], None]) -> None:
-        """`patience` is how many seconds `close` waits for what is in hand."""
+    def __init__(
+        self,
+        applier: Applier,
+        patience: float,
+        failed: Callable[[], None],
+        applied: Callable[[int], None],
+    ) -> None:
+        """`patience` is how many seconds `close` waits for what is in hand.
+
+        `applied` is called with how many transactions were applied, after each commit.
+        """
         self._applier = applier
         self._patience = patience
         self._failed = failed
+        self._applied = applied
         self._guarded = False
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="reviver", daemon=True)
@@ -56,11 +66,12 @@ class Reviver:
 
     def _revive(self) -> float:
         """Take up what there is; returns how many seconds nothing else will be due."""
-        revived, dead = self._applier.revive(self._guarded)
+        tried, applied, dead = self._applier.revive(self._guarded)
         for each in dead:
             log.warning("dead letter", extra=each.fields)
-        if revived:
-            log.info("taken up again", extra={"transactions": revived})
+        if tried:
+            log.debug("redelivery", extra={"transactions": tried, "applied": applied})
+            self._applied(applied)
             return 0.0
         self._guarded = False
         following = self._applier.seconds_to_next()

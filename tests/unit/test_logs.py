@@ -157,3 +157,17 @@ def test_configuring_twice_writes_each_line_once(capsys: pytest.CaptureFixture[s
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         logs.configure(LogFormat.TEXT, "loud")
+
+
+def test_a_line_that_repeats_comes_at_once_and_then_with_the_sum(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((1_000.0, 1_001.0, 1_009.0, 1_010.0, 1_011.0, 1_011.0, 9_000.0))
+    monkeypatch.setattr("relay.logs.time.monotonic", lambda: next(clock))
+    lines = logs.RepeatedLines(log, logging.WARNING, "deferred", "attempts", interval=10.0)
+    for _ in range(5):
+        lines.note(2, handler="shop", fault="HTTP 503")
+    lines.note(1, handler="shop", fault="HTTP 404")
+    lines.note(1, handler="shop", fault="HTTP 503")
+    said = [(vars(record)["fault"], vars(record)["attempts"]) for record in caplog.records]
+    assert said == [("HTTP 503", 2), ("HTTP 503", 6), ("HTTP 404", 1), ("HTTP 503", 3)]

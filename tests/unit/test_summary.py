@@ -56,6 +56,19 @@ def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None
     assert (line["events"], line["lag_rows"], line["transactions"]) == (9, 70, None)
 
 
+def test_redeliveries_are_summed_up_beside_no_batch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    summary = Summary()
+    summary.note_redelivered(0)
+    summary.close()
+    assert not lines(caplog)
+    summary.note_redelivered(3)
+    summary.note_redelivered(4)
+    summary.close()
+    (line,) = lines(caplog)
+    assert (line["redelivered"], line.get("batches"), line.get("lag_seconds")) == (7, None, None)
+
+
 def test_a_line_comes_by_itself_and_none_while_idle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     said = Event()
