@@ -85,7 +85,7 @@ class Summary:
 
 
 def _lag(batch: Batch) -> dict[str, float | int]:
-    """How far the batch was behind: the age of its last commit in seconds, or for polled rows how many are left."""
+    """The lag of a batch: the age of its last commit in seconds, or for polled rows how many are left."""
     if batch.window is not None:
         return {"lag_rows": batch.window.left}
     if not len(batch.transactions):

@@ -97,11 +97,11 @@ class Run:
     begins: bool
 
 
-def run_of(handler: str, places: Iterable[int], fates: Fates) -> Run:
-    """The last run of a handler over the transactions that reached it, at these places in order."""
+def run_of(handler: str, indices: Iterable[int], fates: Fates) -> Run:
+    """The last run of a handler over the transactions that reached it, at these indices in order."""
     fault, deaths, begins = None, 0, False
-    for place in places:
-        fate = fates.get(place)
+    for index in indices:
+        fate = fates.get(index)
         if fate is None:
             fault, deaths, begins = None, 0, True
         elif is_dead(fate) and fate.handler == handler:
