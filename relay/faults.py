@@ -7,6 +7,7 @@ import re
 import socket
 import ssl
 import traceback
+from collections.abc import Sequence
 from enum import Enum
 from itertools import dropwhile
 from pathlib import Path
@@ -97,6 +98,16 @@ class ProcessDied(Exception):
 
 class TransactionAborted(Exception):
     """A handler went on after a database error, which it hid; nothing more can be done in the transaction."""
+
+
+def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
+    """What is wrong with Python handlers of which one ended the database transaction."""
+    keys = " or ".join(f"handlers.{name}.callable" for name in handlers)
+    return ConfigurationError(
+        f"{keys}: the function ended the database transaction (commit, rollback, or it closed the connection or all "
+        "cursors): leave that to relay, which commits effects, dead letters and offsets together; run what may be "
+        "undone inside `with cursor.connection.transaction():`"
+    )
 
 
 class StatementTimeout(TransientFault):

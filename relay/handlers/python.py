@@ -9,10 +9,11 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from relay.events import Transaction
-from relay.faults import ConfigurationError, TransactionAborted
+from relay.faults import TransactionAborted, transaction_ended
 from relay.handler_settings import PythonHandler
-from relay.handlers import Connection, transaction_guard
+from relay.handlers import Connection
 from relay.handlers.imports import load
+from relay.store import transaction_guard
 from relay.transactions import Routed
 
 Function = Callable[[Transaction, psycopg.Cursor[Any]], object]
@@ -26,8 +27,7 @@ class Python:
         self._function = load(name, settings.callable)
 
     def configure(self, conn: Connection) -> None:
-        """Create what tells whether the function ended the database transaction."""
-        transaction_guard.create(conn)
+        """Nothing to prepare."""
 
     def check(self, conn: Connection) -> None:
         """The callable was imported when the handler was built."""
@@ -36,9 +36,8 @@ class Python:
         """Call the function for each transaction, in order.
 
         Raises what the function raises, TransactionAborted if it went on after a database error, and
-        ConfigurationError if it ended the database transaction.
+        ConfigurationError if it ended the database transaction and began no other; the commit tells of one that did.
         """
-        transaction_guard.mark(conn)
         factories = conn.row_factory, conn.cursor_factory
         for transaction in routed:
             try:
@@ -46,8 +45,6 @@ class Python:
             finally:
                 # Relay's own statements follow on the same connection.
                 conn.row_factory, conn.cursor_factory = factories
-        if not transaction_guard.take_back(conn):
-            raise self._ended()
 
     def _call(self, conn: Connection, transaction: Transaction) -> None:
         try:
@@ -56,24 +53,17 @@ class Python:
                 self._function(transaction, cursor)
         except Exception as error:
             if _is_ended(conn) or _is_another(conn):
-                raise self._ended() from error
+                raise transaction_ended([self.name]) from error
             raise
         except SystemExit as error:
             raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
         if _is_ended(conn):
-            raise self._ended()
+            raise transaction_ended([self.name])
         if conn.info.transaction_status == TransactionStatus.INERROR:
             raise TransactionAborted(
                 "the function caught a database error and went on, but the error had aborted the transaction: let it "
                 "pass, or run what may fail inside `with cursor.connection.transaction():`"
             )
-
-    def _ended(self) -> ConfigurationError:
-        return ConfigurationError(
-            f"handlers.{self.name}.callable: the function ended the database transaction (commit, rollback, or it "
-            "closed the connection or all cursors): leave that to relay, which commits effects, dead letters and "
-            "offsets together; run what may be undone inside `with cursor.connection.transaction():`"
-        )
 
 
 def _is_ended(conn: Connection) -> bool:
@@ -83,7 +73,6 @@ def _is_ended(conn: Connection) -> bool:
 
 
 def _is_another(conn: Connection) -> bool:
-    """Whether the open transaction is not the one that was marked. Takes the mark, since a rollback follows."""
-    return conn.info.transaction_status == TransactionStatus.INTRANS and not (
-        transaction_guard.take_back(conn)
-    )
+    """Whether another transaction is open than the one that relay began."""
+    open_now = conn.info.transaction_status == TransactionStatus.INTRANS
+    return open_now and not transaction_guard.is_open(conn)

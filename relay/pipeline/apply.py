@@ -75,7 +75,9 @@ class Applier:
             connections,
             self._handling.configure,
             durable=self._durable,
-            inspect=any(isinstance(each, PythonHandler) for each in settings.handlers.values()),
+            code_of=[
+                name for name, each in settings.handlers.items() if isinstance(each, PythonHandler)
+            ],
         )
         self._limits = settings.brakes
         self._settings = settings

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from secrets import token_hex
 from typing import Any
 
 import psycopg
@@ -157,7 +158,7 @@ class Handling:
                 rest, parts, _ = self._routing.route(transactions.take(places))
                 known = {new: histories[old] for new, old in enumerate(places) if old in histories}
             brake.begin()
-            with conn.transaction() as savepoint:
+            with conn.transaction(_savepoint()) as savepoint:
                 found = self._judged(run(conn, rest, parts, brake), known, brake)
                 behind = self._behind(rest, found)
                 found |= behind
@@ -257,7 +258,7 @@ class Handling:
         if not len(transactions):
             return {}
         try:
-            with conn.transaction():
+            with conn.transaction(_savepoint()):
                 self._run(conn, parts, settle=True)
             brake.succeeded(parts)
             return {}
@@ -328,7 +329,7 @@ class Handling:
         self, conn: Connection, handler: handlers.Handler, routed: Routed, last: bool = False
     ) -> bool:
         try:
-            with conn.transaction():
+            with conn.transaction(_savepoint()):
                 conn.execute("set constraints all deferred")
                 handler.apply(conn, routed)
                 _settle_constraints(conn)
@@ -351,6 +352,11 @@ class Handling:
                 )
             return False
         return True
+
+
+def _savepoint() -> str:
+    """A name that no handler can roll back to."""
+    return f"relay_{token_hex(8)}"
 
 
 def reason_of(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from relay.events import Lsn
-from relay.faults import server_error
+from relay.faults import ConfigurationError, server_error, transaction_ended
+from relay.store import transaction_guard
 
 log = logging.getLogger(__name__)
 
@@ -158,14 +159,15 @@ class HandlerPool:
     """Sessions of the target in which statements of the user's run, at most `size`.
 
     What they change in a session is reset with the commit, in the same round trip. Not `durable`, a commit may be lost
-    with the server. With `inspect` a session in which they left temporary tables or prepared statements is closed.
+    with the server. `code_of` names the Python handlers: their code cannot end a transaction, and a session in which it
+    left temporary tables or prepared statements is closed.
     """
 
     def __init__(
-        self, dsn: str, size: int, configure: Configure, durable: bool, inspect: bool
+        self, dsn: str, size: int, configure: Configure, durable: bool, code_of: Sequence[str]
     ) -> None:
         self._configure = configure
-        self._inspect = inspect
+        self._code_of = code_of
         self._reset = b""
         commit = _DURABLE if durable else "set synchronous_commit = off"
         self._pool = _pool(dsn, size, f"{_SESSION}; {commit}; {_BOUNDED}", self._prepare)
@@ -176,18 +178,45 @@ class HandlerPool:
 
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
-        """A transaction, which the first statement begins; it is committed at the end, or rolled back."""
+        """A transaction; it is committed at the end, or rolled back.
+
+        Raises ConfigurationError if code of the user's ended it, and psycopg.Error.
+        """
         with self._pool.connection() as conn:
             conn.autocommit = False
             try:
+                self._begin(conn)
                 yield conn
-                left_over = _run(conn, b"commit; " + self._reset)
+                left_over = self._commit(conn)
             except BaseException:
                 self._abandon(conn)
                 raise
             conn.autocommit = True
-            if left_over and self._inspect:
+            if left_over and self._code_of:
                 _close(conn)
+
+    def _begin(self, conn: psycopg.Connection[Any]) -> None:
+        """Begin what code of the user's must not end; elsewhere the first statement begins."""
+        if not self._code_of:
+            return
+        result = conn.pgconn.exec_(transaction_guard.BEGIN)
+        if result.status == ExecStatus.COMMAND_OK:
+            return
+        error = server_error(result)
+        if isinstance(error, psycopg.errors.UndefinedFunction | psycopg.errors.InvalidSchemaName):
+            raise ConfigurationError(
+                "target.dsn: what belongs to a session is gone in the next transaction, as behind a pooler of "
+                "transactions: connect to PostgreSQL itself, or let the pooler keep sessions"
+            )
+        raise error
+
+    def _commit(self, conn: psycopg.Connection[Any]) -> bool:
+        if not self._code_of:
+            return _run(conn, b"commit; " + self._reset)
+        try:
+            return _run(conn, transaction_guard.CLOSE + b"commit; " + self._reset)
+        except psycopg.errors.InvalidCursorName:
+            raise transaction_ended(self._code_of) from None
 
     def close(self) -> None:
         """Close the sessions."""
@@ -199,9 +228,10 @@ class HandlerPool:
             "select current_setting('synchronous_commit'), current_setting('lock_timeout')"
         ).fetchone()
         commit, timeout = row or ("on", LOCK_TIMEOUT)
-        last = "pg_temp.relay_left_over()" if self._inspect else "pg_advisory_unlock_all()"
-        if self._inspect:
+        last = "pg_temp.relay_left_over()" if self._code_of else "pg_advisory_unlock_all()"
+        if self._code_of:
             conn.execute(_CREATE_LEFT_OVER)
+            conn.execute(transaction_guard.CREATE)
         self._reset = (
             f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'; select {last}"
         ).encode()
@@ -211,7 +241,7 @@ class HandlerPool:
         try:
             conn.rollback()
             conn.autocommit = True
-            if _run(conn, self._reset) and self._inspect:
+            if _run(conn, self._reset) and self._code_of:
                 _close(conn)
         except psycopg.Error:
             conn.close()

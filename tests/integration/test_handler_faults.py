@@ -117,7 +117,6 @@ def test_a_handler_may_close_its_cursor(outbox: Outbox) -> None:
         "rollback;begin",
         "commit and chain",
         "set constraints all immediate;commit;begin",
-        'savepoint s;rollback to savepoint s;rollback to savepoint "_pg3_1"',
         "connection.commit",
         "close",
         "rollback;select 1;raise",
@@ -170,6 +169,18 @@ def test_a_handler_that_exits_does_not_take_relay_along(outbox: Outbox) -> None:
     assert transaction == bad
     assert str(exception).startswith("RuntimeError: the function called sys.exit(3)")
     outbox.assert_exact()
+
+
+def test_a_handler_cannot_roll_back_to_a_savepoint_of_relay(outbox: Outbox) -> None:
+    with outbox.conn.transaction():
+        for number in range(4):
+            outbox.publish(host(1), event(number))
+        bad = outbox.publish(host(1), event(9, aggregate_id='rollback to savepoint "_pg3_1"'))
+    outbox.drain(python(outbox, "obey"), timeout=10)
+    ((transaction, exception),) = dead(outbox)
+    assert transaction == bad
+    assert str(exception).startswith("InvalidSavepointSpecification")
+    assert outbox.value("select count(*) from projection") == 4
 
 
 def test_a_handler_that_hides_an_error_is_told_so(outbox: Outbox) -> None:

@@ -61,7 +61,7 @@ CHANGES = [
 @pytest.fixture
 def pool(database: str) -> Iterator[HandlerPool]:
     """One session."""
-    made = HandlerPool(database, 1, nothing, durable=True, inspect=True)
+    made = HandlerPool(database, 1, nothing, durable=True, code_of=["python"])
     yield made
     made.close()
 
