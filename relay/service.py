@@ -35,6 +35,8 @@ from relay.store.unflushed import Unflushed
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORGIVE_SECONDS = 2.0
+"""How long the process waits at most, before it ends itself, to say that this is no death."""
 
 
 def leave_on_signals() -> None:
@@ -82,7 +84,7 @@ class Service:
             SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
         ]
         self._catch_up = CatchUp()
-        self._last_resort = Timer(settings.shutdown_timeout, _give_up)
+        self._last_resort = Timer(settings.shutdown_timeout, self._give_up)
         self._last_resort.daemon = True
 
     def run_in_foreground(self) -> None:
@@ -180,6 +182,22 @@ class Service:
         # The signal may have come in the midst of writing a log line, and the stream takes no second one meanwhile.
         Thread(target=_say_why, args=(signal.Signals(number).name,), daemon=True).start()
 
+    def _give_up(self) -> None:
+        log.error(
+            "the batch in hand did not end within shutdown_timeout; it will be delivered again"
+        )
+        # A target that does not answer must not keep the process.
+        forgiving = Thread(target=self._forgive, daemon=True)
+        forgiving.start()
+        forgiving.join(_FORGIVE_SECONDS)
+        logging.shutdown()
+        # The target rolls back what is unfinished, and nothing of it was acknowledged.
+        os._exit(1)
+
+    def _forgive(self) -> None:
+        with suppress(psycopg.Error):
+            self._pipeline.applier.forgive()
+
 
 def _say_why(name: str) -> None:
     log.info("stopping after the batch in hand", extra={"signal": name})
@@ -222,10 +240,3 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
 
 def _partitions(tasks: Sequence[TaskOutcome]) -> str:
     return ",".join(str(p) for p in sorted(p for task in tasks for p in task.partitions))
-
-
-def _give_up() -> None:
-    log.error("the batch in hand did not end within shutdown_timeout; it will be delivered again")
-    logging.shutdown()
-    # The target rolls back what is unfinished, and nothing of it was acknowledged.
-    os._exit(1)

@@ -120,3 +120,8 @@ def hide_an_error(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None
     with suppress(psycopg.Error), cursor.connection.transaction():
         cursor.execute("select 1 / 0")
     record(transaction, cursor)
+
+
+def sleep_long(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Takes longer than any test."""
+    cursor.execute("select pg_sleep(600)")

@@ -93,6 +93,10 @@ class Applier:
         """Deliver nothing more to the outside, so that what is in hand ends soon."""
         self._handling.interrupt()
 
+    def forgive(self) -> None:
+        """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
+        self._handling.forgive()
+
     def close(self) -> None:
         """Close the connections."""
         self._handling.close()

@@ -84,6 +84,11 @@ class Handling:
         """Deliver nothing more to the outside; what is not delivered waits."""
         self._outside.interrupt()
 
+    def forgive(self) -> None:
+        """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
+        if "_suspects" in self.__dict__:
+            self._suspects.forgive()
+
     def close(self) -> None:
         """Let go of what the handlers hold."""
         self._outside.close()

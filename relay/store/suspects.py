@@ -33,6 +33,7 @@ class Suspects:
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
         self._survived: set[str] = set()
+        self._in_flight: set[str] = set()
         self._dsn = settings.target_dsn
         self._pool: ConnectionPool[psycopg.Connection[Any]] | None = (
             open_pool(settings.target_dsn, connections, _without_sync) if connections else None
@@ -61,6 +62,7 @@ class Suspects:
     def noted(self, name: str) -> Iterator[None]:
         """Note a transaction while it is handled. A fault takes the note back: only a death leaves it."""
         self.note(name)
+        self._in_flight.add(name)
         try:
             yield
         except BaseException:
@@ -69,6 +71,13 @@ class Suspects:
             with suppress(psycopg.Error):
                 self.take_back(name)
             raise
+        finally:
+            self._in_flight.discard(name)
+
+    def forgive(self) -> None:
+        """The process ends itself now: that is no death over what it has in flight. Raises psycopg.Error."""
+        for name in tuple(self._in_flight):
+            self.take_back(name)
 
     def clear(self, name: str) -> None:
         """Forget the deaths over a transaction: it was handled, or is dead-lettered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from relay.service import Service
 from relay.store import groups
 from relay.store.presence import instances
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.process import running
 
 
 def python(outbox: Outbox, name: str, engine: str = "inline", **overrides: Any) -> Settings:
@@ -72,6 +74,24 @@ def test_an_instance_that_a_fault_has_stopped_did_not_die(outbox: Outbox) -> Non
         False,
         [],
     )
+
+
+def test_a_stop_that_takes_longer_than_shutdown_timeout_is_no_death(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.conn.execute("insert into relay.groups (group_id, running) values ('default', true)")
+    outbox.publish(host(1), event(1))
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers={"python": {"type": "python", "callable": "tests.callables:sleep_long"}},
+        routes=[{"handlers": ["python"]}],
+        shutdown_timeout=0.2,
+    )
+    noted = "select count(*) from relay.suspects where attempts = 1 and starts_with(suspect, '1/')"
+    with running(config) as service:
+        wait_until(lambda: outbox.value(noted) == 1)
+        assert service.terminate() == 1
+    assert outbox.value(noted) == 0
 
 
 def test_the_names_of_living_instances_are_those_that_began(outbox: Outbox) -> None:
