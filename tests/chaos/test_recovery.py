@@ -141,7 +141,7 @@ def test_the_outcome_of_a_commit_is_not_known(outbox: Outbox, mode: str) -> None
         outbox.publish(host(1), event(1))
         with relaying(settings):
             outbox.wait_handled()
-            proxy.cut_after = lambda data: b"COMMIT" in data and CHANCE.random() < 0.3
+            proxy.cut_after = lambda data: b"commit;" in data and CHANCE.random() < 0.3
             while proxy.cuts < 5:
                 for number in range(9):
                     outbox.publish(host(number), event(number), event(number))
