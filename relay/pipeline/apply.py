@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -193,8 +193,11 @@ class Applier:
         events = waiting = 0
         dead: list[DeadTransaction] = []
         braked: list[str] = []
-        with self._source.connection() as source:
-            found = self._rows.commits(source, floors, task.upto, task.by_reference)
+        with (
+            self._source.connection() as source,
+            # Closed before the connection is: a COPY that is under way would keep that from being returned.
+            closing(self._rows.commits(source, floors, task.upto, task.by_reference)) as found,
+        ):
             for transactions in self._portions(found):
                 events += transactions.events
                 left, buried = self._bury_by_reference(conn, transactions, task.by_reference)

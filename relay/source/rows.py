@@ -6,7 +6,7 @@ commits, so when a row is visible, every row with a smaller c_offset is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, LiteralString
@@ -323,7 +323,7 @@ class OutboxRows:
 
     def commits(
         self, conn: Connection, floors: Floors, upto: int, by_reference: Collection[int] = ()
-    ) -> Iterator[Transactions]:
+    ) -> Generator[Transactions]:
         """The rows of partitions from their floors up to `upto`, grouped as the WAL's commits are.
 
         Payload and metadata are null in the rows with an offset in `by_reference`.
