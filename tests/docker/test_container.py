@@ -171,6 +171,8 @@ def stack(image: str) -> Iterator[Stack]:
         pytest.skip("there is neither `docker compose` nor docker-compose")
     environment = {
         "COMPOSE_PROJECT_NAME": f"relay-test-{os.getpid()}",
+        # An engine that copies the image for each container is slow to answer.
+        "COMPOSE_HTTP_TIMEOUT": "600",
         "RELAY_IMAGE": image,
         "POSTGRES_PORT": str(free_port()),
         **SECRETS,

@@ -298,7 +298,8 @@ def test_a_batch_that_was_begun_keeps_its_buckets(
 
 
 @pytest.mark.chaos
-@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.timeout(900)
 def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     outbox: Outbox, tmp_path: Path
 ) -> None:
@@ -312,20 +313,21 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     for done in range(4):
         with running(file) as service:
             # Sooner and later in the life of a batch, also between its last file and the note that it is written.
-            service.wait_said("written with Spark") if done % 2 else None
+            service.wait_said("written with Spark", 180) if done % 2 else None
             wait_until(
                 lambda: (
                     outbox.value(
                         "select count(*) from relay.spark_portions where batch is not null"
                     )
                     > 0
-                )
+                ),
+                180,
             )
             if done:
-                wait_until(lambda: has_files(path))
+                wait_until(lambda: has_files(path), 180)
             service.kill()
     with running(file) as service:
-        wait_until(lambda: outbox.value("select count(*) from projection") == 10_000)
+        wait_until(lambda: outbox.value("select count(*) from projection") == 10_000, 180)
         written_all(outbox)
         assert service.terminate() == 0
     assert assert_each_once(outbox, path).num_rows == 10_000
