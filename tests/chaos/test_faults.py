@@ -165,7 +165,7 @@ def kill_children(parent: int, name: str) -> None:
                 process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(600)
 def test_spark_workers_and_the_jvm_are_killed(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(
