@@ -27,7 +27,7 @@ from relay.cli_options import (
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
 from relay.dsn import administrator_dsn
-from relay.faults import ConfigurationError, RelayError
+from relay.faults import ConfigurationError, RelayError, first_line
 from relay.logs import LogFormat, configure
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def main() -> None:
     except RelayError as error:
         _fail(str(error), error.exit_status)
     except psycopg.Error as error:
-        _fail(f"the database refuses: {_first_line(error)}", 1)
+        _fail(f"the database refuses: {first_line(error)}", 1)
     except BrokenPipeError:
         sys.exit(1)
     except KeyboardInterrupt:
@@ -62,11 +62,6 @@ def _fail(text: str, status: int) -> None:
     for line in text.splitlines():
         print(f"relay: {line}", file=sys.stderr)
     sys.exit(status)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _version(asked: bool) -> None:

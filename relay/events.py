@@ -211,12 +211,12 @@ class Event:
 
     @property
     def payload(self) -> Any:
-        """The payload, parsed anew at each access."""
+        """The payload, parsed again at each access."""
         return self._json("payload")
 
     @property
     def metadata(self) -> Any:
-        """The metadata, parsed anew at each access."""
+        """The metadata, parsed again at each access."""
         return self._json("metadata")
 
     @property
@@ -289,7 +289,7 @@ class Decoder(Protocol):
 class Events:
     """Events of a transaction, in order, as they came.
 
-    They are decoded when they are read, anew at each reading: what nobody reads costs nothing, and a large transaction
+    They are decoded each time they are read: what nobody reads costs nothing, and a large transaction
     is never whole in memory.
     """
 

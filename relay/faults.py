@@ -93,7 +93,7 @@ class NotReceived(Exception):
 
 
 class ProcessDied(Exception):
-    """Every process that had the transaction in hand died of it, so often that it is dead-lettered."""
+    """Every process that had the transaction in flight died of it, so often that it is dead-lettered."""
 
 
 class TransactionAborted(Exception):
@@ -296,6 +296,12 @@ def refused_for_good(error: psycopg.OperationalError) -> bool:
     return _REFUSED_FOR_GOOD.search(str(error)) is not None
 
 
+def first_line(error: BaseException, default: str = "") -> str:
+    """The first line of an error's message; if it has none the default, or the kind of the error."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else default or type(error).__name__
+
+
 def describe(error: BaseException) -> str:
     """The fault in words that are safe in a log: kind and SQLSTATE, but no message, since messages quote values."""
     if isinstance(error, RelayError):
@@ -310,9 +316,7 @@ def describe(error: BaseException) -> str:
         parts.append(f"sqlstate {error.sqlstate}")
     if _database_action(error) is Action.RETRY and not (error.sqlstate or "").startswith("XX"):
         # The server's or libpq's own words about itself; they name hosts and ports, never rows.
-        parts.append(
-            str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
-        )
+        parts.append(first_line(error, "connection lost"))
     elif _permission_denied(error):
         parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
     elif error.diag.constraint_name:
@@ -370,7 +374,7 @@ class TaskFault(Exception):
     """Why a task could not be applied, in a form that travels between processes.
 
     `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to. `died` says that
-    the process that had the task in hand may have died of it, `braked` that a handler is stopped.
+    the process that had the task in flight may have died of it, `braked` that a handler is stopped.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
 from relay.config import OWN_OUTBOX, Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_logical_wal, require_slot, require_table
 from relay.source.columns import require_readable
 from relay.source.index import drop_index, ensure_index, has_index
@@ -72,21 +72,21 @@ def initialise(
             return _Installation(settings, source, target, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {_first(error)}: connect as an administrator "
+                f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
                 "(`relay init --admin-dsn …`), or have the right granted"
             ) from None
         except psycopg.errors.ConfigurationLimitExceeded as error:
             raise ConfigurationError(
-                f"source.dsn: {_first(error)}: raise max_replication_slots and restart the server, or drop a slot"
+                f"source.dsn: {first_line(error)}: raise max_replication_slots and restart the server, or drop a slot"
             ) from None
         except psycopg.errors.LockNotAvailable as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {_first(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
+                f"source.dsn or target.dsn: {first_line(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
                 "nothing was changed, since publishers wait meanwhile: run `relay init` again when it has ended"
             ) from None
         except psycopg.errors.WrongObjectType as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {_first(error)}: drop or rename it, relay needs a table of its own there"
+                f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of its own"
             ) from None
 
 
@@ -388,7 +388,3 @@ def _let_replicate(source: Connection) -> bool:
     except psycopg.errors.InsufficientPrivilege:
         return False
     return True
-
-
-def _first(error: psycopg.Error) -> str:
-    return str(error).strip().splitlines()[0]

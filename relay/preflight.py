@@ -16,7 +16,7 @@ from relay import handlers
 from relay.config import Settings
 from relay.effects import Effects
 from relay.events import FIELDS
-from relay.faults import ConfigurationError, RelayError, Unreachable, refused_for_good
+from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
@@ -115,7 +115,7 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
         if pinned:
             pin_text_form(conn)
     except psycopg.OperationalError as error:
-        first = _first_line(error).removeprefix("connection failed: ")
+        first = first_line(error).removeprefix("connection failed: ")
         kind = ConfigurationError if refused_for_good(error) else Unreachable
         raise kind(
             f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
@@ -127,13 +127,8 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
             if not conn.broken:
                 raise
             raise Unreachable(
-                f"{key}: the connection was lost: {_first_line(error)}: start the server"
+                f"{key}: the connection was lost: {first_line(error)}: start the server"
             ) from None
-
-
-def _first_line(error: psycopg.Error) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _error(subject: str, error: ConfigurationError) -> Finding:
@@ -303,7 +298,7 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 Level.ERROR,
                 "slot",
                 f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
-                "auto, which makes it anew and reads by polling what it lacks",
+                "auto, which recreates it and reads by polling what it lacks",
             )
     if state is not None and state.active:
         yield Finding(
@@ -424,6 +419,6 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
         return Finding(
             Level.ERROR,
             "handler",
-            f"handlers.{name}: {str(error).strip().splitlines()[0]}: grant what it needs",
+            f"handlers.{name}: {first_line(error)}: grant what it needs",
         )
     return Finding(Level.OK, "handler", f"{name} is accepted by the target")

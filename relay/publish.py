@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 
 from relay.config import OWN_OUTBOX, Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, first_line
 
 Connection = psycopg.Connection[Any]
 
@@ -146,7 +146,7 @@ def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, in
             )
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             raise ConfigurationError(
-                f"transaction {published + 1}: {str(error).strip().splitlines()[0]}: "
+                f"transaction {published + 1}: {first_line(error)}: "
                 f"{published} transactions before it are published"
             ) from None
         published += 1

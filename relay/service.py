@@ -40,7 +40,7 @@ _FORGIVE_SECONDS = 2.0
 
 
 def leave_on_signals() -> None:
-    """Until a service takes the signals over, SIGTERM and SIGINT end the process at once: nothing is in hand yet."""
+    """Until a service takes the signals over, SIGTERM and SIGINT end the process at once: nothing is in flight yet."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: sys.exit(0))
 
@@ -96,7 +96,7 @@ class Service:
         self.run()
 
     def stop(self) -> None:
-        """Let `run` end after the batch in hand."""
+        """Let `run` end after the batch in flight."""
         self._source.stop()
         self._pipeline.interrupt()
         self._reviver.stop()
@@ -123,7 +123,7 @@ class Service:
                 self._relay(batch)
             self._raise_faults()
         except Interrupted:
-            log.warning("stopping with the batch in hand unfinished; it will be delivered again")
+            log.warning("stopping with the batch in flight unfinished; it will be delivered again")
         finally:
             if self._unflushed:
                 self._unflushed.close()
@@ -184,7 +184,7 @@ class Service:
 
     def _give_up(self) -> None:
         log.error(
-            "the batch in hand did not end within shutdown_timeout; it will be delivered again"
+            "the batch in flight did not end within shutdown_timeout; it will be delivered again"
         )
         # A target that does not answer must not keep the process.
         forgiving = Thread(target=self._forgive, daemon=True)
@@ -200,7 +200,7 @@ class Service:
 
 
 def _say_why(name: str) -> None:
-    log.info("stopping after the batch in hand", extra={"signal": name})
+    log.info("stopping after the batch in flight", extra={"signal": name})
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:

@@ -29,7 +29,7 @@ _REFUSED = frozenset(
 
 
 class Kafka:
-    """One producer, which is made anew after a fatal error."""
+    """One producer, which is replaced after a fatal error."""
 
     def __init__(self, name: str, settings: KafkaHandler) -> None:
         """Raises ConfigurationError for what the client does not know."""

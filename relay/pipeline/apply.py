@@ -90,7 +90,7 @@ class Applier:
             pass
 
     def interrupt(self) -> None:
-        """Deliver nothing more to the outside, so that what is in hand ends soon."""
+        """Deliver nothing more to the outside, so that what is in flight ends soon."""
         self._handling.interrupt()
 
     def forgive(self) -> None:

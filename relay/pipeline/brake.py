@@ -70,7 +70,7 @@ class Brake:
         return True
 
     def fault(self, handler: str, error: BaseException) -> Braked:
-        """What is said of a handler that is stopped."""
+        """The fault of a handler that is stopped."""
         return Braked(
             told(handler, self._limits[handler], describe(error)), handler, kind_of(error)
         )

@@ -154,7 +154,7 @@ class Handling:
         histories: Histories,
         brake: Brake,
     ) -> Fates:
-        """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begun anew."""
+        """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begins again."""
         fates: Fates = {}
         rest, known, delivered = transactions, histories, False
         while True:

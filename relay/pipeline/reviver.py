@@ -26,7 +26,7 @@ class Reviver:
         failed: Callable[[], None],
         applied: Callable[[int], None],
     ) -> None:
-        """`patience` is how many seconds `close` waits for what is in hand.
+        """`patience` is how many seconds `close` waits for what is in flight.
 
         `applied` is called with how many transactions were applied, after each commit.
         """
@@ -45,11 +45,11 @@ class Reviver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after what is in hand. Safe in a signal handler's thread."""
+        """End after what is in flight. Safe in a signal handler's thread."""
         self._stopping.set()
 
     def close(self) -> None:
-        """Stop, and wait for what is in hand."""
+        """Stop, and wait for what is in flight."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(self._patience)

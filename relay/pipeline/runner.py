@@ -98,11 +98,11 @@ class Pipeline:
             self.session.start()
 
     def guard(self) -> None:
-        """A process has died: note which transaction is in hand, for as many events as it can have had in a batch."""
+        """A process has died: note which transaction is in flight, for as many events as it can have had in a batch."""
         self._guarded_events = self._batch_events
 
     def interrupt(self) -> None:
-        """Give up waiting to try again: the batch in hand ends or raises Interrupted."""
+        """Give up waiting to try again: the batch in flight ends or raises Interrupted."""
         self._stopping.set()
         self.applier.interrupt()
 
@@ -161,7 +161,7 @@ class Pipeline:
             raise
 
     def _say(self, state: RetryCallState) -> None:
-        """Log why the batch in hand has to wait, once for each reason."""
+        """Log why the batch in flight has to wait, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
         if text != self._said:

@@ -22,7 +22,7 @@ from tenacity import (
 )
 
 from relay import config
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, first_line
 from relay.garbage import collect_seldom, return_arrow_blocks
 from relay.java import java_home
 from relay.pipeline.spark_gateway import start_gateway
@@ -137,7 +137,9 @@ class Session:
             self._error = error
             self._settled.set()
         except Exception as error:
-            log.debug("gave up building the Spark session", extra={"fault": first_line(error)})
+            log.debug(
+                "gave up building the Spark session", extra={"fault": kind_and_first_line(error)}
+            )
 
     def _build(self) -> None:
         if self._closing.is_set():
@@ -171,7 +173,7 @@ class Session:
         try:
             session.stop()
         except Exception as error:
-            log.debug("the Spark session did not stop", extra={"fault": first_line(error)})
+            log.debug("the Spark session did not stop", extra={"fault": kind_and_first_line(error)})
         _clear_remains()
 
 
@@ -243,7 +245,9 @@ def _clear_remains() -> None:
     try:
         gateway.shutdown()
     except Exception as error:
-        log.debug("the Spark gateway did not shut down", extra={"fault": first_line(error)})
+        log.debug(
+            "the Spark gateway did not shut down", extra={"fault": kind_and_first_line(error)}
+        )
     process = getattr(gateway, "proc", None)
     if process is not None:
         process.stdin.close()  # the JVM ends with its standard input
@@ -258,13 +262,14 @@ def _clear_remains() -> None:
     forgetful._instantiatedSession = None
 
 
-def first_line(error: BaseException) -> str:
+def kind_and_first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message, which Spark follows with a page of Java."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)[:300]}"
 
 
 def _say(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     if error is not None:
-        log.warning("the Spark session cannot be built yet", extra={"fault": first_line(error)})
+        log.warning(
+            "the Spark session cannot be built yet", extra={"fault": kind_and_first_line(error)}
+        )

@@ -24,7 +24,7 @@ from relay.garbage import collect_seldom, return_arrow_blocks, return_large_bloc
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
-from relay.pipeline.session import Session, first_line
+from relay.pipeline.session import Session, kind_and_first_line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,7 +63,9 @@ class SparkEngine:
             # A worker that dies takes the job's other tasks along, which are not to blame.
             return [result for task in tasks for result in self._run_job(session, [task], guarded)]
         except Exception as error:
-            fault = TaskFault(Action.RETRY, f"the Spark job failed: {first_line(error)}", died=True)
+            fault = TaskFault(
+                Action.RETRY, f"the Spark job failed: {kind_and_first_line(error)}", died=True
+            )
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
         finally:

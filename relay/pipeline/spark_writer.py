@@ -67,11 +67,11 @@ class SparkWriter:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the batch in hand. Safe in a signal handler's thread."""
+        """End after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
 
     def close(self) -> None:
-        """Stop, and wait for the batch in hand, as long as `shutdown_timeout`; else the next process writes it."""
+        """Stop, and wait for the batch in flight, as long as `shutdown_timeout`; else the next process writes it."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(self._settings.shutdown_timeout)

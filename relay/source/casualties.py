@@ -49,7 +49,9 @@ class Casualties:
 
     def took(self, size: int, begun: Begun | None) -> None:
         """So many bytes were taken in, and a commit is open now. Raises Undigestible before its next row."""
-        if begun == self._noted and (self._noted or self._left <= 0):
+        if self._noted is None and not self.guarding:
+            return
+        if begun is not None and begun == self._noted:
             return
         if self._noted is not None:
             self._suspects.clear(_name(self._noted))

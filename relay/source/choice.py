@@ -53,7 +53,7 @@ class Source(Protocol):
         """Everything up to a position is durable, where `ack` did not say so."""
 
     def stop(self) -> None:
-        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
 
     def close(self) -> None:
         """Let go of the source."""
@@ -102,7 +102,7 @@ class StreamSource:
         self._wal.start()
 
     def stop(self) -> None:
-        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
         self._wal.stop()
         self._poller.stop()

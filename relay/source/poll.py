@@ -178,7 +178,7 @@ class PollSource:
         note_mode(self._settings, "poll", "source.mode is poll")
 
     def stop(self) -> None:
-        """Let `batches()` end after the batch in hand. Safe in a signal handler's thread."""
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
         self._poller.stop()
         self._listener.ring()

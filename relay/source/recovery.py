@@ -66,7 +66,7 @@ def recognise(settings: Settings, system: System) -> None:
 
 
 class Recovery:
-    """Makes a lost slot anew, publication first.
+    """Recreates a lost slot, publication first.
 
     What the new slot does not have is left to polling: the cursors tell what is missing.
     """
@@ -113,7 +113,7 @@ class Recovery:
                 ) from None
             groups.note_recreation(target, self._settings.group)
         log.warning(
-            "the slot was created anew; what it does not have is read by polling",
+            "the slot was recreated; what it does not have is read by polling",
             extra={"slot": source.slot, "reason": reason or "the publication was missing"},
         )
         return True

@@ -18,7 +18,7 @@ from psycopg.adapt import Loader
 
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import ConfigurationError, RelayError, is_transient
+from relay.faults import ConfigurationError, RelayError, first_line, is_transient
 from relay.paths import JSON_FIELDS
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
@@ -402,10 +402,9 @@ class OutboxRows:
             except psycopg.Error as error:
                 if is_transient(error):
                     raise
-                first = str(error).strip().splitlines()[0]
                 raise RelayError(
-                    f"source.table: {self._settings.source.table} cannot be read: {first}: mend it, or grant SELECT "
-                    "to the role of source.dsn"
+                    f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: mend it, or "
+                    "grant SELECT to the role of source.dsn"
                 ) from None
 
     def _selected(

@@ -34,7 +34,14 @@ from tenacity import (
 from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
-from relay.faults import ConfigurationError, RelayError, describe, is_transient, server_error
+from relay.faults import (
+    ConfigurationError,
+    RelayError,
+    describe,
+    first_line,
+    is_transient,
+    server_error,
+)
 from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
 from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
@@ -42,7 +49,7 @@ from relay.source.columns import rows_move
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
-from relay.source.slot import require_ours, require_published, slot_state
+from relay.source.slot import require_ours, require_published, slot_reader, slot_state
 from relay.source.translation import Encoding
 from relay.store import groups
 from relay.store.connections import pin_text_form
@@ -62,7 +69,7 @@ GULP_BYTES = 2 * 1024 * 1024
 BUSY_BYTES = 128 * 1024
 """A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
 NAP_SECONDS = 0.01
-"""How long the stream is left alone at most, while it is behind and while a batch is in hand."""
+"""How long the stream is left alone at most, while it is behind and while a batch is in flight."""
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 ACTIVE_WAIT_SECONDS = 1.0
@@ -102,7 +109,7 @@ class WalSource:
 
     `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
     Faults of the connection are waited out; others end `take()` with a RelayError. With a `recovery` a lost slot is
-    made anew, and what keeps the stream away is an `outage` instead of an error. `changed` is called when the stream
+    recreated, and what keeps the stream away is an `outage` instead of an error. `changed` is called when the stream
     is back.
     """
 
@@ -183,7 +190,7 @@ class WalSource:
             self._changed.notify_all()
 
     def reconnect(self) -> None:
-        """Begin to stream anew, after a look at slot and publication."""
+        """Begin to stream again, after a look at slot and publication."""
         self._suspected = True
         self._bell.ring()
 
@@ -421,18 +428,12 @@ class WalSource:
         if self._recovery is None:
             return None
         try:
-            row = conn.execute(
-                "select a.application_name from pg_replication_slots s join pg_stat_activity a on a.pid = s.active_pid"
-                " where s.slot_name = %s and a.application_name not like 'relay%%'",
-                (self._settings.source.slot,),
-            ).fetchone()
+            reader = slot_reader(conn, self._settings.source.slot)
         except psycopg.Error:
             return None
-        return (
-            f"another client reads the slot: {row[0] or 'without a name'}"
-            if isinstance(row, tuple)
-            else None
-        )
+        if reader is None or reader.startswith("relay"):
+            return None
+        return f"another client reads the slot: {reader or 'without a name'}"
 
     def _note_why(self) -> Callable[[RetryCallState], None]:
         """A callback that logs each change of the reason for waiting, once, and keeps it as the outage."""
@@ -516,7 +517,7 @@ class WalSource:
             raise Unavailable(str(error)) from None
 
     def _settle(self) -> None:
-        """Another server or timeline: what was received from the former is applied before positions begin anew."""
+        """Another server or timeline: what was received from the former is applied before positions begin again."""
         log.warning("the source is another server or timeline; c_offset decides what is new")
         while not self._progress.settled and not self._closing.is_set():
             self._closing.wait(NAP_SECONDS * 10)
@@ -731,7 +732,7 @@ def _wait(state: RetryCallState) -> float:
 
 def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
     source = settings.source
-    first = str(error).strip().splitlines()[0]
+    first = first_line(error)
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigurationError(
             f"source.dsn: {first}: give the role the REPLICATION attribute, or connect as one that has it"
@@ -743,7 +744,7 @@ def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
         )
     if isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
         return RelayError(
-            f"the slot {source.slot!r} cannot serve any more: {first}: set source.mode to auto, which makes it anew "
+            f"the slot {source.slot!r} cannot serve any more: {first}: set source.mode to auto, which recreates it "
             "and reads by polling what it lacks"
         )
     return RelayError(f"the server refuses to stream: {first}")

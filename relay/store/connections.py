@@ -73,7 +73,7 @@ _CREATE_LEFT_OVER = r"""
                           and refobjid = pg_my_temp_schema() and relname not like 'relay\_%');
     end $$
 """
-"""A function, since planning such a query anew would cost more than all the rest."""
+"""A function, since planning such a query each time would cost more than all the rest."""
 
 
 class _Pool(ConnectionPool[psycopg.Connection[Any]]):

@@ -551,7 +551,7 @@ def bury_again(
 
 
 def mark_by_reference(conn: psycopg.Connection[Any], number: int, offsets: Sequence[int]) -> None:
-    """The letters of some c_offsets of a dead transaction lack payload and metadata, which only the outbox has."""
+    """Mark the letters at these c_offsets: only the outbox has their payload and metadata."""
     conn.execute(
         "update relay.dead_letter_queue set by_reference = true where dead_transaction = %s and c_offset = any(%s)",
         (number, list(offsets)),

@@ -85,7 +85,7 @@ def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str 
 
 
 def recreations(conn: psycopg.Connection[Any], group: str) -> int:
-    """How often the slot was made anew within the last hour."""
+    """How often the slot was recreated within the last hour."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             """
@@ -98,7 +98,7 @@ def recreations(conn: psycopg.Connection[Any], group: str) -> int:
 
 
 def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
-    """The slot was made anew."""
+    """The slot was recreated."""
     conn.execute(
         """
         insert into relay.groups as g (group_id, slot_recreations) values (%s, array[now()])

@@ -184,7 +184,7 @@ def initialised(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
 
 
 def not_initialised(group: str) -> ConfigurationError:
-    """What is said of a group without partitions."""
+    """The fault of a group without partitions."""
     return ConfigurationError(f"group: {group!r} is not initialised: run `relay init`")
 
 

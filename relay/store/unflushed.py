@@ -1,6 +1,6 @@
 """What a target with `synchronous_commit: off` has committed and may not have on its disk yet.
 
-Such a commit may be confirmed to the source only once it is there. A thread looks, in one session: the cursors that it
+Such a commit may be confirmed to the source only once it is there. A thread checks, in one session: the cursors that it
 sees are durable when everything that was in the WAL at that moment is flushed, since a crash would have ended the
 session. Until then each task checks, under the lock of its partitions, that they are where they were left.
 
@@ -26,14 +26,14 @@ from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 """How often it is asked whether the WAL is flushed; PostgreSQL's WAL writer does it every 0.2 s by default."""
 CLOSE_SECONDS = 2.0
 """How long an end waits for the last commits; what is not confirmed then is delivered again and recognised."""
 
 
 def require_kept(floors: Mapping[int, Reached], cursors: Mapping[int, offsets.Cursor]) -> None:
-    """Raise RelayError if a partition is behind where this process left it."""
+    """Raise RelayError if a partition has an older position than this process left it at."""
     for partition, floor in floors.items():
         cursor = cursors.get(partition)
         if (
@@ -69,7 +69,7 @@ class Unflushed:
         self.error: RelayError | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to check."""
         self._thread.start()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Unflushed:
         )
         try:
             while self._wait_for_work():
-                retrying(self._look)
+                retrying(self._check)
         except Exception as error:
             if isinstance(error, RelayError) or not self._stopping.is_set():
                 self._fail(error)
@@ -119,7 +119,7 @@ class Unflushed:
             self._changed.wait_for(lambda: self._pending or self._stopping.is_set())
         return not self._stopping.is_set()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Confirm what is pending now, as soon as it is flushed."""
         with self._changed:
             pending = list(self._pending)
@@ -129,7 +129,7 @@ class Unflushed:
             for _, reached in pending:
                 require_kept(reached, cursors)
             while not offsets.is_flushed(self._conn, position):
-                if self._stopping.wait(LOOK_SECONDS):
+                if self._stopping.wait(CHECK_SECONDS):
                     raise TransientFault("stopping")
         except psycopg.Error:
             self._disconnect()

@@ -117,7 +117,7 @@ comment on column relay.groups.configuration is
 comment on column relay.groups.timeline is
     'of the server that applied_lsn of this group''s offsets belongs to, with system_identifier';
 comment on column relay.groups.slot_recreations is
-    'when relay had to create the slot anew within the last hour';
+    'when relay had to recreate the slot within the last hour';
 
 comment on column relay.groups.source_mode is
     'how events come, wal or poll, with the reason, since when, and to which instance: the last to change it';
