@@ -39,24 +39,30 @@ class Python:
         ConfigurationError if it ended the database transaction and began no other; the commit tells of one that did.
         """
         factories = conn.row_factory, conn.cursor_factory
-        for transaction in routed:
-            try:
-                self._call(conn, transaction)
-            finally:
-                # Relay's own statements follow on the same connection.
-                conn.row_factory, conn.cursor_factory = factories
-
-    def _call(self, conn: Connection, transaction: Transaction) -> None:
+        cursor = conn.cursor()
         try:
-            # A cursor for each call, since the function may close it.
-            with conn.cursor() as cursor:
-                self._function(transaction, cursor)
+            for transaction in routed:
+                if cursor.closed:
+                    cursor = conn.cursor()
+                self._call(conn, transaction, cursor)
+        finally:
+            cursor.close()
+            # Relay's own statements follow on the same connection.
+            conn.row_factory, conn.cursor_factory = factories
+
+    def _call(
+        self, conn: Connection, transaction: Transaction, cursor: psycopg.Cursor[Any]
+    ) -> None:
+        try:
+            self._function(transaction, cursor)
         except Exception as error:
             if _is_ended(conn) or _is_another(conn):
                 raise transaction_ended([self.name]) from error
             raise
         except SystemExit as error:
             raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
+        if conn.pgconn.transaction_status == TransactionStatus.INTRANS:
+            return
         if _is_ended(conn):
             raise transaction_ended([self.name])
         if conn.info.transaction_status == TransactionStatus.INERROR:

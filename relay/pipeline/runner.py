@@ -29,6 +29,7 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.pipeline.session import Session
+from relay.store import arrays
 from relay.store.connections import open_pool
 
 log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class Pipeline:
         with self._source.connection() as conn:
             rows = conn.execute(
                 "select hashtext(host) from unnest(%s::text[]) with ordinality as t (host, n) order by n",
-                (list(hosts),),
+                (arrays.of_texts(hosts),),
             ).fetchall()
         return [value for (value,) in rows]
 

@@ -173,7 +173,7 @@ class HandlerPool:
         self._pool = _pool(dsn, size, f"{_SESSION}; {commit}; {_BOUNDED}", self._prepare)
 
     def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
-        """A session for statements of relay's own, in autocommit mode."""
+        """A session for statements of relay's own, committed at the end."""
         return self._pool.connection()
 
     @contextmanager
@@ -183,7 +183,6 @@ class HandlerPool:
         Raises ConfigurationError if code of the user's ended it, and psycopg.Error.
         """
         with self._pool.connection() as conn:
-            conn.autocommit = False
             try:
                 self._begin(conn)
                 yield conn
@@ -191,7 +190,6 @@ class HandlerPool:
             except BaseException:
                 self._abandon(conn)
                 raise
-            conn.autocommit = True
             if left_over and self._code_of:
                 _close(conn)
 
@@ -236,11 +234,11 @@ class HandlerPool:
             f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'; select {last}"
         ).encode()
         self._configure(conn)
+        conn.autocommit = False
 
     def _abandon(self, conn: psycopg.Connection[Any]) -> None:
         try:
             conn.rollback()
-            conn.autocommit = True
             if _run(conn, self._reset) and self._code_of:
                 _close(conn)
         except psycopg.Error:

@@ -11,6 +11,7 @@ from psycopg.rows import scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
+from relay.store import arrays
 from relay.store.brakes import Streak, streaks_of
 
 TOPIC = 1
@@ -60,8 +61,8 @@ def lock(
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
     *rows, (*_, holding, streaks) = conn.execute(
-        "select * from relay.lock_partitions(%s, %s, %s, %s::text[])",
-        (group, TOPIC, list(partitions), list(hosts)),
+        "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
+        (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(hosts)),
     )
     found = {cursor.partition_id: cursor for cursor in _cursors(rows)}
     missing = [partition for partition in partitions if partition not in found]
@@ -131,18 +132,18 @@ def advance(
         """
         update relay.consumer_offsets as o
            set next_offset = greatest(o.next_offset, a.next_offset),
-               applied_lsn = greatest(o.applied_lsn, a.applied_lsn::pg_lsn),
+               applied_lsn = greatest(o.applied_lsn, a.applied_lsn),
                updated_at  = now()
-          from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::text[])
+          from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::pg_lsn[])
                as a (partition_id, next_offset, applied_lsn)
          where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
         returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
                        then set_config('synchronous_commit', 'on', true) end
         """,
         {
-            "partitions": [a.partition_id for a in advances],
-            "offsets": [a.next_offset for a in advances],
-            "lsns": [str(a.applied_lsn) for a in advances],
+            "partitions": arrays.of_numbers(a.partition_id for a in advances),
+            "offsets": arrays.of_numbers(a.next_offset for a in advances),
+            "lsns": arrays.of_texts([str(a.applied_lsn) for a in advances]),
             "group": group,
             "topic": TOPIC,
             "durable": durable,

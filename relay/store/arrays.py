@@ -1,0 +1,23 @@
+"""Arrays as PostgreSQL reads them. psycopg writes a list element by element, which large batches feel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+
+def of_texts(texts: Collection[str]) -> str:
+    """The literal of a text array.
+
+    Source: PostgreSQL documentation, "Array Input and Output Syntax".
+    """
+    if not texts:
+        return "{}"
+    joined = '","'.join(texts)
+    if "\\" in joined or joined.count('"') != 2 * (len(texts) - 1):
+        joined = '","'.join(text.replace("\\", "\\\\").replace('"', '\\"') for text in texts)
+    return f'{{"{joined}"}}'
+
+
+def of_numbers(numbers: Iterable[int]) -> str:
+    """The literal of an array of integers."""
+    return f"{{{','.join(map(str, numbers))}}}"
