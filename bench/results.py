@@ -17,10 +17,13 @@ from bench.environment import description
 Measurement = dict[str, float]
 """Figures by their name, such as `events/s` or `p99`."""
 
-MORE_IS_BETTER = ("events/s", "transactions/s")
+MORE_IS_BETTER = ("events/s", "transactions/s", "commits/s")
 
-JUDGED = ("events/s", "p50", "p99", "durable p50", "durable p99")
+JUDGED = ("events/s", "commits/s", "p50", "p99", "durable p50", "durable p99")
 """The figures that are compared."""
+
+SUMMED = ("samples", "lock waits", "extend waits")
+"""Figures that count over all rounds: a median would hide what is seen in one round only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,10 @@ def _result(
 
 def _medians(rounds: Sequence[Measurement]) -> Measurement:
     names = dict.fromkeys(name for figures in rounds for name in figures)
-    return {name: statistics.median(f[name] for f in rounds if name in f) for name in names}
+    return {
+        name: (sum if name in SUMMED else statistics.median)([f[name] for f in rounds if name in f])
+        for name in names
+    }
 
 
 def _ratios(own: Measurement, reference: Measurement) -> Measurement:

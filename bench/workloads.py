@@ -18,6 +18,7 @@ from bench.peers.psycopg2_loop import Psycopg2Loop
 from bench.peers.recvlogical import Recvlogical
 from bench.peers.subscription import Subscription
 from bench.peers.transactional_outbox import TransactionalOutbox
+from bench.publishing import CREATE_PLAIN_TABLE, PLAIN_TABLE, RELAY_TABLE, Publishers
 from bench.relaying import NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
 from bench.results import Contender, Measurement, Workload
 from relay.embedded import Cluster
@@ -253,6 +254,36 @@ def scale(plan: Plan) -> Iterator[Workload]:
     yield Workload("scale", size, rows)
 
 
+def publish(plan: Plan) -> Iterator[Workload]:
+    """What relay costs publishers: its outbox beside the same table without relay, without and with work to do."""
+    outbox = Outbox(plan.cluster, "publish")
+    outbox.conn.execute(CREATE_PLAIN_TABLE)
+    # Nobody reads the slot of the installation, so it would keep all WAL.
+    outbox.drop(f"{outbox.name}_base")
+    plain = "plain table"
+    tables = {plain: PLAIN_TABLE, "relay's outbox": RELAY_TABLE}
+    seconds = 2 if plan.quick else 5
+
+    def row(name: str, table: str, clients: int, work_ms: int) -> Contender:
+        publishers = Publishers(clients, work_ms, seconds)
+        return Contender(
+            f"{name}, clients: {clients}",
+            lambda: publishers.measure(outbox, table, plan.folder),
+            plan.often(expensive=True),
+            f"{plain}, clients: {clients}",
+        )
+
+    for work_ms in (0, 5):
+        rows = [
+            row(name, table, clients, work_ms)
+            for clients in ((1, 32) if plan.quick else (1, 8, 32, 64))
+            for name, table in tables.items()
+        ]
+        work = f", {work_ms} ms of work after the insert" if work_ms else ""
+        size = f"one event a transaction{work}, {seconds} s a round"
+        yield Workload(f"publish-{work_ms}ms" if work_ms else "publish", size, rows)
+
+
 WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "drain-noop": drain_noop,
     "drain-apply": drain_apply,
@@ -260,7 +291,8 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "catch-up": catch_up,
     "memory": memory_and_start,
     "scale": scale,
+    "publish": publish,
 }
 
-QUICK = ("drain-noop", "drain-apply", "live", "catch-up", "memory")
+QUICK = ("drain-noop", "drain-apply", "live", "catch-up", "memory", "publish")
 """What a quick run takes where none is named: each row of `scale` starts a Spark session."""

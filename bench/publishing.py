@@ -1,0 +1,103 @@
+"""Publishers at work: pgbench with one event a transaction, and how many of them are seen waiting for a lock."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.environment import variables
+from bench.outbox import Outbox
+from bench.results import Measurement
+from relay.embedded import wheel_binaries
+
+RELAY_TABLE = "outbox_message_t"
+PLAIN_TABLE = "plain_outbox"
+CREATE_PLAIN_TABLE = f"""
+    create table {PLAIN_TABLE} (like {RELAY_TABLE} including defaults);
+    alter table {PLAIN_TABLE} drop column if exists c_offset, drop column if exists c_xid, add primary key (id)
+"""
+"""The same columns without what relay adds: its columns with their sequence, its indexes, triggers and constraints."""
+
+SCRIPT = r"""
+\set order random(1, 1000000)
+{begin}
+insert into {table} (host_id, user_id, aggregate_id, aggregate_type, event_type, payload,
+    transaction_id, transaction_ordinal, transaction_count)
+values (('00000000-0000-4000-8000-' || lpad((:order % 64)::text, 12, '0'))::uuid,
+    ('00000000-0000-4000-9000-' || lpad((:order % 1000)::text, 12, '0'))::uuid,
+    :order::text, 'Order', 'order.placed',
+    jsonb_build_object('order', :order::int, 'amount', 1, 'note', repeat('x', 100)),
+    gen_random_uuid(), 1, 1);
+{commit}
+"""
+WAITING = """
+    select wait_event = 'extend', count(*) from pg_stat_activity
+    where application_name = 'pgbench' and wait_event_type = 'Lock' group by 1
+"""
+LOCK_WAITS = {False: "lock waits", True: "extend waits"}
+"""The lock on the end of a file is freed before the insert ends, and publishers of any table wait for it at times."""
+SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Publishers:
+    """Concurrent publishers of one event a transaction, for so many seconds.
+
+    work_ms: how long a transaction stays open after its event; at 0 the insert is the whole transaction.
+    """
+
+    clients: int
+    work_ms: int
+    seconds: int
+
+    def measure(self, outbox: Outbox, table: str, folder: Path) -> Measurement:
+        """Commits per second into the emptied table, and sightings of a publisher that waits for a lock of each kind.
+
+        Raises RuntimeError if pgbench fails.
+        """
+        outbox.conn.execute(f"truncate {table}".encode())
+        outbox.conn.execute("checkpoint")
+        output = folder / "pgbench.out"
+        seen = dict.fromkeys(("samples", *LOCK_WAITS.values()), 0)
+        with output.open("wb") as file:
+            process = self._start(outbox.dsn, table, folder, file.fileno())
+        try:
+            while process.poll() is None:
+                for extends, waiting in outbox.conn.execute(WAITING):
+                    seen[LOCK_WAITS[extends]] += waiting
+                seen["samples"] += 1
+                time.sleep(SAMPLE_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+        rate = _rate(process.returncode, output.read_text(errors="replace"))
+        return {"commits/s": rate, **seen}
+
+    def _start(self, dsn: str, table: str, folder: Path, output: int) -> subprocess.Popen[bytes]:
+        script = folder / "publish.sql"
+        begin, commit = "", ""
+        if self.work_ms:
+            begin, commit = "begin;", f"select pg_sleep({self.work_ms / 1000});\ncommit;"
+        script.write_text(SCRIPT.format(table=table, begin=begin, commit=commit))
+        threads = min(self.clients, os.cpu_count() or 1)
+        return subprocess.Popen(
+            [
+                *(str(wheel_binaries() / "pgbench"), "--no-vacuum", "--protocol=prepared"),
+                *(f"--client={self.clients}", f"--jobs={threads}", f"--time={self.seconds}"),
+                *(f"--file={script}", dsn),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables(),
+        )
+
+
+def _rate(status: int, output: str) -> float:
+    found = re.search(r"^tps = ([0-9.]+)", output, re.MULTILINE)
+    if status or not found:
+        raise RuntimeError(f"pgbench ended with status {status}: {output.strip()[:500]}")
+    return float(found[1])
