@@ -135,6 +135,7 @@ class Poll(Section):
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
     batch_size: Annotated[PositiveInt, Number] = 1_000
+    listen: bool = False
     partition_ids: list[Annotated[NonNegativeInt, Number]] | None = None
 
 
@@ -273,6 +274,14 @@ class Settings(BaseSettings):
         if wrong or not pinned:
             raise ValueError(
                 f"poll.partition_ids: must be partitions from 0 to {self.partitions - 1}, at least one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _listens_while_it_polls(self) -> Settings:
+        if self.poll.listen and self.source.mode == "wal":
+            raise ValueError(
+                "poll.listen: needs source.mode: auto or poll; mode wal has no use for notifications"
             )
         return self
 

@@ -19,6 +19,7 @@ from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_logical_wal, require_slot, require_table
 from relay.source.columns import require_readable
 from relay.source.index import drop_index, ensure_index, has_index
+from relay.source.notify import TRIGGER, set_notify
 from relay.source.rows import OutboxRows
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot
 from relay.store import migrations, offsets, streams
@@ -235,7 +236,11 @@ class _Installation:
                 removal.append(_removal_of_schema(conn))
         removal += self._install_outbox()
         self._apply(self.target, "target", "target.dsn")
-        return removal + self._stream() + self._begin()
+        removal += self._stream()
+        removal += self._begin()
+        # Last, since publishers wait from here to the commit.
+        self._set_notify()
+        return removal
 
     def _databases(self) -> list[tuple[Connection, str]]:
         source, target = (self.source, "source.dsn"), (self.target, "target.dsn")
@@ -287,6 +292,12 @@ class _Installation:
             removal.append(lambda: drop_publication(source, of.publication))
             self.done.append(f"publication {of.publication} of {of.table}")
         return removal
+
+    def _set_notify(self) -> None:
+        of, listens = self.settings.source, self.settings.poll.listen
+        if not set_notify(self.source, of, listens):
+            return
+        self.done.append(f"trigger {TRIGGER} {'on' if listens else 'removed from'} {of.table}")
 
     def _begin(self) -> list[_Removal]:
         """The offsets of a new group."""
@@ -348,7 +359,7 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
 
 
 def _adopt(source: Connection, settings: Settings) -> None:
-    """Give an outbox that was there before what relay's own has: offsets, notification, the service's right to read."""
+    """Give an outbox that was there before what relay's own has: offsets, the service's right to read."""
     table = sql.Identifier(*settings.source.table_name)
     source.execute(
         sql.SQL("select relay.attach({}::regclass, {})").format(

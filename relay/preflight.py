@@ -21,6 +21,7 @@ from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
 from relay.source.index import has_index
+from relay.source.notify import TRIGGER, sends_notify
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import admission, deferred, migrations, offsets, spark_batches
 from relay.store.connections import connect, pin_text_form
@@ -227,6 +228,7 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
         yield _index(conn, settings)
+    yield _notify(conn, settings)
     if source.mode != "poll":
         for finding in _stream(conn, settings):
             # What keeps the WAL away is no reason to stop where polling steps in.
@@ -249,6 +251,26 @@ def _index(conn: Connection, settings: Settings) -> Finding:
         "index",
         f"source.table: {settings.source.table} has no index for polling {settings.partitions} partitions, so every "
         "task reads the rows of all: run `relay init`",
+    )
+
+
+def _notify(conn: Connection, settings: Settings) -> Finding:
+    table, listens = settings.source.table, settings.poll.listen
+    sends = sends_notify(conn, settings.source)
+    if sends == listens:
+        text = "inserts wake relay while it polls" if listens else "inserts send no NOTIFY"
+        return Finding(Level.OK, "notify", text)
+    if listens:
+        return Finding(
+            Level.WARNING,
+            "notify",
+            f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
+        )
+    return Finding(
+        Level.WARNING,
+        "notify",
+        f"poll.listen: it is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
+        "`relay init`, which removes it, or set poll.listen: true if another group listens",
     )
 
 

@@ -32,9 +32,9 @@ class Bell:
         except OSError:
             log.debug("nobody waits any more")
 
-    def wait(self, timeout: float) -> None:
-        """Until it has rung, or some seconds have passed."""
-        self._ear.poll(timeout * 1000)
+    def wait(self, timeout: float) -> bool:
+        """Until it has rung, or some seconds have passed; returns whether it has rung."""
+        return bool(self._ear.poll(timeout * 1000))
 
     def hush(self) -> None:
         """However often it rang, it was heard."""

@@ -17,8 +17,8 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.source.assembler import Begun
-from relay.source.listener import Listener
-from relay.source.poll import BUSY_SECONDS, FIRST_IDLE_SECONDS, Poller, PollSource, note_mode
+from relay.source.interval import Interval
+from relay.source.poll import BUSY_SECONDS, Poller, PollSource, note_mode
 from relay.source.recovery import Recovery, recognise
 from relay.source.wal import WalSource
 from relay.transactions import Transactions
@@ -78,12 +78,10 @@ class StreamSource:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._polls = settings.source.mode == "auto"
-        self._listener = Listener(settings.source_dsn)
+        self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
-        self._wal = WalSource(settings, recovery, self._listener.ring, partial(recognise, settings))
+        self._wal = WalSource(settings, recovery, self._interval.ring, partial(recognise, settings))
         self._poller = Poller(settings)
-        self._longest = settings.poll.wait_period_ms / 1000
-        self._idle = FIRST_IDLE_SECONDS
         self._stopping = Event()
         self._progressed = True
         self._mode = ""
@@ -106,13 +104,13 @@ class StreamSource:
         self._stopping.set()
         self._wal.stop()
         self._poller.stop()
-        self._listener.ring()
+        self._interval.ring()
 
     def close(self) -> None:
         """Report the last position and leave the slot."""
         self._wal.close()
         self._poller.close()
-        self._listener.close()
+        self._interval.close()
 
     @property
     def flushed(self) -> Lsn:
@@ -149,7 +147,7 @@ class StreamSource:
 
     def _pause(self) -> float:
         if self._mode == "poll" and self._wal.outage is not None:
-            return 0.0  # the listener waits
+            return 0.0  # the interval between polls is the wait
         return 0.2 if self._checkpoint else 1.0
 
     def _look_at_connection(self) -> None:
@@ -199,7 +197,7 @@ class StreamSource:
                 log.info("reading by polling what the slot does not have", extra={"before": before})
             yield window
             if not self._progressed:
-                self._listener.wait(BUSY_SECONDS)
+                self._stopping.wait(BUSY_SECONDS)
         if said and suspicious:
             self._wal.reconnect()
 
@@ -218,7 +216,7 @@ class StreamSource:
         ):
             yield window
             if not self._progressed:
-                self._listener.wait(BUSY_SECONDS)
+                self._stopping.wait(BUSY_SECONDS)
         if not self._stopping.is_set():
             self._wal.pass_over(commit)
 
@@ -232,18 +230,19 @@ class StreamSource:
         self._enter("poll", outage.reason)
         window = self._poller.look()
         if window is None:
-            self._listener.wait(min(self._idle, self._longest))
-            self._idle = min(self._idle * 2, self._longest)
+            self._interval.wait()
             return
-        self._idle = FIRST_IDLE_SECONDS
+        self._interval.shorten()
         yield window
         if not self._progressed:
-            self._listener.wait(BUSY_SECONDS)
+            self._stopping.wait(BUSY_SECONDS)
 
     def _enter(self, mode: str, reason: str | None = None) -> None:
         if mode == self._mode:
             return
         self._mode = mode
+        if mode == "wal":
+            self._interval.leave()
         log.log(
             logging.WARNING if reason else logging.INFO,
             "polling, since the WAL cannot be had" if reason else "reading the WAL",

@@ -1,10 +1,11 @@
-"""Waits for the outbox's notification, on a connection of its own."""
+"""Listens to the outbox's notifications, on a connection of its own."""
 
 from __future__ import annotations
 
 import logging
 import selectors
-from typing import Any
+from collections.abc import Callable
+from threading import Thread
 
 import psycopg
 
@@ -14,63 +15,65 @@ from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
 
-CHANNEL = "event_channel"
+LISTEN = "listen event_channel"
+RETRY_SECONDS = 1.0
 
 
 class Listener:
-    """Wakes a waiting thread when something is published, or when another thread rings.
+    """Calls `heard` when something is published, from a thread that connects and reads until `stop`.
 
-    Without a connection it only waits: a notification is a hint, the wait's end is what counts.
+    The thread reads whatever the rest of relay does: a session that listens and is not read fills the server's
+    notification queue, and then every COMMIT that notifies fails, in all databases. A notification is a hint: those of
+    a time without a connection are missed.
     """
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, heard: Callable[[], None]) -> None:
         self._dsn = dsn
-        self._conn: psycopg.Connection[Any] | None = None
-        self._bell = Bell()
+        self._heard = heard
+        self._stopped = Bell()
+        self._thread = Thread(target=self._run, name="listener", daemon=True)
+        self._thread.start()
 
-    def ring(self) -> None:
-        """End the wait that is under way, or else the next one. Safe in any thread."""
-        self._bell.ring()
+    def stop(self) -> None:
+        """Let the thread close the connection and end."""
+        self._stopped.ring()
 
-    def wait(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds. Returns at once after connecting: what came before was not heard."""
-        if self._conn is None and self._connected():
-            return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
-            if self._conn is not None:
-                selector.register(self._conn.pgconn.socket, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(timeout)}
-        if self._bell in ready:
-            self._bell.hush()
-        if ready - {self._bell}:
-            self._take()
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop, and wait until the connection is closed."""
+        self.stop()
+        self._thread.join(timeout)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._drop()
-        self._bell.close()
-
-    def _connected(self) -> bool:
+    def _run(self) -> None:
         try:
-            self._conn = connect(self._dsn)
-            self._conn.execute(f"listen {CHANNEL}".encode())
-        except psycopg.Error as error:
-            log.debug("cannot listen", extra={"fault": describe(error)})
-            self._drop()
-        return self._conn is not None
+            while not self._stopped.wait(0):
+                try:
+                    self._listen()
+                except psycopg.Error as error:
+                    log.debug("cannot listen", extra={"fault": describe(error)})
+                    self._stopped.wait(RETRY_SECONDS)
+        finally:
+            self._stopped.close()
 
-    def _take(self) -> None:
-        if self._conn is None:
-            return
-        try:
-            for _ in self._conn.notifies(timeout=0):
-                pass
-        except psycopg.Error as error:
-            log.debug("the listening connection was lost", extra={"fault": describe(error)})
-            self._drop()
+    def _listen(self) -> None:
+        with connect(self._dsn) as conn, selectors.DefaultSelector() as selector:
+            conn.execute(LISTEN)
+            # What was published before was not heard.
+            self._heard()
+            selector.register(self._stopped, selectors.EVENT_READ)
+            selector.register(conn.pgconn.socket, selectors.EVENT_READ)
+            while not self._stopped.wait(0):
+                if _drain(conn.pgconn):
+                    self._heard()
+                selector.select()
 
-    def _drop(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            conn.close()
+
+def _drain(pgconn: psycopg.pq.abc.PGconn) -> int:
+    """Read all notifications that have come; returns how many. Raises psycopg.OperationalError."""
+    before, count = -1, 0
+    # Until a look at the socket brings nothing more: TLS may hold what select() does not show.
+    while count > before:
+        before = count
+        pgconn.consume_input()
+        while pgconn.notifies() is not None:
+            count += 1
+    return count

@@ -20,7 +20,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.patience import say_once, until_it_works
-from relay.source.listener import Listener
+from relay.source.interval import Interval
 from relay.source.rows import OutboxRows, is_visible, prepare_reading
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
@@ -28,7 +28,6 @@ from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
-FIRST_IDLE_SECONDS = 0.01
 BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has something to do."""
 AHEAD_LOOKS = 25
@@ -165,8 +164,7 @@ class PollSource:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._poller = Poller(settings)
-        self._listener = Listener(settings.source_dsn)
-        self._longest = settings.poll.wait_period_ms / 1000
+        self._interval = Interval(settings)
         self._stopping = Event()
         self._progressed = True
 
@@ -181,12 +179,12 @@ class PollSource:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
         self._poller.stop()
-        self._listener.ring()
+        self._interval.ring()
 
     def close(self) -> None:
         """Close the connections."""
         self._poller.close()
-        self._listener.close()
+        self._interval.close()
 
     @property
     def flushed(self) -> Lsn:
@@ -198,17 +196,15 @@ class PollSource:
 
         Raises RelayError.
         """
-        idle = FIRST_IDLE_SECONDS
         while not self._stopping.is_set():
             batch = self._poller.look()
             if batch is None:
-                self._listener.wait(min(idle, self._longest))
-                idle = min(idle * 2, self._longest)
+                self._interval.wait()
                 continue
-            idle = FIRST_IDLE_SECONDS
+            self._interval.shorten()
             yield batch
             if not self._progressed:
-                self._listener.wait(BUSY_SECONDS)
+                self._stopping.wait(BUSY_SECONDS)
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """The batch is committed, as far as it could be claimed."""

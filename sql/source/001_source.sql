@@ -83,37 +83,63 @@ begin
 end
 $$;
 
-create or replace function relay.notify_event() returns trigger
-language plpgsql
-as $$
-begin
-    perform pg_notify('event_channel', '');
-    return null;
-end
-$$;
-
 -- Puts relay's triggers on an outbox table, its own or one that was there before.
 create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
 language plpgsql
 as $$
 begin
     -- To create a trigger is to wait for every transaction that has published, while all others wait, too.
-    if (select count(*) = 3 from pg_trigger
+    if (select count(*) = 2 from pg_trigger
          where tgrelid = outbox and tgenabled <> 'D'
            and (tgfoid, tgargs) in (
                ('relay.fill_offset()'::regprocedure, convert_to(offset_column, getdatabaseencoding()) || '\x00'),
-               ('relay.write_back_offset()'::regprocedure, ''),
-               ('relay.notify_event()'::regprocedure, ''))) then
+               ('relay.write_back_offset()'::regprocedure, ''))) then
         return;
     end if;
     execute format('create or replace trigger relay_fill_offset before insert on %s'
                    ' for each row execute function relay.fill_offset(%L)', outbox, offset_column);
     execute format('create or replace trigger relay_write_back_offset after insert on %s'
                    ' for each statement execute function relay.write_back_offset()', outbox);
-    execute format('create or replace trigger relay_notify_event after insert on %s'
-                   ' for each statement execute function relay.notify_event()', outbox);
 end
 $$;
+
+-- Installs the trigger that sends a notification for each statement that inserts into an outbox (poll.listen), or removes
+-- it; returns whether it changed anything. Where it changes nothing, it locks nothing.
+-- The server sends notifications in commit order: commits of all databases that notify take turns, and PREPARE TRANSACTION
+-- is refused after one.
+create or replace function relay.set_notify(outbox regclass, wanted boolean) returns boolean
+language plpgsql
+as $set$
+declare
+    state "char" := (select tgenabled from pg_trigger
+                      where tgrelid = outbox and tgname = 'relay_notify_event'
+                        and tgfoid = to_regprocedure('relay.notify_event()'));
+begin
+    if wanted then
+        if state in ('O', 'A') then
+            return false;
+        end if;
+        if to_regprocedure('relay.notify_event()') is null then
+            create function relay.notify_event() returns trigger language plpgsql
+            as $$ begin
+                perform pg_notify('event_channel', '');
+                return null;
+            end $$;
+            revoke all on function relay.notify_event() from public;
+        end if;
+        execute format('create or replace trigger relay_notify_event after insert on %s'
+                       ' for each statement execute function relay.notify_event()', outbox);
+        return true;
+    end if;
+    if state is not null then
+        execute format('drop trigger relay_notify_event on %s', outbox);
+    end if;
+    if not exists (select from pg_trigger where tgfoid = to_regprocedure('relay.notify_event()')) then
+        drop function if exists relay.notify_event();
+    end if;
+    return state is not null;
+end
+$set$;
 
 -- Least privilege: three roles without login. The first two are to be granted or given a password by the administrator:
 --   relay_publisher   may publish, and nothing else

@@ -145,13 +145,6 @@ def test_publish_refuses_malformed_events(outbox: Outbox, events: object) -> Non
     assert offsets(outbox) == [1]
 
 
-def test_a_listener_is_woken(outbox: Outbox, database: str) -> None:
-    with psycopg.connect(database, autocommit=True) as listener:
-        listener.execute("listen event_channel")
-        outbox.publish(host(1), event(1))
-        assert [n.channel for n in listener.notifies(timeout=10, stop_after=1)] == ["event_channel"]
-
-
 def test_installing_twice_changes_nothing(outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
     before = outbox.conn.execute(

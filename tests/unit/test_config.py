@@ -275,6 +275,11 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
         ("batch: {max_events: 0}", "batch.max_events: "),
         ("batch: {max_bytes: 16MB}", "batch.max_bytes: "),
         ("batch: {inline_max_events: -1}", "batch.inline_max_events: "),
+        ("poll: {listen: often}", "poll.listen: "),
+        (
+            "{source: {mode: wal}, poll: {listen: true}}",
+            "poll.listen: needs source.mode: auto or poll",
+        ),
         ("unrouted: drop", "unrouted: input should be 'dead_letter', 'ignore' or 'fail'"),
         ("shutdown_timeout: 0", "shutdown_timeout: "),
         ("spark: {conf: {a: [b]}}", "spark.conf.a: "),

@@ -1,0 +1,53 @@
+"""The interval between polls."""
+
+from __future__ import annotations
+
+from relay.config import Settings
+from relay.source.bell import Bell
+from relay.source.listener import Listener
+
+FIRST_SECONDS = 0.01
+
+
+class Interval:
+    """The wait after a poll that found nothing: short after events came, then doubling up to `poll.wait_period_ms`.
+
+    With `poll.listen` a notification ends it. relay listens from the first wait until `leave`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._dsn = settings.source_dsn
+        self._listens = settings.poll.listen
+        self._longest = settings.poll.wait_period_ms / 1000
+        self._next = FIRST_SECONDS
+        self._bell = Bell()
+        self._listener: Listener | None = None
+
+    def wait(self) -> None:
+        """Wait, and make the next wait longer."""
+        if self._listens and self._listener is None:
+            self._listener = Listener(self._dsn, self._bell.ring)
+        if self._bell.wait(min(self._next, self._longest)):
+            self._bell.hush()
+        self._next = min(self._next * 2, self._longest)
+
+    def shorten(self) -> None:
+        """Events came: the next wait is short."""
+        self._next = FIRST_SECONDS
+
+    def ring(self) -> None:
+        """End the wait that is under way, or else the next one. Safe in any thread."""
+        self._bell.ring()
+
+    def leave(self) -> None:
+        """Polling is over for now: nobody listens."""
+        self.shorten()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.stop()
+
+    def close(self) -> None:
+        """Close the connection that listens."""
+        if self._listener is not None:
+            self._listener.close()
+        self._bell.close()

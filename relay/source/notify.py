@@ -1,0 +1,40 @@
+"""The trigger that sends a notification with each insert into the outbox, for `poll.listen`.
+
+Source: PostgreSQL documentation, "NOTIFY" and "CREATE TRIGGER".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Source
+
+TRIGGER = "relay_notify_event"
+
+
+def sends_notify(conn: psycopg.Connection[Any], source: Source) -> bool:
+    """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
+    found = conn.execute(
+        """
+        select from pg_trigger join pg_proc as p on p.oid = tgfoid
+         where tgrelid = to_regclass(%s) and tgname = %s and tgenabled in ('O', 'A')
+           and p.proname = 'notify_event' and p.pronamespace = to_regnamespace('relay')
+        """,
+        (sql.Identifier(*source.table_name).as_string(conn), TRIGGER),
+    )
+    return found.rowcount > 0
+
+
+def set_notify(conn: psycopg.Connection[Any], source: Source, wanted: bool) -> bool:
+    """Put relay's trigger on the outbox, or take it off; returns whether that changed anything.
+
+    A change locks the outbox to the end of the transaction. Raises psycopg.Error.
+    """
+    row = conn.execute(
+        "select relay.set_notify(%s::regclass, %s)",
+        (sql.Identifier(*source.table_name).as_string(conn), wanted),
+    ).fetchone()
+    return bool(row and row[0])
