@@ -28,8 +28,7 @@ class Window:
 class Batch:
     """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
 
-    A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `rows_move` says that
-    the outbox is partitioned, so that rows come again when they are moved.
+    A polled batch has a `window` instead of transactions: its tasks read their rows themselves.
     """
 
     number: int
@@ -39,7 +38,6 @@ class Batch:
     size: int
     spooled: bool = False
     window: Window | None = None
-    rows_move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,13 @@ class Reached:
 class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
-    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `rows_move`
-    is the batch's. `floors` is how far partitions must have come, of those that the target could have forgotten in a
-    crash.
+    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `floors` is
+    how far partitions must have come, of those that the target could have forgotten in a crash.
     """
 
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
-    rows_move: bool = False
     floors: Mapping[int, Reached] = field(default_factory=dict)
 
     @property

@@ -32,6 +32,9 @@ FIELDS = (
 NEEDED_FIELDS = ("id", "host_id", "event_type", "payload", "c_offset")
 """Fields that cannot be left out where the outbox has a column for them."""
 
+INSERTED_BY = "c_xid"
+"""The outbox's column that tells which transaction inserted a row: updates and moves leave it as it is."""
+
 NOTE = "relay: undecodable"
 """A column that rows of a source in another encoding than UTF-8 get: which bytes could not be decoded, or null."""
 

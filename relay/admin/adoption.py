@@ -34,6 +34,7 @@ _SAFE = frozenset(
         "octet_length",
         "pg_column_compression",
         "pg_column_size",
+        "pg_current_xact_id",
         "statement_timestamp",
         "transaction_timestamp",
         "upper",

@@ -28,11 +28,9 @@ from relay.logs import RepeatedLines
 from relay.paths import JSON_FIELDS
 from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
-from relay.pipeline.moved import reached_before, without_moved
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
 from relay.source.rows import OutboxRows, prepare_reading
-from relay.source.tuples import RowDecoder
 from relay.store import brakes, dead_letters, deferred, offsets
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
@@ -149,7 +147,7 @@ class Applier:
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
             require_kept(task.floors, cursors)
-            fresh = _fresh(task, cursors, self._settings.source.mapping)
+            fresh = _fresh(task, cursors)
             if not len(fresh):
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
@@ -473,39 +471,24 @@ def _report_release(handler: str, brake: Brake) -> None:
         log.warning("a stopped handler goes on", extra={"handler": handler})
 
 
-def _fresh(
-    task: Task, cursors: Mapping[int, offsets.Cursor], mapping: dict[str, str]
-) -> Transactions:
+def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
     """The transactions that are not in the target yet.
 
     The commit's position says so, or its offset where another way than this WAL was taken before. Partitions that a
     transaction touches moved together when it was applied, so they agree.
     """
     end, last = task.transactions.facts["end_lsn"], task.transactions.facts["last_offset"]
-    floors = {
-        partition: max(cursor.handover_offset, cursor.next_offset if task.rows_move else 0)
-        for partition, cursor in cursors.items()
-    }
+    floors = {partition: cursor.handover_offset for partition, cursor in cursors.items()}
     furthest = max(cursor.applied_lsn for cursor in cursors.values())
     # As a rule everything is new, and then no partition has to be looked at by itself.
-    if end[0] > furthest and last.min() >= max(floors.values()) and not task.rows_move:
+    if end[0] > furthest and last.min() >= max(floors.values()):
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
-    least = np.zeros(len(end), np.int64)
     for partitions, here in _by_partitions(task.transactions, task.touched):
         for partition in partitions:
             by_offset = (last > 0) & (last < floors[partition])
             fresh |= here & (end > cursors[partition].applied_lsn) & ~by_offset
-        least[here] = min(floors[partition] for partition in partitions)
-    if not task.rows_move:
-        return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
-    least = np.maximum(least, reached_before(end, last) + 1)
-    places = np.flatnonzero(fresh & ((last == 0) | (last >= least)))
-    return without_moved(
-        task.transactions.take(places),
-        least[places],
-        RowDecoder(task.transactions.columns, mapping),
-    )
+    return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
 
 
 def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -39,8 +38,7 @@ class Planner:
         """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
         if batch.window:
             return self.ranges(batch.window)
-        tasks = self.plan(batch.transactions, lanes)
-        return [replace(task, rows_move=True) for task in tasks] if batch.rows_move else tasks
+        return self.plan(batch.transactions, lanes)
 
     def ranges(self, window: Window) -> list[Range]:
         """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""

@@ -55,6 +55,7 @@ class Assembler:
         self._layout: Layout | None = None
         self._encoding: Encoding | None = None
         self._translation: Translation | None = None
+        self._partitioned = False
         self._xid: int | None = None
         self._begun_lsn = Lsn(0)
 
@@ -73,12 +74,14 @@ class Assembler:
         """Bytes that the open transaction holds in memory."""
         return self._grouping.size
 
-    def reset(self, encoding: Encoding | None = None) -> None:
+    def reset(self, encoding: Encoding | None = None, partitioned: bool = False) -> None:
         """Forget the open transaction and the relations: a new connection sends both again.
 
-        `encoding` is that of names and values where it is not UTF-8.
+        `encoding` is that of names and values where it is not UTF-8. `partitioned` says that the outbox is, so that
+        a row comes again when it is moved.
         """
         self._encoding = encoding
+        self._partitioned = partitioned
         self._translation = None
         self._described.clear()
         self._outbox = self._layout = self._xid = None
@@ -113,7 +116,7 @@ class Assembler:
             columns = [(self._name(column.name), column.type_oid) for column in relation.columns]
             translation = Translation.needed(columns, self._mapping, self._encoding)
             names = translation.columns if translation else [name for name, _ in columns]
-            self._layout = Layout.of(names, self._mapping, ".".join(self._table))
+            self._layout = Layout.of(names, self._mapping, ".".join(self._table), self._partitioned)
             self._translation = translation
             self._outbox = relation.oid
         elif relation.oid == self._outbox:
@@ -133,7 +136,7 @@ class Assembler:
         rows = some.rows(ours)
         if self._translation is not None:
             rows = self._translation.rows(rows)
-        return self._grouping.take(self._layout, rows, ends)
+        return self._grouping.take(self._layout, rows, ends, self._xid or 0)
 
     def _check_order(self, kinds: bytes) -> None:
         """Begins and Commits come in turn, and rows between them."""

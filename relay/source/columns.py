@@ -13,7 +13,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.config import Source
-from relay.events import NEEDED_FIELDS, SQL_TYPES
+from relay.events import INSERTED_BY, NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]
@@ -73,16 +73,12 @@ def columns(conn: Connection, table: tuple[str, str]) -> dict[str, Column]:
         return {column.name: column for column in found}
 
 
-def rows_move(conn: Connection, source: Source) -> bool:
-    """Whether the outbox is partitioned and gets its offsets from relay's counter alone. Raises psycopg.Error."""
+def is_partitioned(conn: Connection, source: Source) -> bool:
+    """Whether the outbox is a partitioned table. Raises psycopg.Error."""
     found = conn.execute(
-        """
-        select from pg_class c join pg_namespace n on n.oid = c.relnamespace
-          join pg_trigger t on t.tgrelid = c.oid and t.tgname = 'relay_fill_offset' and t.tgenabled <> 'D'
-          join pg_attribute a on a.attrelid = c.oid and a.attname = %s
-         where n.nspname = %s and c.relname = %s and c.relkind = 'p' and not a.atthasdef and a.attidentity = ''
-        """,
-        (source.mapping["c_offset"], *source.table_name),
+        "select from pg_class c join pg_namespace n on n.oid = c.relnamespace"
+        " where n.nspname = %s and c.relname = %s and c.relkind = 'p'",
+        source.table_name,
     )
     return found.rowcount > 0
 
@@ -103,6 +99,13 @@ def require_readable(conn: Connection, source: Source) -> None:
 def problems(conn: Connection, source: Source) -> Iterator[Problem]:
     """What relay cannot read of the mapped columns, or not in every case. Raises psycopg.Error."""
     version = conn.info.server_version
+    own = columns(conn, source.table_name).get(INSERTED_BY)
+    if own is not None and own.base != "xid8":
+        yield Problem(
+            f"source.table: {source.table} has a column {INSERTED_BY!r} of type {own.type}, relay needs one of that "
+            "name for itself (xid8): rename the column",
+            readable=False,
+        )
     for field, column in mapped(conn, source).items():
         problem = _type_problem(field, column, source.table)
         if problem is not None:

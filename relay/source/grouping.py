@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,18 +12,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import FIELDS, NOTE, POLLED, Lsn
+from relay.events import FIELDS, INSERTED_BY, NOTE, POLLED, Lsn
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
 from relay.source.tuples import FEW_ROWS, Walked, columns
-from relay.transactions import COMMIT_FACTS, FACTS, Places, Rows, Transactions, text
+from relay.transactions import COMMIT_FACTS, FACTS, Mask, Places, Rows, Transactions, text
 
 _PLACED_AT_ONCE = 1_000
 _PLACED_BYTES = 1 << 18
 """How many of a large commit's rows, and bytes of them, are placed together."""
 
 _NO_OFFSET = np.iinfo(np.int64).max
+_XID = 0xFFFFFFFF
+"""What the WAL has of a transaction id: no epoch."""
 
 
 Ends = NDArray[np.void]
@@ -30,13 +33,13 @@ ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
 """Where commits end: how many rows there are up to each, and what `Commit` has of it."""
 
 
-def polled(ends: Sequence[int]) -> Ends:
-    """Where commits end whose rows were read from the table."""
-    return np.array([(rows, *POLLED) for rows in ends], ENDS)
+def polled(ends: Sequence[tuple[int, int]]) -> Ends:
+    """Where commits end whose rows were read from the table: the number of rows, and what `c_xid` is in them or 0."""
+    return np.array([(rows, *POLLED[:-1], xid & _XID) for rows, xid in ends], ENDS)
 
 
 class Peeked(NamedTuple):
-    """The fields that planning needs, row by row. An offset is 0 where there is none.
+    """The fields that planning needs, row by row. An offset is 0 where there is none, so is an xid.
 
     Users decide only where there is no transaction_id, so there are none where all rows have one.
     """
@@ -45,56 +48,69 @@ class Peeked(NamedTuple):
     transaction_ids: Sequence[bytes | None]
     offsets: Sequence[int]
     users: Sequence[bytes | None]
+    xids: Sequence[int]
 
 
 class Survey(NamedTuple):
-    """What planning needs of commits, where each is one business transaction of one host (`uniform`)."""
+    """What planning needs of commits, where each is one business transaction of one host (`uniform`).
+
+    `old` marks the rows that are no new events, where there are any.
+    """
 
     uniform: Sequence[bool]
     hosts: Sequence[bytes | None]
     ids: Sequence[bytes | None]
     first_offsets: Places
     last_offsets: Places
+    old: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The outbox's columns as they are now, and where the peeked fields stand among them."""
+    """The outbox's columns as they are now, and where the peeked fields stand among them.
+
+    `partitioned` says that the outbox is, so that a row that is moved between partitions comes again.
+    """
 
     columns: tuple[str, ...]
     places: tuple[int | None, ...]
     offset_column: str
+    partitioned: bool
 
     @classmethod
-    def of(cls, columns: Sequence[str], mapping: dict[str, str], table: str) -> Layout:
+    def of(
+        cls, columns: Sequence[str], mapping: dict[str, str], table: str, partitioned: bool = False
+    ) -> Layout:
         """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
         place = {name: position for position, name in enumerate(columns)}
         names = [
-            mapping.get(name, name) for name in ("host_id", "transaction_id", "c_offset", "user_id")
+            mapping.get(name, name)
+            for name in ("host_id", "transaction_id", "c_offset", INSERTED_BY, "user_id")
         ]
         if names[0] not in place:
             raise ConfigurationError(
                 f"source.table: {table} no longer has the column {names[0]!r}: "
                 "restore it, or map host_id in source.columns"
             )
-        return cls(tuple(columns), tuple(map(place.get, names)), names[2])
+        return cls(tuple(columns), tuple(map(place.get, names)), names[2], partitioned)
 
     def peek(self, rows: Rows) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
         *places, user = self.places
-        hosts, ids, offsets = columns(rows, places)
+        hosts, ids, offsets, xids = columns(rows, places)
         (users,) = columns(rows, [user if None in ids else None])
-        return Peeked(hosts, ids, self._numbers(offsets), users)
+        return Peeked(hosts, ids, self._numbers(offsets), users, _xids(xids))
 
-    def survey(self, rows: Rows, ends: Places) -> Survey | None:
-        """Look at the rows of commits that end at some places. Raises as `peek` does.
+    def survey(self, rows: Rows, commits: Ends) -> Survey | None:
+        """Look at the rows of commits that end there. Raises as `peek` does.
 
         None where looking at them together gains nothing: they are few, or have no transaction_id.
         """
-        host, transaction_id, offset, _ = self.places
+        host, transaction_id, offset, xid, _ = self.places
         if len(rows) < FEW_ROWS or host is None or transaction_id is None:
             return None
-        walked = Walked(rows, [place for place in self.places[:3] if place is not None])
+        walked = Walked(rows, [place for place in self.places[:4] if place is not None])
+        ends = commits["rows"]
         starts = np.concatenate(([0], ends[:-1]))
         alike = np.ones(len(rows), np.bool_)
         alike[1:] = walked.repeats(host) & walked.repeats(transaction_id)
@@ -108,7 +124,21 @@ class Layout:
             walked.some(transaction_id, starts),
             np.where(first == _NO_OFFSET, 0, first),
             np.maximum.reduceat(offsets, starts),
+            self._old(walked, xid, offsets, commits),
         )
+
+    def _old(self, walked: Walked, place: int | None, offsets: Places, ends: Ends) -> Mask | None:
+        """The rows that another transaction has inserted than the one they come with, or that come twice with it."""
+        if place is None:
+            return None
+        numbers = walked.numbers(place)
+        xids = np.array(_xids(walked.values(place))) if numbers is None else numbers & _XID
+        commits = np.repeat(np.arange(len(ends)), np.diff(ends["rows"], prepend=0))
+        expected = ends["xid"][commits]
+        old: Mask = (xids != expected) & (xids != 0) & (expected != 0)
+        if self.partitioned:
+            old |= _repeated(commits, np.where(old, 0, offsets))
+        return old if old.any() else None
 
     def _offsets(self, walked: Walked, place: int | None, count: int) -> Places:
         if place is None:
@@ -125,6 +155,22 @@ class Layout:
         return [int(offset or 0) for offset in offsets]
 
 
+def _xids(values: Sequence[bytes | None]) -> list[int]:
+    """Transaction ids without their epoch, 0 where there is none."""
+    return [int(value) & _XID if value else 0 for value in values]
+
+
+def _repeated(commits: Places, offsets: Places) -> Mask:
+    """The rows whose commit has had their offset before."""
+    order = np.lexsort((np.arange(len(offsets)), offsets, commits))
+    same = np.concatenate(
+        ([False], (np.diff(commits[order]) == 0) & (np.diff(offsets[order]) == 0))
+    )
+    repeated: Mask = np.zeros(len(offsets), np.bool_)
+    repeated[order] = same & (offsets[order] != 0)
+    return repeated
+
+
 @dataclass(slots=True)
 class _Group:
     """The rows of one business transaction of a commit."""
@@ -139,11 +185,36 @@ class _Group:
     first_offset: int = 0
 
 
-class _Groups:
-    """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway."""
+class _Offsets:
+    """The offsets of a commit's rows. They ascend, unless rows were moved or publishers give offsets of their own."""
 
-    def __init__(self, mapping: dict[str, str], layout: Layout) -> None:
+    def __init__(self) -> None:
+        self._ascending = array("q")
+        self._found: set[int] | None = None
+
+    def add(self, offset: int) -> bool:
+        """Take an offset; returns whether it is new."""
+        if self._found is None:
+            if not self._ascending or offset > self._ascending[-1]:
+                self._ascending.append(offset)
+                return True
+            self._found = set(self._ascending)
+        if offset in self._found:
+            return False
+        self._found.add(offset)
+        return True
+
+
+class _Groups:
+    """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway.
+
+    Rows that are no new events are left out: `xid` is the commit's transaction id, or 0 where it is not known.
+    """
+
+    def __init__(self, mapping: dict[str, str], layout: Layout, xid: int) -> None:
         self._mapping = mapping
+        self._xid = xid
+        self._taken = _Offsets() if layout.partitioned else None
         self._columns = layout.columns
         self._groups: dict[tuple[bytes | None, ...], _Group] = {}
         self._spool: Spool | None = None
@@ -159,7 +230,13 @@ class _Groups:
         reshape = layout.columns != self._columns
         if reshape:
             self._widen(layout)
-        for row, host, transaction_id, offset, user in zip(rows, *layout.peek(rows), strict=True):
+        for row, host, transaction_id, offset, user, xid in zip(
+            rows, *layout.peek(rows), strict=True
+        ):
+            if xid != self._xid and xid and self._xid:
+                continue
+            if self._taken is not None and offset and not self._taken.add(offset):
+                continue
             key = (transaction_id,) if transaction_id is not None else (host, user)
             group = self._groups.get(key)
             if group is None:
@@ -249,6 +326,7 @@ class Grouping:
         """Forget everything taken so far."""
         self._layout: Layout | None = None
         self._placed: _Groups | None = None
+        self._xid = 0
         self._finished: list[Transactions] = []
         self._forget_kept()
 
@@ -263,21 +341,24 @@ class Grouping:
         """Bytes that the open commit holds in memory."""
         return self._open_size + (self._placed.size if self._placed else 0)
 
-    def take(self, layout: Layout | None, rows: Rows, ends: Ends) -> Lsn | None:
+    def take(self, layout: Layout | None, rows: Rows, ends: Ends, xid: int = 0) -> Lsn | None:
         """Take rows, undecoded, and where commits end among them. Without rows, the layout does not matter.
 
-        Returns the end of the last commit that has no rows at all, if there is one. Raises ProtocolError where a row is
-        cut short.
+        `xid` is that of the commit that stays open behind the last end, or 0. Returns the end of the last commit that
+        has no rows at all, if there is one. Raises ProtocolError where a row is cut short.
         """
         if len(rows) and layout is not self._layout:
             self._change(layout)
         if self._fits(rows):
+            self._xid = xid
             return self._keep(rows, ends)
         passed: Lsn | None = None
         first = 0
         for place, last in enumerate(ends["rows"].tolist()):
+            self._xid = int(ends["xid"][place])
             passed = self._take_one(rows.part(first, last), ends[place : place + 1]) or passed
             first = last
+        self._xid = xid
         self._take_one(rows.part(first, len(rows)), ends[:0])
         return passed
 
@@ -300,7 +381,7 @@ class Grouping:
         self._look()
         self._place(rows)
         if len(end) and self._placed is not None:
-            self._finished.append(self._placed.received(end[0]))
+            self._finish(self._placed, end[0])
             self._placed = None
         return None
 
@@ -334,7 +415,7 @@ class Grouping:
         if self._layout is None:
             return
         if self._placed is None:
-            self._placed = _Groups(self._mapping, self._layout)
+            self._placed = _Groups(self._mapping, self._layout, self._xid)
         kept = self._kept
         self._forget_kept()
         for part in (*kept, rows):
@@ -353,7 +434,10 @@ class Grouping:
         last = int(ends["rows"][-1])
         self._kept = [rows.part(last, len(rows)).compact()] if last < len(rows) else []
         rows = rows.part(0, last)
-        survey = self._layout.survey(rows, ends["rows"])
+        survey = self._layout.survey(rows, ends)
+        if survey is not None and survey.old is not None:
+            rows, ends = _without(rows, ends, survey.old)
+            survey = self._layout.survey(rows, ends) if len(ends) else None
         if survey is None:
             self._place_each(self._layout, rows, ends)
             return
@@ -371,10 +455,23 @@ class Grouping:
         """Group the rows of each commit one by one; the first commit begins with the row `start`."""
         for end in ends:
             stop = int(end["rows"])
-            groups = _Groups(self._mapping, layout)
+            groups = _Groups(self._mapping, layout, int(end["xid"]))
             groups.place(layout, rows.part(start, stop))
-            self._finished.append(groups.received(end))
+            self._finish(groups, end)
             start = stop
+
+    def _finish(self, groups: _Groups, end: Ends) -> None:
+        commit = groups.received(end)
+        if len(commit):
+            self._finished.append(commit)
+
+
+def _without(rows: Rows, ends: Ends, old: Mask) -> tuple[Rows, Ends]:
+    """The rows that are not marked, and where the commits end that have any."""
+    left = np.cumsum(~old)[ends["rows"] - 1]
+    found = ends[np.diff(left, prepend=0) > 0]
+    found["rows"] = left[np.diff(left, prepend=0) > 0]
+    return rows.take(~old), found
 
 
 def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> Transactions:

@@ -17,7 +17,7 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
 from relay.config import Settings
-from relay.events import Lsn
+from relay.events import INSERTED_BY, Lsn
 from relay.faults import ConfigurationError, RelayError, first_line, is_transient
 from relay.paths import JSON_FIELDS
 from relay.source.grouping import Grouping, Layout, polled
@@ -242,7 +242,8 @@ class OutboxRows:
     def boundary(self, conn: Connection, low: int, upto: int, tip: int, patience: int) -> int:
         """Where a range that should end at `upto` may end: behind the business transaction that stands there.
 
-        Follows `transaction_count`, then runs of the same transaction_id (of the same commit where there is none). The
+        Follows `transaction_count`, then runs of the same transaction_id (of the same commit where there is none; a row
+        from before there was `c_xid` stands alone then). The
         rest of the commit comes along if it is not longer than `patience` rows, so that transactions which interleave
         in it stay whole; only in a longer commit they must be contiguous.
         """
@@ -251,12 +252,13 @@ class OutboxRows:
         stored = sql.SQL("convert_to({}::text, getdatabaseencoding())").format(transaction)
         here = sql.SQL(
             """
-            select {offset}, {stored}, xmin::text, {left} from {table}
+            select {offset}, {stored}, {xid}::text, {left} from {table}
              where {offset} between %s and %s order by {offset} desc limit 1
             """
         ).format(
             offset=self._offset,
             stored=stored,
+            xid=self._xid(conn),
             left=self._left_in_transaction(conn),
             table=self._table,
         )
@@ -269,11 +271,16 @@ class OutboxRows:
             row = conn.execute(here, (low, end), prepare=False).fetchone()
             if row is None:
                 return end
-            _, transaction_id, xmin, left = row
-            if left and row[0] + left > end:
-                end = min(row[0] + left, tip)
+            _, transaction_id, xid, left = row
+            if transaction_id is None and xid is None:
+                return end
+            # A hint at most, since rows may be numbered in any way.
+            if left and end < (announced := min(row[0] + left, tip)):
+                end = announced
                 continue
-            other_commit = sql.SQL("xmin <> {}::xid").format(sql.Literal(xmin))
+            other_commit = sql.SQL("{} is distinct from {}::xid8").format(
+                self._xid(conn), sql.Literal(xid)
+            )
             if transaction_id is None:
                 other = sql.SQL("({} is not null or {})").format(transaction, other_commit)
             else:
@@ -328,7 +335,7 @@ class OutboxRows:
 
         Payload and metadata are null in the rows with an offset in `by_reference`.
 
-        A new commit begins where neither the inserting transaction nor the transaction_id goes on. Rows are streamed;
+        Rows from before there was `c_xid` belong together while their transaction_id goes on. Rows are streamed;
         a commit above `batch.max_bytes` goes through a spool file. Raises RelayError if the table cannot be read.
         """
         limits = self._settings.batch
@@ -342,28 +349,27 @@ class OutboxRows:
             self._settings.source.table,
         )
         grouping = Grouping(self._mapping, limits.max_bytes, limits.spool_directory)
-        last: tuple[bytes | None, bytes | None] | None = None
+        last: tuple[int, bytes | None] | None = None
         name = self._mapping["transaction_id"]
         place = columns.index(name) if name in columns else None
         rows: list[bytes] = []
         size = 0
-        ends: list[int] = []
-        for xmin, *cells in self._read(conn, columns, floors, upto, by_reference, encoding):
-            transaction_id = None if place is None else cells[place]
-            follows = last is not None and (
-                xmin == last[0] or (transaction_id is not None and transaction_id == last[1])
-            )
-            last = (xmin, transaction_id)
-            if not follows:
-                ends.append(len(rows))
+        ends: list[tuple[int, int]] = []
+        for inserted_by, *cells in self._read(conn, columns, floors, upto, by_reference, encoding):
+            this = int(inserted_by or 0), None if place is None else cells[place]
+            if last is not None and not _goes_on(last, this):
+                ends.append((len(rows), last[0]))
+            last = this
             if len(rows) >= _FETCHED_AT_ONCE or size >= _FETCHED_BYTES:
-                grouping.take(layout, Rows.of(rows), polled(ends))
+                grouping.take(layout, Rows.of(rows), polled(ends), last[0])
                 yield from grouping.fetch()
                 rows, size, ends = [], 0, []
             row = encode_tuple(cells)
             rows.append(row if translation is None else translation.row(row))
             size += len(rows[-1])
-        grouping.take(layout, Rows.of(rows), polled([*ends, len(rows)]))
+        if last is not None:
+            ends.append((len(rows), last[0]))
+        grouping.take(layout, Rows.of(rows), polled(ends))
         yield from grouping.fetch()
 
     def _read(
@@ -382,8 +388,9 @@ class OutboxRows:
             for partition, floor in floors.items()
         )
         statement = sql.SQL(
-            "copy (select xmin, {columns} from {table} where {wanted} order by {offset}) to stdout"
+            "copy (select {xid}, {columns} from {table} where {wanted} order by {offset}) to stdout"
         ).format(
+            xid=self._xid(conn),
             columns=sql.SQL(", ").join(self._selected(columns, by_reference)),
             table=self._table,
             wanted=wanted,
@@ -425,6 +432,10 @@ class OutboxRows:
     def _transaction(self, conn: Connection) -> sql.Composable:
         return self._or_null(conn, "transaction_id", "null::uuid")
 
+    def _xid(self, conn: Connection) -> sql.Composable:
+        there = INSERTED_BY in self._names(conn)
+        return sql.Identifier(INSERTED_BY) if there else sql.SQL("null::xid8")
+
     def _left_in_transaction(self, conn: Connection) -> sql.Composable:
         return sql.SQL("{} - {}").format(
             self._or_null(conn, "transaction_count", "null::int"),
@@ -433,6 +444,17 @@ class OutboxRows:
 
     def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
         column = self._mapping[field]
+        return sql.Identifier(column) if column in self._names(conn) else sql.SQL(null)
+
+    def _names(self, conn: Connection) -> frozenset[str]:
         if self._known is None:
-            self._known = frozenset(name for name, _ in self.columns(conn))
-        return sql.Identifier(column) if column in self._known else sql.SQL(null)
+            cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+            self._known = frozenset(column.name for column in cursor.description or ())
+        return self._known
+
+
+def _goes_on(last: tuple[int, bytes | None], this: tuple[int, bytes | None]) -> bool:
+    """Whether a row belongs to the commit of the one before; of each the xid or 0, and the transaction_id."""
+    if last[0] or this[0]:
+        return last[0] == this[0]
+    return this[1] is not None and last[1] == this[1]

@@ -45,7 +45,7 @@ from relay.faults import (
 from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
 from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
-from relay.source.columns import rows_move
+from relay.source.columns import is_partitioned
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import Recovery, System, Unavailable, identify
@@ -129,7 +129,6 @@ class WalSource:
         self._fruitless = 0
         self._heard = False
         self._undecodable = False
-        self._rows_move = False
         self._suspected = False
         self._system: System | None = None
         self._connections = 0
@@ -246,7 +245,6 @@ class WalSource:
             events=transactions.events,
             size=transactions.held,
             spooled=transactions.spooled is not None,
-            rows_move=self._rows_move,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
@@ -481,10 +479,9 @@ class WalSource:
             )
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
-        self._rows_move = rows_move(conn, self._settings.source)
         timeout = _sender_timeout(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
-        self._assembler.reset(encoding)
+        self._assembler.reset(encoding, is_partitioned(conn, self._settings.source))
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
         start = max(confirmed, self._progress.received)
         command = sql.SQL(

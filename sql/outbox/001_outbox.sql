@@ -12,6 +12,7 @@ create table if not exists public.outbox_message_t (
     event_ts            timestamptz not null default now(),
     payload             jsonb not null,
     metadata            jsonb,
+    c_xid               xid8 default pg_current_xact_id(),
     c_offset            bigint unique,
     transaction_id      uuid,
     transaction_ordinal int,
@@ -24,6 +25,9 @@ alter table public.outbox_message_t add column if not exists deliver_at timestam
 
 comment on column public.outbox_message_t.deliver_at is
     'when the event is to be delivered; null: at once';
+
+comment on column public.outbox_message_t.c_xid is
+    'the transaction that inserted the event; null: from before relay came';
 
 select relay.attach('public.outbox_message_t');
 
@@ -139,7 +143,9 @@ do $$
 begin
     if exists (select from pg_roles where rolname = 'relay_publisher') then
         grant execute on function relay.publish(uuid, uuid, jsonb, uuid) to relay_publisher;
-        grant insert on public.outbox_message_t to relay_publisher;
+        grant insert (id, host_id, user_id, aggregate_id, aggregate_version, aggregate_type, event_type, event_ts, payload,
+                      metadata, transaction_id, transaction_ordinal, transaction_count, deliver_at)
+            on public.outbox_message_t to relay_publisher;
     end if;
     if exists (select from pg_roles where rolname = 'relay') then
         grant select on public.outbox_message_t to relay;

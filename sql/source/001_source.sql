@@ -88,6 +88,11 @@ create or replace function relay.attach(outbox regclass, offset_column text defa
 language plpgsql
 as $$
 begin
+    -- Without a default at first, so that the rows that are there are not rewritten: theirs stays null.
+    if not exists (select from pg_attribute where attrelid = outbox and attname = 'c_xid' and not attisdropped) then
+        execute format('alter table %s add column c_xid xid8', outbox);
+        execute format('alter table %s alter column c_xid set default pg_current_xact_id()', outbox);
+    end if;
     -- To create a trigger is to wait for every transaction that has published, while all others wait, too.
     if (select count(*) = 2 from pg_trigger
          where tgrelid = outbox and tgenabled <> 'D'

@@ -21,7 +21,7 @@ from relay.install import initialise
 from relay.pipeline.session import Session
 from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
-from relay.source.columns import PUBLISHES_GENERATED, rows_move
+from relay.source.columns import PUBLISHES_GENERATED
 from relay.source.rows import OutboxRows
 from relay.source.translation import CODECS
 from relay.store.dead_letters import Filter
@@ -571,16 +571,57 @@ def test_rows_that_are_moved_in_the_commit_of_new_ones_do_not_arrive_twice(outbo
     assert outbox.column("select amount from projection order by seq") == list(range(1, 13))
 
 
-def test_offsets_of_another_origin_do_not_tell_moves(outbox: Outbox) -> None:
-    """A sequence gives offsets before the commit, so that a lesser one may well be new."""
-    settings = adopted(outbox, *PARTITIONED)
-    assert not rows_move(outbox.conn, settings.source)
+def test_offsets_that_publishers_give_do_not_tell_moves(outbox: Outbox) -> None:
+    """A lesser offset than that of the row before may well be new, even in the same commit."""
+    settings = adopted(outbox, *PARTITIONED, mode="wal", slot=f"{outbox.slot}_adopted")
     initialise(settings)
-    assert rows_move(outbox.conn, settings.source)
-    outbox.conn.execute("create sequence another")
-    outbox.conn.execute("alter table adopted alter c_offset set default nextval('another')")
-    assert not rows_move(outbox.conn, settings.source)
-    assert not rows_move(outbox.conn, outbox.settings().source)
+    with outbox.conn.transaction():
+        for offset in (5, 3, 4, 1):
+            outbox.conn.execute(
+                "insert into adopted (c_offset, host_id, event_type, payload)"
+                " values (%s, %s, 'e', jsonb_build_object('amount', %s::int))",
+                (offset, host(1), offset),
+            )
+        outbox.conn.execute("update adopted set state = 'done'")
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from projection") >= 4)
+    assert outbox.column("select amount from projection order by seq") == [5, 3, 4, 1]
+
+
+@pytest.mark.parametrize("copies", [1, 100])
+def test_restored_rows_are_no_new_events(outbox: Outbox, copies: int) -> None:
+    """A row keeps the transaction that inserted it when it is deleted and put back."""
+    settings = adopted(outbox, mode="wal", slot=f"{outbox.slot}_adopted")
+    initialise(settings)
+    outbox.conn.execute(PUBLISH, (host(1), 1, copies))
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from projection") == copies)
+        with outbox.conn.transaction():
+            outbox.conn.execute("create temporary table kept on commit drop as table adopted")
+            outbox.conn.execute("delete from adopted")
+            outbox.conn.execute("insert into adopted table kept")
+            outbox.conn.execute(PUBLISH, (host(1), copies + 1, copies + 1))
+        wait_until(lambda: outbox.value("select count(*) from projection") > copies)
+    assert outbox.column("select amount from projection order by seq") == list(range(1, copies + 2))
+
+
+def test_savepoints_and_updates_do_not_split_a_polled_commit(outbox: Outbox) -> None:
+    settings = adopted(outbox, mode="poll", slot=f"{outbox.slot}_adopted")
+    initialise(settings, start="beginning")
+    business = (
+        "insert into adopted (host_id, event_type, payload, user_id) values (%s, 'e', %s, %s)"
+    )
+    with outbox.conn.transaction():
+        for amount in (1, 2, -3):
+            with outbox.conn.transaction():
+                payload = json.dumps({"amount": amount})
+                outbox.conn.execute(business, (host(1), payload, host(2)))
+    outbox.conn.execute("update adopted set user_id = host_id where c_offset = 2")
+    outbox.conn.execute("update adopted set user_id = %s", (host(2),))
+    outbox.conn.execute("alter table projection add check (amount > 0)")
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 3)
+    assert outbox.value("select count(*) from projection") == 0
 
 
 @pytest.mark.parametrize("mode", ["wal", "poll"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from relay.events import FIELDS, Commit, Event, Lsn
 from relay.faults import ConfigurationError
 from relay.source import grouping, tuples
-from relay.source.grouping import Layout
+from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import ProtocolError
 from relay.source.tuples import RowDecoder, Walked, values
 from relay.transactions import Rows
@@ -108,10 +107,59 @@ def survey(
     commits: Sequence[Sequence[tuple[bytes | None, ...]]], columns: Sequence[str] = PEEKED
 ) -> list[tuple[object, ...] | None]:
     rows = Rows.of([wire.tuple_data(row) for commit in commits for row in commit])
-    ends = np.fromiter(accumulate(map(len, commits)), np.int64)
+    ends = polled([(end, 0) for end in accumulate(map(len, commits))])
     found = Layout.of(columns, {}, "outbox").survey(rows, ends)
     assert found is not None
-    return [tuple(facts) if uniform else None for uniform, *facts in zip(*found, strict=True)]
+    assert found.old is None
+    return [tuple(facts) if uniform else None for uniform, *facts in zip(*found[:-1], strict=True)]
+
+
+OWN, OTHER = 7 | 3 << 32, 8 | 3 << 32
+STAMPED_ROW = st.tuples(st.sampled_from([None, OWN, OTHER]), st.integers(0, 5))
+
+
+@pytest.mark.parametrize("few_rows", [0, 1000])
+@pytest.mark.parametrize("partitioned", [True, False])
+@pytest.mark.parametrize("max_bytes", [1 << 20, 150])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(commits=st.lists(st.lists(STAMPED_ROW, min_size=1, max_size=6), min_size=1, max_size=4))
+def test_rows_of_another_transaction_and_repeated_ones_are_no_events(
+    monkeypatch: pytest.MonkeyPatch,
+    few_rows: int,
+    partitioned: bool,
+    max_bytes: int,
+    commits: list[list[tuple[int | None, int]]],
+) -> None:
+    """However they are looked at: together, one by one, or on their way to a spool file."""
+    monkeypatch.setattr(grouping, "FEW_ROWS", few_rows)
+    layout = Layout.of(("c_xid", *PEEKED), {}, "outbox", partitioned)
+    taken = Grouping({}, max_bytes)
+    expected: list[list[int]] = []
+    for number, commit in enumerate(commits, 1):
+        rows = [
+            wire.tuple_data(
+                [b"%d" % xid if xid else None, b"h", b"t", b"%d" % offset if offset else None]
+            )
+            for xid, offset in commit
+        ]
+        middle = len(rows) // 2
+        taken.take(layout, Rows.of(rows[:middle]), polled([]), OWN & 0xFFFFFFFF)
+        end = polled([(len(rows) - middle, OWN)])
+        end["end_lsn"] = number
+        taken.take(layout, Rows.of(rows[middle:]), end)
+        own: list[int] = []
+        for xid, offset in commit:
+            if xid != OTHER and not (partitioned and offset and offset in own):
+                own.append(offset)
+        expected.append(own)
+    found = {
+        int(each.commit.end_lsn): [
+            int(values(Rows.of([row]), [3])[3][0] or 0) for row in each.tuples
+        ]
+        for transactions in taken.fetch()
+        for each in transactions
+    }
+    assert found == {number: own for number, own in enumerate(expected, 1) if own}
 
 
 @pytest.mark.usefixtures("_no_row_is_few")
