@@ -103,7 +103,8 @@ POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 class Commit(NamedTuple):
     """One database commit of the source: where it stands in the WAL and when it happened.
 
-    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar.
+    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar. Of rows that were read from the table only
+    the xid is known, and of those from before there was `c_xid` not even that; what is not known is 0.
     """
 
     lsn: Lsn
@@ -114,9 +115,10 @@ class Commit(NamedTuple):
     @property
     def fields(self) -> Row:
         """The values of `COMMIT_FIELDS`, as text."""
+        xid = str(self.xid) if self.xid else None
         if not self.lsn:
-            return (None, None, None)
-        return (str(self.lsn), timestamp(self.ts), str(self.xid))
+            return (None, None, xid)
+        return (str(self.lsn), timestamp(self.ts), xid)
 
 
 def timestamp(microseconds: int) -> str:
@@ -129,10 +131,6 @@ def timestamp(microseconds: int) -> str:
 def microseconds(moment: datetime) -> int:
     """How long after POSTGRES_EPOCH a moment is. Raises TypeError for one without a time zone."""
     return (moment - POSTGRES_EPOCH) // timedelta(microseconds=1)
-
-
-POLLED = Commit(Lsn(0), Lsn(0), 0, 0)
-"""The commit of rows that were read from the table, which does not tell where in the WAL they came from."""
 
 
 class Event:

@@ -15,7 +15,7 @@ import psycopg
 from tenacity import Retrying, retry_if_result, wait_exponential
 
 from relay.config import Settings
-from relay.events import COMMIT_FIELDS, POLLED, Commit, Lsn, Tuples, microseconds
+from relay.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
 from relay.faults import ConfigurationError
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
@@ -278,8 +278,8 @@ def _bytes(value: str | None) -> bytes | None:
 
 def _commit(letter: Letter) -> Commit:
     """The commit that a letter came from; its end is not known, and nobody asks for it any more."""
-    lsn, moment = letter["commit_lsn"], letter["commit_ts"]
+    lsn, moment, xid = letter["commit_lsn"], letter["commit_ts"], int(letter["xid"] or 0)
     if lsn is None or moment is None:
-        return POLLED
+        return Commit(Lsn(0), Lsn(0), 0, xid)
     ts = microseconds(datetime.fromisoformat(moment))
-    return Commit(Lsn.parse(lsn), Lsn.parse(lsn), ts, int(letter["xid"] or 0))
+    return Commit(Lsn.parse(lsn), Lsn.parse(lsn), ts, xid)

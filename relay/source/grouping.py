@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import FIELDS, INSERTED_BY, NOTE, POLLED, Lsn
+from relay.events import FIELDS, INSERTED_BY, NOTE, Lsn
 from relay.faults import ConfigurationError
 from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
 from relay.source.spool import Spool, SpooledTuples
@@ -35,7 +35,9 @@ ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
 
 def polled(ends: Sequence[tuple[int, int]]) -> Ends:
     """Where commits end whose rows were read from the table: the number of rows, and what `c_xid` is in them or 0."""
-    return np.array([(rows, *POLLED[:-1], xid & _XID) for rows, xid in ends], ENDS)
+    found = np.zeros(len(ends), ENDS)
+    found["rows"], found["xid"] = [rows for rows, _ in ends], [xid & _XID for _, xid in ends]
+    return found
 
 
 class Peeked(NamedTuple):

@@ -209,6 +209,10 @@ def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str)
             "select * from outbox_message_t",
             "update relay.log_counter set next_offset = 1",
             "delete from outbox_message_t",
+            "insert into outbox_message_t (host_id, event_type, payload, c_offset) values"
+            " (gen_random_uuid(), 'x', '{}', 9223372036854775807)",
+            "insert into outbox_message_t (host_id, event_type, payload, c_xid) values"
+            " (gen_random_uuid(), 'x', '{}', '3')",
             "select relay.reserve_offsets(10)",
             "select * from relay.dead_letter_queue",
         ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relay.events import EVENT_FIELDS, POLLED, Event, Transaction
+from relay.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
 from relay.fates import NEW, Behind, Failure, History, has_to_wait, is_dead, judge, next_wait
 from relay.faults import Rejected, TransientFault, Undelivered, describe
 from relay.handler_settings import CircuitBreaker, HttpHandler, OutsideHandler, Retry
@@ -23,7 +23,7 @@ def event(**fields: str) -> Event:
     return Event(tuple(fields.get(name) for name in EVENT_FIELDS))
 
 
-EMPTY: Any = Transaction(None, POLLED, ())  # type: ignore[arg-type]
+EMPTY: Any = Transaction(None, Commit(Lsn(0), Lsn(0), 0, 0), ())  # type: ignore[arg-type]
 
 
 class Scripted:
