@@ -28,7 +28,8 @@ class Window:
 class Batch:
     """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
 
-    A polled batch has a `window` instead of transactions: its tasks read their rows themselves.
+    A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `source_epoch` is the
+    group's when it was received.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Batch:
     size: int
     spooled: bool = False
     window: Window | None = None
+    source_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,15 @@ class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
     `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `floors` is
-    how far partitions must have come, of those that the target could have forgotten in a crash.
+    how far partitions must have come, of those that the target could have forgotten in a crash, `source_epoch` the
+    batch's.
     """
 
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
     floors: Mapping[int, Reached] = field(default_factory=dict)
+    source_epoch: int | None = None
 
     @property
     def events(self) -> int:

@@ -278,6 +278,8 @@ def _permission_denied(error: psycopg.Error) -> bool:
 _REFUSED_FOR_GOOD = re.compile(
     # 28P01, 28000
     r"authentication failed|no password supplied|pg_hba\.conf|is not permitted to log in|"
+    # 42501, of a replication connection
+    r"start (WAL sender|walsender)|"
     # 28000, 3D000
     r'(role|database) ".*" does not exist|'
     r"certificate|does not support SSL|invalid \S+ value|invalid port number",

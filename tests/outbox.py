@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
 import psycopg
+import pytest
 import yaml
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
 from relay.config import Settings
+from relay.faults import RelayError
 from relay.install import initialise
 from relay.pipeline.session import Session
 from relay.service import Service
@@ -25,6 +28,17 @@ APPEND = """
     values (%(id)s, %(host_id)s, %(c_offset)s, %(transaction_id)s, (%(payload)s->>'amount')::numeric)
 """
 """Appends without ON CONFLICT, so that a second application shows."""
+
+WATCH = """
+    create table moved_back (former pg_lsn);
+    create function note_moved_back() returns trigger language plpgsql as $$
+    begin
+        insert into moved_back values (old.applied_lsn);
+        return null;
+    end $$;
+    create trigger note_moved_back after update on relay.consumer_offsets
+        for each row when (new.applied_lsn < old.applied_lsn) execute function note_moved_back();
+"""
 
 PROJECTION = """
     create table projection (
@@ -143,6 +157,14 @@ class Outbox:
         (found,) = self.column(query, parameters)
         return found
 
+    def watch_positions(self) -> None:
+        """Note from now on when the position of a partition moves back."""
+        self.conn.execute(WATCH)
+
+    def positions_moved_back(self) -> int:
+        """How often the position of a partition moved back."""
+        return int(self.value("select count(*) from moved_back"))
+
     @contextmanager
     def clerk(self) -> Iterator[tuple[str, str]]:
         """A role with the rights that `sql/` grants and those for the projection: its name, and its DSN."""
@@ -254,3 +276,19 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"
         time.sleep(0.02)
+
+
+def why_it_ends(settings: Settings) -> str:
+    """Run a relay until a fault ends it; returns what it says."""
+    running = ExitStack()
+    running.enter_context(relaying(settings))
+    return why_it_ended(running)
+
+
+def why_it_ended(running: ExitStack) -> str:
+    """Wait until a fault ends the one relay that runs; returns what it says."""
+    wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
+    with pytest.raises(RelayError) as raised:
+        running.close()
+    assert raised.value.exit_status == 1
+    return str(raised.value)

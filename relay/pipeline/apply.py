@@ -22,7 +22,14 @@ from relay.batch import DeadTransaction, Range, Reached, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Event, Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
-from relay.faults import Braked, NotReceived, ProcessDied, describe, timed_out
+from relay.faults import (
+    Braked,
+    NotReceived,
+    ProcessDied,
+    RelayError,
+    describe,
+    timed_out,
+)
 from relay.handler_settings import PythonHandler
 from relay.logs import RepeatedLines
 from relay.paths import JSON_FIELDS
@@ -143,16 +150,18 @@ class Applier:
         with self._pool.transaction() as conn:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
-            cursors, holding, streaks = offsets.lock(
+            locked = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
+            cursors = locked.cursors
+            _require_same_source(task, locked)
             require_kept(task.floors, cursors)
             fresh = _fresh(task, cursors)
             if not len(fresh):
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
-            brake = Brake(self._limits, streaks)
-            dead, waiting, braked = self._deliver(conn, fresh, holding, run, brake)
+            brake = Brake(self._limits, locked.streaks)
+            dead, waiting, braked = self._deliver(conn, fresh, locked.holding, run, brake)
             advances = _advances(fresh, task.touched)
             offsets.advance(conn, self._group, advances, self._durable)
         events = fresh.events
@@ -203,9 +212,9 @@ class Applier:
                 if not len(left):
                     continue
                 hosts = left.distinct_hosts
-                _, holding, streaks = offsets.lock(conn, self._group, list(floors), hosts)
-                brake = Brake(self._limits, streaks)
-                buried, parked, stopped = self._deliver(conn, left, holding, run, brake)
+                locked = offsets.lock(conn, self._group, list(floors), hosts)
+                brake = Brake(self._limits, locked.streaks)
+                buried, parked, stopped = self._deliver(conn, left, locked.holding, run, brake)
                 waiting += parked
                 dead += buried
                 braked += stopped
@@ -469,6 +478,15 @@ def _report_release(handler: str, brake: Brake) -> None:
     streak = brake.streaks.get(handler)
     if streak is not None and streak.braked:
         log.warning("a stopped handler goes on", extra={"handler": handler})
+
+
+def _require_same_source(task: Task, locked: offsets.Locked) -> None:
+    """Raise RelayError if the group follows another history of the source than the one that the task was read in."""
+    if task.source_epoch not in (None, locked.source_epoch):
+        raise RelayError(
+            "another instance has followed the source to another server or timeline since this one read its batch, of "
+            "which nothing was applied: start relay again"
+        )
 
 
 def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,7 +39,10 @@ class Planner:
         """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
         if batch.window:
             return self.ranges(batch.window)
-        return self.plan(batch.transactions, lanes)
+        return [
+            replace(task, source_epoch=batch.source_epoch)
+            for task in self.plan(batch.transactions, lanes)
+        ]
 
     def ranges(self, window: Window) -> list[Range]:
         """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from functools import partial
 from threading import Event
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from relay.faults import RelayError, describe
 from relay.source.assembler import Begun
 from relay.source.interval import Interval
 from relay.source.poll import BUSY_SECONDS, Poller, PollSource, note_mode
-from relay.source.recovery import Recovery, recognise
+from relay.source.recovery import Recognition, Recovery
 from relay.source.wal import WalSource
 from relay.transactions import Transactions
 
@@ -80,7 +79,7 @@ class StreamSource:
         self._polls = settings.source.mode == "auto"
         self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
-        self._wal = WalSource(settings, recovery, self._interval.ring, partial(recognise, settings))
+        self._wal = WalSource(settings, recovery, self._interval.ring, Recognition(settings))
         self._poller = Poller(settings)
         self._stopping = Event()
         self._progressed = True

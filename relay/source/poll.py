@@ -20,8 +20,10 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
 from relay.patience import say_once, until_it_works
+from relay.source.history import History
 from relay.source.interval import Interval
-from relay.source.rows import OutboxRows, is_visible, prepare_reading
+from relay.source.recovery import Recognition
+from relay.source.rows import OutboxRows, is_standby, is_visible, prepare_reading, server_of
 from relay.store import groups, offsets
 from relay.store.connections import connect, open_pool
 from relay.transactions import Transactions
@@ -53,6 +55,8 @@ class Poller:
         self._stopping = Event()
         self._retrying = until_it_works(self._stopping, say_once(log, "cannot look for events yet"))
         self._looks = 0
+        self._recognition = Recognition(settings)
+        self._examined: tuple[str, int] | None = None
 
     def stop(self) -> None:
         """End waiting; a look that cannot be had returns None."""
@@ -147,12 +151,31 @@ class Poller:
         for _ in range(AHEAD_LOOKS):
             with self._target.connection() as target:
                 cursors = offsets.all_cursors(target, self._settings.group)
+                origin = groups.origin(target, self._settings.group)
+            self._require_history(source, origin)
             following = self._rows.next_offset(source)
             ahead = [cursor for cursor in cursors if cursor.next_offset > following]
-            if not ahead:
+            # A standby only lags.
+            if not ahead or is_standby(source):
                 return cursors, following - 1
             self._stopping.wait(AHEAD_SECONDS)
         raise RelayError(_behind(self._settings, ahead[0], following))
+
+    def _require_history(self, source: psycopg.Connection[Any], origin: groups.Origin) -> None:
+        """Raise RelayError if the server is on a timeline that lacks what was applied from the WAL."""
+        if origin.timeline is None or not origin.applied:
+            return
+        identifier, timeline, standby = server_of(source)
+        known = History.parse(origin.timeline, origin.history or "")
+        if (
+            identifier != origin.identifier
+            or timeline == known.timeline
+            or (standby and timeline in known.timelines)
+            or self._examined == (identifier, timeline)
+        ):
+            return
+        self._recognition.require_valid()
+        self._examined = identifier, timeline
 
 
 class PollSource:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
+from psycopg.pq import ExecStatus
 
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import RelayError
+from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
+from relay.source.history import History
 from relay.source.slot import (
     create_slot,
     drop_slot,
@@ -35,34 +37,183 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The server and timeline that positions belong to, and where its WAL ends now."""
+    """A server: its identifier, its timelines, where its WAL ends now, and whether it is a hot standby."""
 
     identifier: str
-    timeline: int
+    history: History
     position: Lsn = field(compare=False)
+    standby: bool = field(compare=False)
+
+
+def open_replication(settings: Settings) -> Connection:
+    """A connection to the source's walsender. Raises psycopg.OperationalError."""
+    return psycopg.connect(
+        settings.source_dsn,
+        replication="database",
+        # A walsender speaks the simple query protocol only.
+        cursor_factory=psycopg.ClientCursor,
+        autocommit=True,
+        client_encoding="UTF8",
+        application_name=groups.APPLICATION_NAME,
+        connect_timeout=10,
+        # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
+        keepalives_idle=30,
+        keepalives_interval=10,
+        keepalives_count=3,
+    )
 
 
 def identify(conn: Connection) -> System:
-    """Ask a replication connection who it is.
+    """Ask a replication connection who it is. Raises psycopg.Error, or RelayError if its history cannot be read.
 
     Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
     """
+    # A standby that is promoted meanwhile has a position that is at least as great.
+    (standby,) = conn.execute("select pg_is_in_recovery()").fetchone() or (False,)
     row = conn.execute("IDENTIFY_SYSTEM").fetchone()
     if row is None:
         raise psycopg.OperationalError("the server does not identify itself")
-    return System(str(row[0]), int(row[1]), Lsn.parse(str(row[2])))
+    timeline = int(row[1])
+    return System(str(row[0]), _history(conn, timeline), Lsn.parse(str(row[2])), standby)
 
 
-def recognise(settings: Settings, system: System) -> None:
-    """Let c_offset decide what is new if LSNs cannot: another server, timeline, or an older state of it.
+def _history(conn: Connection, timeline: int) -> History:
+    """The timelines that led to this one; none where the server has no file that tells them.
 
-    Raises psycopg.Error if the target, which remembers, cannot be reached.
+    Source: PostgreSQL documentation, "Streaming Replication Protocol", TIMELINE_HISTORY.
     """
-    with connect(settings.target_dsn) as target:
-        if groups.recognise(
-            target, settings.group, system.identifier, system.timeline, system.position
-        ):
-            log.warning("the source's positions are not those of before; c_offset decides")
+    if timeline == 1:
+        return History(timeline)
+    # Servers before PostgreSQL 15 give the file's bytes the type bytea, and send them as they are.
+    result = conn.pgconn.exec_(f"TIMELINE_HISTORY {timeline}".encode())
+    if result.status != ExecStatus.TUPLES_OK:
+        error = server_error(result)
+        if isinstance(error, psycopg.errors.UndefinedFile):
+            return History(timeline)
+        raise error
+    try:
+        return History.parse(timeline, (result.get_value(0, 1) or b"").decode(errors="replace"))
+    except ValueError as error:
+        raise RelayError(f"source.dsn: {error}: mend the file in the server's pg_wal") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """The source as it is, and where the group's positions belong to: read before, so that they lag, never lead."""
+
+    group: str
+    origin: groups.Origin
+    system: System
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the positions belong to a server with another identifier."""
+        return self.origin.identifier not in (None, self.system.identifier)
+
+    @property
+    def same(self) -> bool:
+        """Whether the positions belong to this very history."""
+        return (
+            self.origin.identifier == self.system.identifier
+            and self._history == self.system.history
+        )
+
+    @property
+    def _history(self) -> History:
+        return History.parse(self.origin.timeline or 1, self.origin.history or "")
+
+    def require_valid(self) -> None:
+        """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
+        origin, system = self.origin, self.system
+        if origin.identifier is None or self.foreign:
+            return
+        shared = self._history.shared_until(system.history)
+        limit = system.position if shared is None else min(shared, system.position)
+        if origin.applied <= limit:
+            return
+        if system.standby and system.history.timeline in self._history.timelines:
+            raise Unavailable("the server is a standby that does not have yet what was applied")
+        ours = (
+            f"its WAL ends at {limit}"
+            if limit == system.position
+            else f"its timeline {system.history.timeline} has in common with timeline {origin.timeline}, which they "
+            f"came from, only what lies up to {limit}"
+        )
+        raise RelayError(
+            f"the source has lost events that group {self.group!r} has applied: they reach up to {origin.applied}, but "
+            f"{ours}: a failover with a loss, a former primary, or an older backup. New events take over positions and "
+            "c_offsets of the lost ones, so relay does not go on until you decide: restore the target to a state from "
+            "before the loss; or keep what was applied, and go on with what the source has published since, by "
+            f"`relay offsets seek --to {limit}`, or --to the time of the loss where the slot does not reach back"
+        )
+
+
+class Recognition:
+    """Tells whether the source is still the one that the group's positions belong to."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def look(self, conn: Connection) -> Sighting:
+        """Compare a replication connection's server with what the group remembers. Changes nothing.
+
+        Raises psycopg.Error if one of them does not answer.
+        """
+        with connect(self._settings.target_dsn) as target:
+            origin = groups.origin(target, self._settings.group)
+        return Sighting(self._settings.group, origin, identify(conn))
+
+    def require_valid(self) -> None:
+        """Look by a connection of its own, and raise RelayError if the source has lost what was applied.
+
+        Raises TransientFault or psycopg.Error while that cannot be told.
+        """
+        try:
+            with open_replication(self._settings) as conn:
+                self.look(conn).require_valid()
+        except Unavailable as error:
+            raise TransientFault(str(error)) from None
+        except psycopg.OperationalError as error:
+            if not refused_for_good(error):
+                raise
+            raise RelayError(
+                "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
+                f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
+                "attribute, or decide with `relay offsets seek`"
+            ) from None
+
+    def follow(self, sighting: Sighting) -> int:
+        """Remember the source that was seen, for who holds its slot; returns the group's epoch.
+
+        On another timeline LSNs stay valid up to where it was left. On another server c_offset decides what is new.
+        Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
+        """
+        sighting.require_valid()
+        if sighting.same:
+            return sighting.origin.epoch
+        system = sighting.system
+        with connect(self._settings.target_dsn) as target, target.transaction():
+            # Meanwhile others may have applied what they still had of the former history, or followed already.
+            now = replace(sighting, origin=groups.origin(target, sighting.group, lock=True))
+            if now.same:
+                return now.origin.epoch
+            now.require_valid()
+            epoch = groups.follow(
+                target,
+                sighting.group,
+                system.identifier,
+                system.history.timeline,
+                str(system.history),
+                reset=now.foreign,
+            )
+        if now.foreign:
+            log.warning("the source is another server: c_offset decides what is new")
+        elif now.origin.identifier is not None:
+            log.info(
+                "the source is on another timeline, which has everything that was applied",
+                extra={"timeline": system.history.timeline, "before": now.origin.timeline},
+            )
+        return epoch
 
 
 class Recovery:

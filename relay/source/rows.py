@@ -83,6 +83,31 @@ def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
             conn.execute("set client_encoding to utf8")
 
 
+def server_of(conn: Connection) -> tuple[str, int, bool]:
+    """The server's system identifier, its timeline, and whether it is a standby.
+
+    A standby that has just followed another timeline may still tell the former one.
+    """
+    (found,) = conn.execute(
+        """
+        select s.system_identifier::text,
+               case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline)
+                    else ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int end,
+               standby
+          from pg_control_system() as s, pg_control_checkpoint() as c, pg_control_recovery() as r,
+               pg_is_in_recovery() as standby
+        """
+    )
+    identifier, timeline, standby = found
+    return identifier, timeline, standby
+
+
+def is_standby(conn: Connection) -> bool:
+    """Whether the server is in recovery."""
+    row = conn.execute("select pg_is_in_recovery()").fetchone()
+    return bool(row and row[0])
+
+
 def is_visible(conn: Connection, xid: int) -> bool:
     """Whether sessions see what a transaction has committed; `xid` as the WAL tells it, without its epoch."""
     row = conn.execute("select pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()

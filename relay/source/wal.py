@@ -48,10 +48,17 @@ from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
 from relay.source.columns import is_partitioned
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
-from relay.source.recovery import Recovery, System, Unavailable, identify
+from relay.source.recovery import (
+    Recognition,
+    Recovery,
+    Sighting,
+    System,
+    Unavailable,
+    identify,
+    open_replication,
+)
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
 from relay.source.translation import Encoding
-from relay.store import groups
 from relay.store.connections import pin_text_form
 from relay.transactions import Transactions
 
@@ -109,8 +116,8 @@ class WalSource:
 
     `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
     Faults of the connection are waited out; others end `take()` with a RelayError. With a `recovery` a lost slot is
-    recreated, and what keeps the stream away is an `outage` instead of an error. `changed` is called when the stream
-    is back.
+    recreated, and what keeps the stream away is an `outage` instead of an error. A `recognition` refuses a source that
+    has lost what was applied. `changed` is called when the stream is back.
     """
 
     def __init__(
@@ -118,12 +125,13 @@ class WalSource:
         settings: Settings,
         recovery: Recovery | None = None,
         changed: Callable[[], None] = lambda: None,
-        recognise: Callable[[System], None] | None = None,
+        recognition: Recognition | None = None,
         start: Lsn | None = None,
     ) -> None:
         self._settings = settings
         self._recovery = recovery
-        self._recognise = recognise
+        self._recognition = recognition
+        self._epoch: int | None = None
         self._tell = changed
         self._outage: Outage | None = None
         self._fruitless = 0
@@ -245,6 +253,7 @@ class WalSource:
             events=transactions.events,
             size=transactions.held,
             spooled=transactions.spooled is not None,
+            source_epoch=self._epoch,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
@@ -390,20 +399,7 @@ class WalSource:
         if self._closing.is_set():
             raise _SlotActive
         source = self._settings.source
-        conn: psycopg.Connection[object] = psycopg.connect(
-            self._settings.source_dsn,
-            replication="database",
-            # A walsender speaks the simple query protocol only.
-            cursor_factory=psycopg.ClientCursor,
-            autocommit=True,
-            client_encoding="UTF8",
-            application_name=groups.APPLICATION_NAME,
-            connect_timeout=10,
-            # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
-            keepalives_idle=30,
-            keepalives_interval=10,
-            keepalives_count=3,
-        )
+        conn = open_replication(self._settings)
         try:
             pin_text_form(conn)
             return self._start_replication(conn, source.slot, source.publication)
@@ -463,11 +459,10 @@ class WalSource:
     def _start_replication(
         self, conn: psycopg.Connection[object], slot: str, publication: str
     ) -> _Stream:
-        system = identify(conn)
-        if self._system not in (None, system):
-            self._settle()
-        if self._recognise is not None:
-            self._recognise(system)
+        system, sighting = self._look(conn)
+        if sighting is not None and not _is_read(conn, slot):
+            # A lost slot is not recreated where the stream would be refused.
+            sighting.require_valid()
         if self._recovery is not None:
             if self._recovery.restore(conn, self._undecodable):
                 self._progress = Progress()
@@ -497,12 +492,25 @@ class WalSource:
         result = conn.pgconn.exec_(text.encode(encoding.codec if encoding else "utf-8"))
         if result.status != ExecStatus.COPY_BOTH:
             raise server_error(result)
+        if self._recognition is not None and sighting is not None:
+            # Only who holds the slot touches the group's state.
+            self._epoch = self._recognition.follow(sighting)
         self._progress.start(confirmed)
         self._system = system
         self._connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
+
+    def _look(self, conn: psycopg.Connection[object]) -> tuple[System, Sighting | None]:
+        sighting = self._recognition.look(conn) if self._recognition else None
+        system = sighting.system if sighting else identify(conn)
+        if self._system in (None, system):
+            return system, sighting
+        self._settle()
+        self._system = None
+        # More was applied meanwhile.
+        return self._look(conn)
 
     def _require_published(self, conn: psycopg.Connection[object]) -> None:
         """Rather no stream than one that leaves out columns: their values would be null, silently."""
@@ -515,7 +523,7 @@ class WalSource:
 
     def _settle(self) -> None:
         """Another server or timeline: what was received from the former is applied before positions begin again."""
-        log.warning("the source is another server or timeline; c_offset decides what is new")
+        log.warning("the source is another server or timeline; what was received before is applied")
         while not self._progress.settled and not self._closing.is_set():
             self._closing.wait(NAP_SECONDS * 10)
         self._progress = Progress()
@@ -678,6 +686,11 @@ class WalSource:
                 if length == 0:
                     selector.select(max(0.0, deadline - time.monotonic()))
                     pgconn.consume_input()
+
+
+def _is_read(conn: psycopg.Connection[object], slot: str) -> bool:
+    state = slot_state(conn, slot)
+    return state is not None and state.active
 
 
 def first_offset_behind(settings: Settings, lsn: Lsn, until: Lsn) -> int | None:

@@ -110,36 +110,72 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
     )
 
 
-def recognise(
-    conn: psycopg.Connection[Any], group: str, system: str, timeline: int, position: Lsn
-) -> bool:
-    """Compare the source with the one that the group's LSNs belong to, and remember it.
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source that the LSNs of a group belong to, None until one was streamed, and how far they have come.
 
-    If it is another server or timeline, or its WAL ends before what was applied, LSNs say nothing any more: from here
-    on the c_offset of each partition decides what is new. Returns whether that is so.
+    `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions.
     """
-    with conn.transaction():
+
+    identifier: str | None
+    timeline: int | None
+    history: str | None
+    epoch: int
+    applied: Lsn
+
+
+def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Origin:
+    """Where the group's LSNs belong to. `lock` keeps tasks from applying anything until the transaction ends."""
+    if lock:
         conn.execute(
-            "insert into relay.groups (group_id, system_identifier, timeline) values (%s, %s, %s)"
-            " on conflict do nothing",
-            (group, system, timeline),
+            "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
         )
-        known = conn.execute(
-            "select coalesce(system_identifier, %s), coalesce(timeline, %s) from relay.groups"
-            " where group_id = %s for update",
-            (system, timeline, group),
-        ).fetchone()
-        changed = conn.execute(
+        conn.execute("select from relay.groups where group_id = %s for update", (group,))
+        conn.execute(
+            "select from relay.consumer_offsets where group_id = %s order by topic_id, partition_id for update",
+            (group,),
+        )
+    (found,) = conn.execute(
+        """
+        select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
+               coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text
+          from (select) as one left join relay.groups on group_id = %(group)s
+        """,
+        {"group": group},
+    )
+    identifier, timeline, history, epoch, applied = found
+    return Origin(identifier, timeline, history, epoch, Lsn.parse(applied))
+
+
+def follow(
+    conn: psycopg.Connection[Any],
+    group: str,
+    identifier: str,
+    timeline: int,
+    history: str,
+    reset: bool,
+) -> int:
+    """From now on the group's LSNs belong to this server and timeline; returns the new epoch.
+
+    `reset` says that those of before mean nothing there: the c_offset of each partition decides what is new.
+    """
+    if reset:
+        conn.execute(
             """
             update relay.consumer_offsets
                set handover_offset = greatest(handover_offset, next_offset), applied_lsn = '0/0', updated_at = now()
              where group_id = %s
-               and (%s or exists (select from relay.consumer_offsets where group_id = %s and applied_lsn > %s::pg_lsn))
             """,
-            (group, known != (system, timeline), group, str(position)),
-        ).rowcount
-        conn.execute(
-            "update relay.groups set system_identifier = %s, timeline = %s where group_id = %s",
-            (system, timeline, group),
+            (group,),
         )
-    return changed > 0
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            update relay.groups
+               set system_identifier = %s, timeline = %s, timeline_history = %s, source_epoch = source_epoch + 1
+             where group_id = %s
+            returning source_epoch
+            """,
+            (identifier, timeline, history, group),
+        )
+        return int(next(cursor))

@@ -29,6 +29,20 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
+class Locked:
+    """What a task finds under the lock of its partitions.
+
+    `holding` are those of its hosts of which a waiting transaction holds a key, `streaks` the handlers that fail, and
+    `source_epoch` is that of `relay.groups`, None for a group that has never run.
+    """
+
+    cursors: Mapping[int, Cursor]
+    holding: set[str]
+    streaks: dict[str, Streak]
+    source_epoch: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Advance:
     """Where a partition stands after a task."""
 
@@ -54,13 +68,12 @@ def _cursors(rows: Iterable[tuple[Any, ...]]) -> list[Cursor]:
 
 def lock(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], hosts: Collection[str]
-) -> tuple[Mapping[int, Cursor], set[str], dict[str, Streak]]:
+) -> Locked:
     """Lock the partitions' rows to the end of the transaction, in order.
 
-    Returns where they stand, those of the hosts of which a waiting transaction holds a key, and the handlers that fail.
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
-    *rows, (*_, holding, streaks) = conn.execute(
+    *rows, (*_, holding, streaks, epoch) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(hosts)),
     )
@@ -71,7 +84,7 @@ def lock(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    return found, set(holding or ()), streaks_of(streaks)
+    return Locked(found, set(holding or ()), streaks_of(streaks), epoch)
 
 
 def claim(

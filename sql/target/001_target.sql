@@ -100,6 +100,8 @@ create table if not exists relay.groups (
     group_id          text primary key,
     system_identifier text,
     timeline          int,
+    timeline_history  text,
+    source_epoch      int           not null default 0,
     slot_recreations  timestamptz[] not null default '{}',
     running           boolean       not null default false,
     instances         text[]        not null default '{}',
@@ -116,6 +118,10 @@ comment on column relay.groups.configuration is
 
 comment on column relay.groups.timeline is
     'of the server that applied_lsn of this group''s offsets belongs to, with system_identifier';
+comment on column relay.groups.timeline_history is
+    'which timelines led to it, and where each was left, as in the server''s history file';
+comment on column relay.groups.source_epoch is
+    'counts the histories that the group has followed: what was read in an earlier one is no longer applied';
 comment on column relay.groups.slot_recreations is
     'when relay had to recreate the slot within the last hour';
 
@@ -254,23 +260,24 @@ create table if not exists relay.spark_events (
 create index if not exists spark_events_portion on relay.spark_events (portion);
 
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own those of
--- the hosts of which a waiting transaction holds a key, and the handlers that fail. Each statement of the function sees what was committed while the
--- one before waited for a lock; a single statement would not.
+-- the hosts of which a waiting transaction holds a key, the handlers that fail, and the epoch of the group's source. Each
+-- statement of the function sees what was committed while the one before waited for a lock; a single statement would not.
 create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
 returns table (partition_id int, next_offset bigint, applied_lsn text, handover_offset bigint, holding text[],
-               streaks jsonb)
+               streaks jsonb, source_epoch int)
 language plpgsql
 as $$
 begin
     return query
-        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[], null::jsonb
+        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[], null::jsonb, null::int
           from relay.consumer_offsets as o
          where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions)
          order by o.partition_id for update;
     return query
         select null::int, null::bigint, null::text, null::bigint, array_agg(distinct host),
                (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
-                  from relay.brakes as b where b.group_id = the_group)
+                  from relay.brakes as b where b.group_id = the_group),
+               (select g.source_epoch from relay.groups as g where g.group_id = the_group)
           from relay.deferred, unnest(hosts) as host
          where group_id = the_group and holds and hosts && asked and host = any (asked);
 end

@@ -1,17 +1,78 @@
-"""The source fails over to a standby: with a synchronised slot the stream goes on, without one the gap is polled."""
+"""The source fails over to a standby: with a synchronised slot the stream goes on, without one the gap is polled.
+
+A failover with a loss stops relay until somebody decides.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from relay.config import Settings
-from tests.outbox import Outbox, relaying, wait_until
+from relay.cursors import plan_seek, seek
+from tests.outbox import Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
 pytestmark = pytest.mark.chaos
 
 PRIMARY = {"wal_log_hints": "on"}
 STANDBY = {"hot_standby_feedback": "on", "primary_slot_name": "standby"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A primary with a streaming standby, and the outbox as each of them has it."""
+
+    primary: EmbeddedServer
+    source: Outbox
+    standby: EmbeddedServer
+    copy: Outbox
+
+    def settings(self, target: Outbox, dsn: str | None = None) -> Settings:
+        """A relay that follows whichever of both may be written to, with its target elsewhere."""
+        ports = f"{self.primary.cluster.port},{self.standby.cluster.port}"
+        either = f"host=127.0.0.1,127.0.0.1 port={ports} dbname=app user=postgres target_session_attrs=read-write"
+        source = {"dsn": dsn or either, "slot": "app", "publication": "app"}
+        return Settings(**self.source.config(source=source, target={"dsn": target.dsn}))
+
+    def synchronise(self) -> None:
+        """Wait until the standby has the slot."""
+        wait_until(lambda: slot_is_synchronised(self.source, self.copy))
+
+    def replicate(self) -> None:
+        """Wait until the standby has everything."""
+        tip = self.source.tip()
+        wait_until(lambda: has_replayed(self.copy, tip))
+
+    def cut(self) -> None:
+        """Let the standby fall behind for good."""
+        self.replicate()
+        self.copy.conn.execute("alter system set primary_conninfo = ''")
+        self.copy.conn.execute("select pg_reload_conf()")
+        wait_until(lambda: not self.copy.column("select pid from pg_stat_wal_receiver"))
+
+    def fail_over(self) -> None:
+        """Kill the primary, and make the standby one."""
+        self.primary.kill()
+        self.copy.conn.execute("select pg_promote()")
+
+
+@contextmanager
+def streaming_pair() -> Iterator[Pair]:
+    with start_server(PRIMARY) as primary:
+        if not isinstance(primary, EmbeddedServer):
+            pytest.skip("needs pg_basebackup beside the server")
+        with Outbox(primary.create_database("app")) as source:
+            source.conn.execute("select pg_create_physical_replication_slot('standby', true)")
+            with (
+                start_standby(primary, STANDBY) as standby,
+                Outbox(standby.dsn("app")) as copy,
+            ):
+                yield Pair(primary, source, standby, copy)
 
 
 def has_replayed(standby: Outbox, lsn: str) -> bool:
@@ -41,53 +102,109 @@ def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
     """The target is another server, as it must be to tell what the new primary has not seen."""
-    with start_server(PRIMARY) as primary:
-        if not isinstance(primary, EmbeddedServer):
-            pytest.skip("needs pg_basebackup beside the server")
-        with Outbox(primary.create_database("app")) as source:
-            if synchronised and source.conn.info.server_version < 170000:
-                pytest.skip("failover slots came with PostgreSQL 17")
-            source.conn.execute("select pg_create_physical_replication_slot('standby', true)")
-            with start_standby(primary, STANDBY) as standby:
-                hosts = (
-                    f"host=127.0.0.1,127.0.0.1 port={primary.cluster.port},{standby.cluster.port}"
-                )
-                settings = Settings(
-                    **source.config(
-                        source={
-                            "dsn": f"{hosts} dbname=app user=postgres target_session_attrs=read-write",
-                            "slot": "app",
-                            "publication": "app",
-                        },
-                        target={"dsn": outbox.dsn},
-                    )
-                )
-                source.install_again(settings)
-                with relaying(settings):
-                    source.fill(200)
-                    wait_until(lambda: outbox.handled() == 1_000)
-                    source.wait_drained()
-                    with Outbox(standby.dsn("app")) as promoted:
-                        if synchronised:
-                            wait_until(lambda: slot_is_synchronised(source, promoted))
-                        wait_until(lambda: has_replayed(promoted, source.tip()))
-                        before = source.value("select count(*) from outbox_message_t")
-                        wait_until(lambda: outbox.handled() == before)
-                        primary.kill()
-                        promoted.conn.execute("select pg_promote()")
-                        promoted.fill(200)
-                        wait_until(lambda: outbox.handled() == before + 1_000)
-                        # Polling may have got them all before the WAL of the new primary could be had.
-                        wait_until(lambda: outbox.value("select timeline from relay.groups") == 2)
-                        promoted.fill(1)
-                        wait_until(lambda: outbox.handled() == before + 1_005)
-                        everything = promoted.column(
-                            "select id from outbox_message_t order by c_offset"
-                        )
-    made_anew = outbox.value("select cardinality(slot_recreations) from relay.groups")
-    assert made_anew == (0 if synchronised else 1)
+    with streaming_pair() as pair:
+        if synchronised and pair.source.conn.info.server_version < 170000:
+            pytest.skip("failover slots came with PostgreSQL 17")
+        settings = pair.settings(outbox)
+        pair.source.install_again(settings)
+        outbox.watch_positions()
+        with relaying(settings):
+            pair.source.fill(200)
+            wait_until(lambda: outbox.handled() == 1_000)
+            pair.source.wait_drained()
+            if synchronised:
+                pair.synchronise()
+            pair.replicate()
+            before = pair.source.value("select count(*) from outbox_message_t")
+            wait_until(lambda: outbox.handled() == before)
+            pair.fail_over()
+            pair.copy.fill(200)
+            wait_until(lambda: outbox.handled() == before + 1_000)
+            # Polling may have got them all before the WAL of the new primary could be had.
+            wait_until(lambda: outbox.value("select timeline from relay.groups") == 2)
+            pair.copy.fill(1)
+            wait_until(lambda: outbox.handled() == before + 1_005)
+            everything = pair.copy.column("select id from outbox_message_t order by c_offset")
+    recreated = outbox.value("select cardinality(slot_recreations) from relay.groups")
+    assert recreated == (0 if synchronised else 1)
+    assert outbox.positions_moved_back() == 0
+    assert outbox.value("select timeline_history from relay.groups").startswith("1\t")
     assert sorted(everything) == sorted(outbox.column("select id from projection"))
     assert not outbox.column(
         "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
         " from projection) as followed where overtaken"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised: bool) -> None:
+    """New events take over the lost ones' c_offsets and positions, and none of them is skipped."""
+    with streaming_pair() as pair:
+        if synchronised and pair.source.conn.info.server_version < 170000:
+            pytest.skip("failover slots came with PostgreSQL 17")
+        settings = pair.settings(outbox)
+        pair.source.install_again(settings)
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        pair.source.fill(20)
+        pair.source.wait_drained()
+        if synchronised:
+            pair.synchronise()
+        pair.cut()
+        pair.source.fill(1)
+        pair.source.wait_drained()
+        applied = outbox.column("select id from projection order by seq")
+        pair.fail_over()
+        # More than were lost: their c_offsets go beyond what was applied.
+        pair.copy.fill(2)
+        said = why_it_ended(running)
+        assert "has lost events that group 'default' has applied" in said
+        assert why_it_ends(settings) == said
+        assert outbox.column("select id from projection order by seq") == applied
+        assert outbox.value("select timeline from relay.groups") == 1
+        assert outbox.value("select cardinality(slot_recreations) from relay.groups") == 0
+
+        everything = pair.copy.column("select id from outbox_message_t")
+        new = sorted(set(everything) - set(applied))
+        assert len(new) == 10
+        since = pair.copy.value(
+            "select min(event_ts) from outbox_message_t where id = any(%s)", (new,)
+        )
+        (lsn,) = re.findall(r"seek --to (\S+/\w+)", said)
+        move = plan_seek(settings, lsn if synchronised else since.isoformat(), None)
+        assert move.again == 5
+        seek(settings, move.offset, None)
+        with relaying(settings):
+            wait_until(lambda: outbox.handled() >= len(applied) + 10)
+            pair.copy.fill(1)
+            pair.copy.wait_drained()
+        newer = set(pair.copy.column("select id from outbox_message_t")) - set(everything)
+        assert sorted(outbox.column("select id from projection")) == sorted(
+            [*applied, *new, *newer]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_instance_at_a_lagging_standby_waits(outbox: Outbox) -> None:
+    with streaming_pair() as pair:
+        settings = pair.settings(outbox)
+        pair.source.install_again(settings)
+        outbox.watch_positions()
+        with relaying(settings):
+            pair.source.fill(5)
+            pair.source.wait_drained()
+            pair.cut()
+            pair.source.fill(5)
+            pair.source.wait_drained()
+            with relaying(pair.settings(outbox, pair.standby.dsn("app"))):
+                # It has connected, and polls what the standby has: nothing new.
+                wait_until(lambda: outbox.value("select source_mode from relay.groups") == "poll")
+                for number in range(20):
+                    pair.source.publish(host(number), event(number))
+                pair.source.wait_drained()
+        everything = pair.source.column("select id from outbox_message_t")
+    assert outbox.positions_moved_back() == 0
+    assert sorted(everything) == sorted(outbox.column("select id from projection"))

@@ -270,13 +270,13 @@ def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None
     outbox.assert_exact()
 
 
-def test_another_server_is_recognised_and_c_offset_decides(outbox: Outbox) -> None:
+def test_another_server_has_other_positions_and_c_offset_decides(outbox: Outbox) -> None:
     outbox.fill(40)
     with relaying(outbox.settings()):
         outbox.wait_handled()
     before = outbox.value("select count(*) from projection")
-    # As after a promotion: the same rows, positions that mean nothing.
-    outbox.conn.execute("update relay.groups set timeline = timeline + 7")
+    # As after pg_upgrade: the same rows, positions that mean nothing.
+    outbox.conn.execute("update relay.groups set system_identifier = '7'")
     outbox.conn.execute(
         "update relay.consumer_offsets set applied_lsn = applied_lsn + 100000000 where partition_id < 4"
     )

@@ -211,16 +211,16 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
         psycopg.connect(outbox.dsn) as second,
         psycopg.connect(outbox.dsn) as first,
     ):
-        cursors, holding, _ = offsets.lock(first, group, [1, 0], hosts)
-        assert list(cursors) == [0, 1]
-        assert holding == set()
+        locked = offsets.lock(first, group, [1, 0], hosts)
+        assert list(locked.cursors) == [0, 1]
+        assert locked.holding == set()
         waiting = thread.submit(offsets.lock, second, group, [1], hosts)
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
         first.execute(PARK, (group, [parked]))
         offsets.advance(first, group, [offsets.Advance(1, 7, Lsn(70))])
         first.commit()
-        cursors, holding, _ = waiting.result(30)
-    assert cursors[1].next_offset == 7
-    assert holding == {parked}
+        locked = waiting.result(30)
+    assert locked.cursors[1].next_offset == 7
+    assert locked.holding == {parked}
     outbox.conn.execute("delete from relay.deferred")

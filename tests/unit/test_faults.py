@@ -358,6 +358,8 @@ def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
         ('FATAL:  role "relay" is not permitted to log in', True),
         ('FATAL:  database "app" does not exist', True),
         ("SSL error: certificate verify failed", True),
+        ("FATAL:  permission denied to start WAL sender", True),
+        ("FATAL:  must be superuser or replication role to start walsender", True),
         ("Connection refused\n\tIs the server running on that host?", False),
         ('could not translate host name "db" to address: Name or service not known', False),
         ("FATAL:  the database system is starting up", False),

@@ -1,0 +1,112 @@
+"""Timeline histories: the file is read as PostgreSQL reads it, and two histories tell what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relay.events import Lsn
+from relay.source.history import History, Switch
+
+POSITIONS = st.integers(0, 2**64 - 1).map(Lsn)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    timelines = sorted(draw(st.sets(st.integers(1, 2**31 - 1), min_size=1, max_size=6)))
+    positions = sorted(
+        draw(st.lists(POSITIONS, min_size=len(timelines) - 1, max_size=len(timelines) - 1))
+    )
+    switches = tuple(map(Switch, timelines, positions))
+    return History(timelines[-1], switches)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model of WAL: which server wrote the bytes from each position on."""
+
+    history: History
+    writers: tuple[tuple[Lsn, int], ...]
+
+    def wrote(self, position: int) -> int:
+        """Who wrote the byte before a position."""
+        return next(writer for start, writer in reversed(self.writers) if start < position)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Server]:
+    """Servers that were promoted from each other at random positions; siblings may take the same number."""
+    servers = [Server(History(1), ((Lsn(-1), 0),))]
+    for number in range(1, draw(st.integers(1, 6))):
+        parent = draw(st.sampled_from(servers))
+        least = max(parent.writers[-1][0], 0)
+        # No two promotions at one position write the same WAL under the same number.
+        position = Lsn(least + 10 * draw(st.integers(0, 20)) + number)
+        history = History(
+            parent.history.timeline + 1,
+            (*parent.history.switches, Switch(parent.history.timeline, position)),
+        )
+        servers.append(Server(history, (*parent.writers, (position, number))))
+    return servers
+
+
+@given(
+    histories(),
+    st.text("abc\t 0/1", max_size=20),
+    st.sampled_from(["", "\n", "# 9 x\n", "  \n"]),
+    st.booleans(),
+)
+def test_a_history_file_is_read_as_it_was_written(
+    history: History, reason: str, between: str, padded: bool
+) -> None:
+    text = between.join(
+        f"{each.timeline}\t{each.position >> 32:X}/{each.position & 0xFFFFFFFF:0{8 if padded else 1}X}\t{reason}\n"
+        for each in history.switches
+    )
+    assert History.parse(history.timeline, text) == history
+    assert History.parse(history.timeline, str(history)) == history
+
+
+@given(families(), st.data())
+def test_what_two_servers_share_is_what_one_of_them_wrote(
+    servers: list[Server], data: st.DataObject
+) -> None:
+    one, other = data.draw(st.sampled_from(servers)), data.draw(st.sampled_from(servers))
+    shared = one.history.shared_until(other.history)
+    assert shared == other.history.shared_until(one.history)
+    assert (shared is None) is (one is other)
+    for position in {
+        start + step for each in (one, other) for start, _ in each.writers for step in (0, 1)
+    }:
+        same = shared is None or position <= shared
+        assert (one.wrote(max(position, 0)) == other.wrote(max(position, 0))) is same
+
+
+def test_servers_that_took_the_same_number_are_told_apart() -> None:
+    one, other = (History(2, (Switch(1, Lsn(at)),)) for at in (100, 90))
+    assert one.shared_until(other) == 90
+    assert History(1).shared_until(one) == 100
+    assert History(3, (*one.switches, Switch(2, Lsn(120)))).shared_until(one) == 120
+    assert one.shared_until(one) is None
+    # The history file is missing.
+    assert History(2).shared_until(one) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1\n",
+        "one\t0/1\tno\n",
+        "1\t0-1\tno\n",
+        "2\t0/1\n1\t0/2\n",
+        "3\t0/1\n",
+        "1\t0/1x\n",
+        "1 0/1\n1 0/2\n",
+    ],
+)
+def test_what_is_no_history_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="history"):
+        History.parse(3, text)
