@@ -148,3 +148,23 @@ def test_who_stands_by_leaves_it_to_the_reader_of_the_slot_to_judge(
             wait_until(lambda: "another process reads the slot; standing by" in caplog.messages)
     assert LOST in why_it_ends(outbox.settings())
     assert outbox.handled() == 1
+
+
+def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox.fill(4)
+    outbox.drain(outbox.settings())
+    outbox.conn.execute(
+        "update relay.groups set timeline = 2, timeline_history = E'1\\t' || pg_current_wal_insert_lsn()"
+    )
+    identify = recovery.identify
+
+    def slowly(conn: psycopg.Connection[Any]) -> recovery.System:
+        system = identify(conn)
+        advance_beyond_the_source(outbox)
+        return system
+
+    monkeypatch.setattr(recovery, "identify", slowly)
+    assert LOST in why_it_ends(outbox.settings())
+    assert outbox.column("select timeline from relay.groups") == [2]
