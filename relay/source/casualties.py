@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import psycopg
 
@@ -34,9 +35,18 @@ class Casualties:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._suspects = Suspects(settings, 0)
         self._left = 0
         self._noted: Begun | None = None
+
+    @cached_property
+    def _suspects(self) -> Suspects:
+        """Only after a crash there is anything to note."""
+        return Suspects(self._settings, 1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if "_suspects" in self.__dict__:
+            self._suspects.close()
 
     @property
     def guarding(self) -> bool:
@@ -53,17 +63,17 @@ class Casualties:
             return
         if begun is not None and begun == self._noted:
             return
-        if self._noted is not None:
-            self._suspects.clear(_name(self._noted))
-            self._noted = None
         self._left -= size
-        if self._left <= 0 or begun is None:
-            return
-        deaths = self._suspects.deaths(_name(begun))
-        if deaths >= self._settings.crash_limit:
-            raise Undigestible(begun, deaths)
-        self._suspects.note(_name(begun))
-        self._noted = begun
+        former = None if self._noted is None else _name(self._noted)
+        if begun is not None and self.guarding:
+            limit = self._settings.crash_limit
+            noted = self._suspects.note_next(former, _name(begun), limit)
+            self._noted = begun if noted else None
+            if not noted:
+                raise Undigestible(begun, limit)
+        elif former is not None:
+            self._suspects.clear(former)
+            self._noted = None
 
     def died(self, begun: Begun | None) -> None:
         """Memory ran out while a commit was open. This process lives on, but got no further."""

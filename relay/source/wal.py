@@ -209,6 +209,7 @@ class WalSource:
         if self._thread.is_alive():
             self._thread.join(timeout)
         if not self._thread.is_alive():
+            self._casualties.close()
             self._bell.close()
 
     @property

@@ -6,7 +6,7 @@ Written only after a crash, by connections of its own, since what the crash roll
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -14,7 +14,7 @@ from psycopg.rows import scalar_row
 from psycopg_pool import ConnectionPool
 
 from relay.config import Settings
-from relay.store.connections import connect, open_pool
+from relay.store.connections import open_pool
 from relay.transactions import Undecoded
 
 
@@ -25,33 +25,25 @@ def name_of(transaction: Undecoded) -> str:
 
 
 class Suspects:
-    """Notes each transaction before it is handled, so that it shows what a process died of.
-
-    It keeps up to so many connections; with 0 each note opens one.
-    """
+    """Notes each transaction before it is handled, so that it shows what a process died of."""
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
         self._survived: set[str] = set()
         self._in_flight: set[str] = set()
-        self._dsn = settings.target_dsn
-        self._pool: ConnectionPool[psycopg.Connection[Any]] | None = (
-            open_pool(settings.target_dsn, connections, _without_sync) if connections else None
+        self._pool: ConnectionPool[psycopg.Connection[Any]] = open_pool(
+            settings.target_dsn, connections, _without_sync
         )
 
     def close(self) -> None:
         """Close the connections."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def _connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
-        return connect(self._dsn) if self._pool is None else self._pool.connection()
+        self._pool.close()
 
     def deaths(self, name: str) -> int:
         """How many processes died while they had this transaction in flight."""
         if name in self._survived:
             self.take_back(name)
-        with self._connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
+        with self._pool.connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
             found = cursor.execute(
                 "select attempts from relay.suspects where group_id = %s and suspect = %s",
                 (self._group, name),
@@ -81,7 +73,7 @@ class Suspects:
 
     def clear(self, name: str) -> None:
         """Forget the deaths over a transaction: it was handled, or is dead-lettered."""
-        with self._connection() as conn:
+        with self._pool.connection() as conn:
             conn.execute(
                 "delete from relay.suspects where group_id = %s and suspect = %s",
                 (self._group, name),
@@ -89,7 +81,7 @@ class Suspects:
 
     def note(self, name: str) -> None:
         """Count a death in advance."""
-        with self._connection() as conn:
+        with self._pool.connection() as conn:
             conn.execute(
                 """
                 insert into relay.suspects as s (group_id, suspect) values (%s, %s)
@@ -98,9 +90,28 @@ class Suspects:
                 (self._group, name),
             )
 
+    def note_next(self, former: str | None, name: str, limit: int) -> bool:
+        """Forget the deaths over what came before, and count one over the next in advance.
+
+        Returns whether it was counted: it is not where there are `limit` deaths already.
+        """
+        with self._pool.connection() as conn:
+            found = conn.execute(
+                """
+                with forgotten as (
+                    delete from relay.suspects where group_id = %(group)s and suspect = %(former)s
+                )
+                insert into relay.suspects as s (group_id, suspect) values (%(group)s, %(name)s)
+                on conflict (group_id, suspect) do update set attempts = s.attempts + 1, noted_at = now()
+                 where s.attempts < %(limit)s
+                """,
+                {"group": self._group, "former": former, "name": name, "limit": limit},
+            )
+            return found.rowcount == 1
+
     def take_back(self, name: str) -> None:
         """The attempt ended without a death."""
-        with self._connection() as conn:
+        with self._pool.connection() as conn:
             conn.execute(
                 "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
                 (self._group, name),

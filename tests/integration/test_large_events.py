@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,23 +150,28 @@ def test_deaths_of_the_receiver_are_counted_over_a_commit(outbox: Outbox) -> Non
     fatal = Begun(Lsn(5000), 700)
     attempts = "select coalesce(sum(attempts), 0) from relay.suspects"
 
-    def restarted() -> Casualties:
-        casualties = Casualties(settings)
-        casualties.guard()
-        casualties.took(100, Begun(Lsn(4000), 699))
-        return casualties
+    @contextmanager
+    def restarted() -> Iterator[Casualties]:
+        with closing(Casualties(settings)) as casualties:
+            casualties.guard()
+            casualties.took(100, Begun(Lsn(4000), 699))
+            yield casualties
 
     for deaths in (1, 2):
-        restarted().took(100, fatal)
-        # Here it dies. The commit before was survived.
+        with restarted() as dying:
+            dying.took(100, fatal)
+        # The commit before was survived.
         assert outbox.value(attempts) == deaths
-    with pytest.raises(Undigestible):
-        restarted().took(100, fatal)
-    Casualties(settings).forget(fatal)
+    with restarted() as careful:
+        with pytest.raises(Undigestible):
+            careful.took(100, fatal)
+        assert outbox.value(attempts) == 2
+        careful.forget(fatal)
 
-    lost = restarted()
-    lost.took(100, fatal)
-    lost.survived()
+    with restarted() as lost:
+        lost.took(100, fatal)
+        lost.survived()
     assert outbox.value(attempts) == 0
-    Casualties(settings).took(100, fatal)
+    with closing(Casualties(settings)) as unguarded:
+        unguarded.took(100, fatal)
     assert outbox.value(attempts) == 0
