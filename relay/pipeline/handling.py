@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from secrets import token_hex
@@ -243,18 +244,29 @@ class Handling:
     ) -> Fates:
         """Apply them one by one, each under a note that a crash would leave behind."""
         fates: Fates = {}
-        for place, transaction in enumerate(transactions):
-            name = suspects.name_of(transaction)
-            deaths = self._suspects.deaths(name)
-            if deaths >= self._settings.crash_limit:
-                reason = ProcessDied(f"{deaths} processes died while they handled it")
-                fates[place] = Failure(None, reason)
-            else:
-                with self._suspects.noted(name):
-                    one = self._route_and_run(conn, transactions.part(place, place + 1), brake)
-                fates.update((place, fate) for fate in one.values())
-            self._suspects.clear(name)
+        former: str | None = None
+        try:
+            for place, transaction in enumerate(transactions):
+                name = suspects.name_of(transaction)
+                if self._suspects.note_next(former, name, self._settings.crash_limit):
+                    with self._suspects.in_flight(name):
+                        one = self._route_and_run(conn, transactions.part(place, place + 1), brake)
+                    fates.update((place, fate) for fate in one.values())
+                else:
+                    fates[place] = Failure(None, self._died())
+                former = name
+        except BaseException:
+            if former is not None:
+                # The target may be away, and then the fault is what counts.
+                with suppress(psycopg.Error):
+                    self._suspects.clear(former)
+            raise
+        if former is not None:
+            self._suspects.clear(former)
         return fates
+
+    def _died(self) -> ProcessDied:
+        return ProcessDied(f"{self._settings.crash_limit} processes died while they handled it")
 
     def carefully(
         self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake

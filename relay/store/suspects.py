@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
-from psycopg.rows import scalar_row
 from psycopg_pool import ConnectionPool
 
 from relay.config import Settings
@@ -39,21 +38,9 @@ class Suspects:
         """Close the connections."""
         self._pool.close()
 
-    def deaths(self, name: str) -> int:
-        """How many processes died while they had this transaction in flight."""
-        if name in self._survived:
-            self.take_back(name)
-        with self._pool.connection() as conn, conn.cursor(row_factory=scalar_row) as cursor:
-            found = cursor.execute(
-                "select attempts from relay.suspects where group_id = %s and suspect = %s",
-                (self._group, name),
-            ).fetchone()
-        return int(found or 0)
-
     @contextmanager
-    def noted(self, name: str) -> Iterator[None]:
-        """Note a transaction while it is handled. A fault takes the note back: only a death leaves it."""
-        self.note(name)
+    def in_flight(self, name: str) -> Iterator[None]:
+        """A transaction that is noted is handled now. A fault takes the note back: only a death leaves it."""
         self._in_flight.add(name)
         try:
             yield
@@ -95,6 +82,8 @@ class Suspects:
 
         Returns whether it was counted: it is not where there are `limit` deaths already.
         """
+        if name in self._survived:
+            self.take_back(name)
         with self._pool.connection() as conn:
             found = conn.execute(
                 """
