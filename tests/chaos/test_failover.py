@@ -136,7 +136,7 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised: bool) -> None:
@@ -186,7 +186,7 @@ def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_an_instance_at_a_lagging_standby_waits(outbox: Outbox) -> None:
     with streaming_pair() as pair:
