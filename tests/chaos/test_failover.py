@@ -98,6 +98,7 @@ def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
     )
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:

@@ -70,6 +70,7 @@ def test_an_error_that_came_with_the_answer_to_start_replication_is_read_at_once
             wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()}, 20)
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_two_relays_take_over_from_each_other(outbox: Outbox, tmp_path: Path) -> None:
     configs = []
@@ -100,6 +101,7 @@ def test_two_relays_take_over_from_each_other(outbox: Outbox, tmp_path: Path) ->
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_killed_while_the_ways_change(outbox: Outbox, tmp_path: Path) -> None:
     outbox.fill(3_000, events=5, hosts=64)
