@@ -180,11 +180,11 @@ class RabbitmqServer(_Process):
         self._parameters = pika.URLParameters(url)
         self.handler: dict[str, Any] = {"type": "rabbitmq", "url": url}
 
-    def __enter__(self) -> Self:
-        super().__enter__()
+    def start(self) -> None:
+        super().start()
+        # At every start: the server confirms a queue before the record of it is on disk.
         with pika.BlockingConnection(self._parameters) as connection:
             connection.channel().queue_declare(f"shop.{TYPE}", durable=True)
-        return self
 
     def command(self) -> Sequence[str]:
         # Not Debian's wrapper around it, which changes the user.
