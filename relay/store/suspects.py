@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from zlib import crc32
 
 import psycopg
 from psycopg_pool import ConnectionPool
@@ -18,9 +19,15 @@ from relay.transactions import Undecoded
 
 
 def name_of(transaction: Undecoded) -> str:
-    """What a business transaction is called in every attempt: by c_offset, or by its commit where there is none."""
-    place = transaction.last_offset or transaction.commit.end_lsn
-    return f"{place:d}/{transaction.transaction_id or ''}"
+    """What a business transaction is called in every attempt: by c_offset, or by its commit where there is none.
+
+    Where it has no transaction_id either, its first row tells it from the others of that commit.
+    """
+    location, name = transaction.last_offset, transaction.transaction_id or ""
+    if not location:
+        location = transaction.commit.end_lsn
+        name = name or f"{crc32(next(iter(transaction.tuples))):08x}"
+    return f"{location:d}/{name}"
 
 
 class Suspects:
@@ -78,7 +85,7 @@ class Suspects:
             )
 
     def note_next(self, former: str | None, name: str, limit: int) -> bool:
-        """Forget the deaths over what came before, and count one over the next in advance.
+        """Forget the deaths over what came before, which has another name, and count one over the next in advance.
 
         Returns whether it was counted: it is not where there are `limit` deaths already.
         """

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
 
 from relay.config import Settings
 from relay.faults import ConfigurationError
@@ -92,6 +93,40 @@ def test_a_stop_that_takes_longer_than_shutdown_timeout_is_no_death(
         wait_until(lambda: outbox.value(noted) == 1)
         assert service.terminate() == 1
     assert outbox.value(noted) == 0
+
+
+def test_transactions_of_one_commit_are_told_apart_by_their_rows(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """They have neither c_offset nor transaction_id, as where no trigger numbers them: only the third one is to die."""
+    outbox.conn.execute(
+        "create table adopted (id uuid default gen_random_uuid(), host_id uuid, user_id uuid, event_type text,"
+        " payload jsonb)"
+    )
+    names = dict.fromkeys(("slot", "publication"), f"{outbox.slot}_adopted")
+    overrides: dict[str, Any] = {
+        "source": {"dsn": outbox.dsn, "table": "public.adopted", "mode": "wal", **names},
+        "handlers": {"python": {"type": "python", "callable": "tests.callables:die_of_666"}},
+        "routes": [{"handlers": ["python"]}],
+        "group": "adopted",
+        "crash_limit": 1,
+    }
+    outbox.install_again(outbox.settings(**overrides))
+    outbox.conn.execute("alter table adopted disable trigger user")
+    with outbox.conn.transaction():
+        for user, amount in enumerate((1, 2, 666, 3, 4)):
+            outbox.conn.execute(
+                "insert into adopted (host_id, user_id, event_type, payload) values (%s, %s, 'placed', %s)",
+                (host(1), host(user), Jsonb({"amount": amount})),
+            )
+    config = outbox.config_file(tmp_path / "relay.yaml", **overrides)
+    for status in (66, 66, 0):
+        with running(config) as service:
+            wait_until(lambda: service.process.poll() is not None or outbox.handled() == 5)
+            assert (service.process.poll() or service.terminate()) == status
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 3, 4]
+    assert "1 processes died" in outbox.value("select exception from relay.dead_letter_queue")
+    assert outbox.value("select count(*) from relay.suspects") == 0
 
 
 def test_the_names_of_living_instances_are_those_that_began(outbox: Outbox) -> None:
