@@ -264,7 +264,8 @@ def _clear_remains() -> None:
 
 def kind_and_first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message, which Spark follows with a page of Java."""
-    return f"{type(error).__name__}: {first_line(error)[:300]}"
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line[:300]}"
 
 
 def _say(state: RetryCallState) -> None:

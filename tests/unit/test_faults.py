@@ -34,6 +34,7 @@ from relay.faults import (
     is_transient,
     refused_for_good,
 )
+from relay.pipeline.session import kind_and_first_line
 
 SECRET = "4111-1111"
 
@@ -371,3 +372,16 @@ def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
 def test_only_what_another_configuration_mends_ends_a_start(words: str, for_good: bool) -> None:
     text = f'connection failed: connection to server at "127.0.0.1", port 5432 failed: {words}'
     assert refused_for_good(psycopg.OperationalError(text)) is for_good
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no\n\tat java.lang"), "ValueError: no"),
+        (ValueError(), "ValueError"),
+        (ValueError(" \n"), "ValueError"),
+        (ValueError("x" * 400), f"ValueError: {'x' * 300}"),
+    ],
+)
+def test_an_error_without_a_message_is_told_by_its_kind_once(error: Exception, told: str) -> None:
+    assert kind_and_first_line(error) == told
