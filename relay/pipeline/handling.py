@@ -253,7 +253,8 @@ class Handling:
                         one = self._route_and_run(conn, transactions.part(place, place + 1), brake)
                     fates.update((place, fate) for fate in one.values())
                 else:
-                    fates[place] = Failure(None, self._died())
+                    died = f"{self._settings.crash_limit} processes died while they handled it"
+                    fates[place] = Failure(None, ProcessDied(died))
                 former = name
         except BaseException:
             if former is not None:
@@ -264,9 +265,6 @@ class Handling:
         if former is not None:
             self._suspects.clear(former)
         return fates
-
-    def _died(self) -> ProcessDied:
-        return ProcessDied(f"{self._settings.crash_limit} processes died while they handled it")
 
     def carefully(
         self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
