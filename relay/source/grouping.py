@@ -69,7 +69,7 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The outbox's columns as they are now, and where the peeked fields stand among them.
+    """The outbox's columns as they are now, and the index of each peeked field among them, None where it is missing.
 
     `partitioned` says that the outbox is, so that a row that is moved between partitions comes again.
     """
@@ -333,7 +333,7 @@ class Grouping:
         self._forget_kept()
 
     def _forget_kept(self) -> None:
-        # Rows that were not looked at yet, and where commits end among them; behind the last end, the open commit's.
+        # Rows that were not looked at yet, and where commits end among them; after the last end, the open commit's.
         self._kept: list[Rows] = []
         self._ends: list[Ends] = []
         self._open_size = 0
@@ -346,7 +346,7 @@ class Grouping:
     def take(self, layout: Layout | None, rows: Rows, ends: Ends, xid: int = 0) -> Lsn | None:
         """Take rows, undecoded, and where commits end among them. Without rows, the layout does not matter.
 
-        `xid` is that of the commit that stays open behind the last end, or 0. Returns the end of the last commit that
+        `xid` is that of the commit that stays open after the last end, or 0. Returns the end of the last commit that
         has no rows at all, if there is one. Raises ProtocolError where a row is cut short.
         """
         if len(rows) and layout is not self._layout:
@@ -388,7 +388,7 @@ class Grouping:
         return None
 
     def _keep(self, rows: Rows, ends: Ends) -> Lsn | None:
-        """Put rows and ends aside until they are fetched."""
+        """Keep rows and ends until they are fetched."""
         before = sum(map(len, self._kept))
         ended = int(self._ends[-1]["rows"][-1]) if self._ends else 0
         if len(rows):
@@ -454,7 +454,7 @@ class Grouping:
                 self._place_each(self._layout, rows, ends[first:place], start)
 
     def _place_each(self, layout: Layout, rows: Rows, ends: Ends, start: int = 0) -> None:
-        """Group the rows of each commit one by one; the first commit begins with the row `start`."""
+        """Group the rows of each commit one by one; the first commit begins at the row index `start`."""
         for end in ends:
             stop = int(end["rows"])
             groups = _Groups(self._mapping, layout, int(end["xid"]))
