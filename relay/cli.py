@@ -323,12 +323,16 @@ def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> No
         print(json.dumps([asdict(position) for position in found], indent=2))
         return
     print_table(
-        ("partition", "next offset", "behind", "applied LSN", "handover offset"),
+        ("partition", "next offset", "unread", "applied LSN", "snapshot"),
         (
-            (p.partition_id, p.next_offset, p.behind, p.applied_lsn, p.handover_offset)
+            (p.partition_id, p.next_offset, _or_dash(p.unread), p.applied_lsn, _or_dash(p.snapshot))
             for p in found
         ),
     )
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
 
 
 @offsets.command("seek")
@@ -345,33 +349,32 @@ def offsets_seek(
     ] = None,
     yes: YesOption = False,
 ) -> None:
-    """Let a stopped group go on at another place: what lies behind it is delivered, again if need be."""
+    """Let a stopped group go on at another position: what comes after it is delivered, again if need be."""
     from relay.cursors import plan_seek, seek
 
     settings = load(config)
     move = plan_seek(settings, to, partition)
-    print(
-        f"group {settings.group} goes on at c_offset {move.offset}: {move.again} events will be delivered again, "
-        f"{move.skipped} will be passed over"
+    effect = (
+        "how many events that concerns, the WAL does not tell"
+        if move.again is None
+        else f"{move.again} events will be delivered again, {move.skipped} will be passed over"
     )
+    print(f"group {settings.group} goes on {move.goal.text}: {effect}")
     if not yes:
         typer.confirm("Go on?", abort=True)
-    seek(settings, move.offset, partition)
+    seek(settings, move.goal, partition)
 
 
 @offsets.command("repartition")
 def offsets_repartition(
     partitions: Annotated[int, typer.Option(min=1, max=1024, help="How many from now on.")],
     config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""
     from relay.cursors import repartition
 
     settings = load(config)
-    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-    offset = repartition(settings, partitions, admin)
+    offset = repartition(settings, partitions)
     print(
         f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
         "in the configuration"

@@ -15,14 +15,18 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
 from relay.config import OWN_OUTBOX, Settings
+from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_logical_wal, require_slot, require_table
+from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
+from relay.source.gapless import set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.rows import OutboxRows
-from relay.source.slot import drop_publication, ensure_publication, ensure_slot
-from relay.store import migrations, offsets, streams
+from relay.source.server import sight
+from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
+from relay.store import groups, migrations, offsets, snapshots, streams
 
 log = logging.getLogger(__name__)
 
@@ -149,25 +153,24 @@ class _Start:
                 "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
             )
 
-    def offset(self, source: Connection, settings: Settings) -> int:
-        """The first c_offset that the group is to see. Raises ConfigurationError where rows have no offset."""
-        rows = OutboxRows(settings)
+    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
+        """The snapshots that the group begins with, and the position in the difference from the first to the second.
+
+        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        """
+        if settings.source.mode == "wal":
+            return [], offsets.FIRST
+        now = sight(source).snapshot
         if self.asked in (None, "now"):
-            return rows.next_offset(source) if settings.source.mode != "wal" else _counter(source)
-        rows.require_offsets(source)
-        if self.asked == "beginning":
-            return min(1, rows.first_offset(source))
-        return int(self.asked or 1)
+            return [now], offsets.FIRST
+        OutboxRows(settings).require_offsets(source)
+        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
+        return [BEGINNING, now], first
 
-    @property
-    def handover(self) -> int:
-        """What goes before an offset that was asked for is skipped if the slot should bring it."""
-        return int(self.asked) if self.asked and self.asked.isdecimal() else 1
-
-
-def _counter(source: Connection) -> int:
-    row = source.execute("select next_offset from relay.log_counter where id = 1").fetchone()
-    return int(row[0]) if row else 1
+    def __str__(self) -> str:
+        if self.asked is None:
+            return "now"
+        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked
 
 
 @dataclass(slots=True)
@@ -190,13 +193,21 @@ class _Installation:
             if settings.source.mode != "wal" and not has_index(source, settings):
                 undo.callback(_quietly, lambda: drop_index(source, settings))
                 ensure_index(source, settings)
-                self.done.append(
-                    f"index of {settings.source.table} for polling {settings.partitions} partitions"
-                )
+                self.done.append(f"index of {settings.source.table} on c_xid, for polling")
             if streaming and ensure_slot(source, settings.source.slot):
+                self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
         return self.done
+
+    def _join_slot(self) -> None:
+        """Let the group poll what was committed before its slot was there."""
+        group = self.settings.group
+        seen = sight(self.source)
+        state = slot_state(self.source, self.settings.source.slot)
+        links = snapshots.chain(self.target, group)
+        if links and state and snapshots.append(self.target, group, links[-1], seen.snapshot):
+            groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
 
     def _can_stream(self, warn: Callable[[str], None]) -> bool:
         """Whether there can be a slot. Raises ConfigurationError if not and polling cannot stand in for it."""
@@ -239,6 +250,7 @@ class _Installation:
         removal += self._stream()
         removal += self._begin()
         # Last, since publishers wait from here to the commit.
+        self._set_gapless()
         self._set_notify()
         return removal
 
@@ -267,7 +279,6 @@ class _Installation:
         # Again, because somebody may have created the table in between.
         self._examine_outbox(adopting)
         _limit_event_bytes(source, settings.source.max_event_bytes)
-        _raise_counter(source, settings)
         return [] if existed else [_removal_of_outbox(source)]
 
     def _examine_outbox(self, adopting: bool) -> None:
@@ -299,6 +310,14 @@ class _Installation:
             return
         self.done.append(f"trigger {TRIGGER} {'on' if listens else 'removed from'} {of.table}")
 
+    def _set_gapless(self) -> None:
+        of = self.settings.source
+        gapless = of.offsets == "gapless"
+        if set_gapless(self.source, of, gapless):
+            self.done.append(
+                f"c_offset of {of.table} {'without gaps' if gapless else 'from a sequence'}"
+            )
+
     def _begin(self) -> list[_Removal]:
         """The offsets of a new group."""
         target, settings = self.target, self.settings
@@ -307,15 +326,13 @@ class _Installation:
         )
         self.start.require_possible(target, settings)
         # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
-        first = self.start.offset(self.source, settings)
-        created = offsets.create(
-            target, settings.group, settings.partitions, first, self.start.handover
-        )
+        chain, polled = self.start.chain(self.source, settings)
+        first = 1 if chain else None
+        created = offsets.create(target, settings.group, settings.partitions, first, polled)
         if not created:
             return []
-        self.done.append(
-            f"group {settings.group} with {created} partitions, from c_offset {first} on"
-        )
+        snapshots.begin(target, settings.group, chain)
+        self.done.append(f"group {settings.group} with {created} partitions, from {self.start} on")
         return [lambda: offsets.remove(target, settings.group)]
 
 
@@ -359,33 +376,16 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
 
 
 def _adopt(source: Connection, settings: Settings) -> None:
-    """Give an outbox that was there before what relay's own has: offsets, the service's right to read."""
+    """Give an outbox that was there before what polling needs, and the service the right to read it."""
     table = sql.Identifier(*settings.source.table_name)
-    source.execute(
-        sql.SQL("select relay.attach({}::regclass, {})").format(
-            sql.Literal(table.as_string(source)), settings.source.mapping["c_offset"]
-        )
-    )
     if settings.source.mode != "wal":
-        _raise_counter(source, settings)
+        source.execute(
+            sql.SQL("select relay.attach({}::regclass, {})").format(
+                sql.Literal(table.as_string(source)), settings.source.mapping["c_offset"]
+            )
+        )
     if source.execute("select from pg_roles where rolname = 'relay'").rowcount:
         source.execute(sql.SQL("grant select on {} to relay").format(table))
-
-
-def _raise_counter(source: Connection, settings: Settings) -> None:
-    """Let offsets go on after those that rows have already, from before relay was installed."""
-    source.execute(
-        sql.SQL(
-            """
-            update relay.log_counter as counter set next_offset = newest.c_offset + 1
-              from (select max({}) as c_offset from {}) as newest
-             where counter.id = 1 and counter.next_offset <= newest.c_offset
-            """
-        ).format(
-            sql.Identifier(settings.source.mapping["c_offset"]),
-            sql.Identifier(*settings.source.table_name),
-        )
-    )
 
 
 def _let_replicate(source: Connection) -> bool:

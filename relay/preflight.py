@@ -22,6 +22,7 @@ from relay.patience import say_changes, until_it_works
 from relay.source import columns
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
+from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import admission, deferred, migrations, offsets, spark_batches
 from relay.store.connections import connect, pin_text_form
@@ -33,7 +34,7 @@ OLDEST_SERVER = 140000
 Connection = psycopg.Connection[Any]
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that an outbox must have a column for; polling needs c_offset as well, and relay's own has all of them."""
+"""Fields that an outbox must have a column for; relay's own has all of them."""
 
 
 class Level(StrEnum):
@@ -197,9 +198,7 @@ def _required_fields(settings: Settings) -> tuple[str, ...]:
     if settings.source.owns_table:
         # relay.publish fills all of them; `relay init` adds deliver_at by itself.
         return tuple(field for field in FIELDS if field != "deliver_at")
-    if settings.source.mode == "wal":
-        return REQUIRED_FIELDS
-    return (*REQUIRED_FIELDS, "c_offset")
+    return REQUIRED_FIELDS
 
 
 def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
@@ -227,6 +226,7 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         level = Level.WARNING if problem.readable else Level.ERROR
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
+        yield _marks(conn, settings)
         yield _index(conn, settings)
     yield _notify(conn, settings)
     if source.mode != "poll":
@@ -243,14 +243,21 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from _slot(conn, settings)
 
 
+def _marks(conn: Connection, settings: Settings) -> Finding:
+    rows = OutboxRows(settings)
+    return _caught(
+        "positions", "its rows tell which transaction inserted them", rows.require_marked, conn
+    )
+
+
 def _index(conn: Connection, settings: Settings) -> Finding:
     if has_index(conn, settings):
-        return Finding(Level.OK, "index", "polling reads only the rows of its partitions")
+        return Finding(Level.OK, "index", "polling reads only rows that are new to it")
     return Finding(
         Level.WARNING,
         "index",
-        f"source.table: {settings.source.table} has no index for polling {settings.partitions} partitions, so every "
-        "task reads the rows of all: run `relay init`",
+        f"source.table: {settings.source.table} has no index on c_xid, so polling reads the whole table for each "
+        "window: run `relay init`",
     )
 
 

@@ -169,7 +169,7 @@ class Service:
         started = time.monotonic()
         outcome = self._pipeline.run(batch)
         self._source.ack(batch, outcome)
-        if self._unflushed and batch.window is None:
+        if self._unflushed and batch.window is None and not outcome.busy:
             self._unflushed.add(batch.end, outcome.reached)
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)

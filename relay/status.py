@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -12,9 +12,19 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
-from relay.source.rows import OutboxRows, prefer_index
+from relay.source.applied import applied_in
+from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_reader, slot_state
-from relay.store import brakes, dead_letters, deferred, groups, offsets, presence, spark_batches
+from relay.store import (
+    brakes,
+    dead_letters,
+    deferred,
+    groups,
+    offsets,
+    presence,
+    snapshots,
+    spark_batches,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +118,29 @@ def read(settings: Settings) -> Status:
 
 
 def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
-    """How old the oldest event is that no partition has read, by its event_ts; 0 if there is none.
+    """How old the oldest event is that is not applied, by its event_ts; 0 if there is none.
 
-    Raises ConfigurationError if the source cannot be reached, or the outbox has no event_ts or no c_offset.
+    Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
     """
     if not cursors:
         return 0.0
     rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
-    floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
+    with reach_target(settings) as target:
+        applied = applied_in(target, settings.group, cursors)
+        noted = snapshots.noted(target, settings.group)
+    if not applied:
+        raise _untold(settings, "c_xid")
     with reach_source(settings) as source:
-        prefer_index(source)
         try:
-            unread = rows.heads(source, floors, rows.next_offset(source) - 1)
+            unread = rows.unread(source, applied, noted)
         except psycopg.errors.UndefinedColumn:
             raise _untold(settings, "c_offset") from None
-        age = rows.age(source, unread.values()) if unread else 0.0
-    if age is None:
+    moments = [moment for _, moment in unread.values()]
+    oldest = [moment for moment in moments if moment is not None]
+    if len(oldest) < len(moments):
         raise _untold(settings, "event_ts")
-    return age
+    now = datetime.now(UTC)
+    return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
 
 
 def _untold(settings: Settings, field: str) -> ConfigurationError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,12 +38,13 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A server: its identifier, its timelines, where its WAL ends now, and whether it is a hot standby."""
+    """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
 
     identifier: str
     history: History
     position: Lsn = field(compare=False)
     standby: bool = field(compare=False)
+    next_xid: int = field(compare=False)
 
 
 def open_replication(settings: Settings) -> Connection:
@@ -69,12 +71,16 @@ def identify(conn: Connection) -> System:
     Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
     """
     # A standby that is promoted meanwhile has a position that is at least as great.
-    (standby,) = conn.execute("select pg_is_in_recovery()").fetchone() or (False,)
+    (found,) = conn.execute(
+        "select pg_is_in_recovery(), pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+    )
+    standby, next_xid = found
     row = conn.execute("IDENTIFY_SYSTEM").fetchone()
     if row is None:
         raise psycopg.OperationalError("the server does not identify itself")
     timeline = int(row[1])
-    return System(str(row[0]), _history(conn, timeline), Lsn.parse(str(row[2])), standby)
+    position = Lsn.parse(str(row[2]))
+    return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
 
 
 def _history(conn: Connection, timeline: int) -> History:
@@ -125,6 +131,7 @@ class Sighting:
     def require_valid(self) -> None:
         """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
         origin, system = self.origin, self.system
+        self._require_newer()
         if origin.identifier is None or self.foreign:
             return
         shared = self._history.shared_until(system.history)
@@ -145,6 +152,22 @@ class Sighting:
             "c_offsets of the lost ones, so relay does not go on until you decide: restore the target to a state from "
             "before the loss; or keep what was applied, and go on with what the source has published since, by "
             f"`relay offsets seek --to {limit}`, or --to the time of the loss where the slot does not reach back"
+        )
+
+    def _require_newer(self) -> None:
+        """Raise RelayError if transactions that were applied are still to come on this server.
+
+        On a server that pg_upgrade has made, transaction ids go on.
+        """
+        if self.system.standby or self.system.next_xid >= self.origin.xmax:
+            return
+        former = f", which came from {self.origin.identifier}," if self.foreign else ""
+        raise RelayError(
+            f"the source{' is another server and' if self.foreign else ''} gives {self.system.next_xid} as the next "
+            f"transaction, but group {self.group!r}{former} has applied what came before {self.origin.xmax}: it was "
+            "restored from an older backup or a dump, or failed over with a loss, and relay cannot know which events "
+            "are new. Restore the target to a state from before, or `relay offsets seek` to where relay is to go on, "
+            "as --to end or a time"
         )
 
 
@@ -185,10 +208,14 @@ class Recognition:
     def follow(self, sighting: Sighting) -> int:
         """Remember the source that was seen, for who holds its slot; returns the group's epoch.
 
-        On another timeline LSNs stay valid up to where it was left. On another server c_offset decides what is new.
+        On another timeline LSNs stay valid up to where it was left. On another server, which pg_upgrade has made of the
+        former, the snapshots decide what is new.
         Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
         """
         sighting.require_valid()
+        if sighting.origin.confirmed is not None:
+            with connect(self._settings.target_dsn) as target:
+                groups.note_confirmed(target, sighting.group, None)
         if sighting.same:
             return sighting.origin.epoch
         system = sighting.system
@@ -207,13 +234,19 @@ class Recognition:
                 reset=now.foreign,
             )
         if now.foreign:
-            log.warning("the source is another server: c_offset decides what is new")
+            log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:
             log.info(
                 "the source is on another timeline, which has everything that was applied",
                 extra={"timeline": system.history.timeline, "before": now.origin.timeline},
             )
         return epoch
+
+    def leave(self, confirmed: Lsn) -> None:
+        """Remember how far the slot is confirmed, before somebody else can read it."""
+        # Not knowing it, the next reader notices later whether somebody has advanced the slot.
+        with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
+            groups.note_confirmed(target, self._settings.group, confirmed)
 
 
 class Recovery:
@@ -225,10 +258,11 @@ class Recovery:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def restore(self, conn: Connection, undecodable: bool) -> bool:
+    def restore(self, conn: Connection, undecodable: bool, creating: Callable[[], None]) -> bool:
         """Make publication and slot if they cannot serve; returns whether there is a new slot.
 
-        `undecodable`: the slot stands in WAL from before the publication. Raises Unavailable if the server cannot
+        `undecodable`: the slot stands in WAL from before the publication. `creating` is called before a slot is made,
+        which takes until the transactions that run have ended. Raises Unavailable if the server cannot
         have a slot, RelayError if the slot is lost again and again, ConfigurationError if it is not ours.
         """
         source = self._settings.source
@@ -253,6 +287,7 @@ class Recovery:
                 ensure_publication(conn, source)
                 if state is not None:
                     drop_slot(conn, source.slot)
+                creating()
                 create_slot(conn, source.slot)
                 # A role of an administrator's own making need not have the right.
                 with suppress(psycopg.errors.InsufficientPrivilege):

@@ -64,20 +64,20 @@ def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode
         wait_until(lambda: total(outbox) == 152 + 202)
 
 
-def test_a_partition_without_unread_rows_is_not_behind(outbox: Outbox, tmp_path: Path) -> None:
+def test_what_is_not_applied_is_counted_as_unread(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     outbox.publish(host(1), event(1))
     outbox.publish(host(2), event(2), event(3))
     outbox.drain(outbox.settings())
 
-    def behind() -> set[int]:
+    def unread() -> set[int]:
         shown = relay("offsets", "show", "--json", "--config", str(config))
-        return {position["behind"] for position in json.loads(shown.stdout)}
+        return {position["unread"] for position in json.loads(shown.stdout)}
 
-    assert behind() == {0}
+    assert unread() == {0}
     outbox.publish(host(1), event(4))
     outbox.publish(host(2), event(5), event(6))
-    assert behind() == {0, 3, 2}
+    assert unread() == {0, 1, 2}
 
 
 def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
     lsn = outbox.tip()
     outbox.publish(host(2), event(4))
     moved = relay("offsets", "seek", "--to", lsn, "--yes", "--config", str(config))
-    assert "at c_offset 4: 0 events will be delivered again, 1 will be passed over" in moved.stdout
+    assert f"at {lsn}: 0 events will be delivered again, 1 will be passed over" in moved.stdout
     assert confirmed == outbox.value(
         "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s",
         (outbox.slot,),
@@ -125,12 +125,37 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
     assert outbox.column("select amount from projection order by seq")[4] == 4
 
 
+def test_what_is_delivered_again_is_not_replayed_as_well(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    for amount in (1, -2, 3, -4):
+        outbox.publish(host(amount % 3), event(amount))
+    outbox.drain(outbox.settings())
+    for offset in (2, 3):
+        outbox.conn.execute(PARK, ("default", [str(host(9))]))
+        outbox.conn.execute(
+            "update relay.deferred set last_offset = %s where last_offset = 1", (offset,)
+        )
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 2
+    outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+    seek = ["offsets", "seek", "--to", "3", "--yes", "--config", str(config)]
+    assert relay(*seek).returncode == 0
+    statuses = "select status from relay.dead_letter_queue order by c_offset"
+    assert outbox.column(statuses) == ["dead", "discarded"]
+    assert outbox.column("select last_offset from relay.deferred") == [2]
+    outbox.conn.execute("delete from relay.deferred")
+    with relaying(outbox.settings()):
+        replay = ["dlq", "replay", "--all", "--yes", "--config", str(config)]
+        assert relay(*replay).returncode == 0
+        wait_until(lambda: total(outbox) == 5)
+    assert sorted(outbox.column("select amount from projection")) == [-4, -2, 1, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("to", "words"),
     [
-        ("99", "behind the end of the outbox; the next c_offset is 3"),
+        ("99", "past the end of the outbox; the next c_offset is 3"),
         ("0/1", "older than the WAL that the slot"),
-        ("FFFF/0", "behind the end of the WAL"),
+        ("FFFF/0", "past the end of the WAL"),
         ("soon", "neither a c_offset, an LSN"),
     ],
 )
@@ -218,7 +243,7 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
         first.execute(PARK, (group, [parked]))
-        offsets.advance(first, group, [offsets.Advance(1, 7, Lsn(70))])
+        offsets.advance(first, group, [offsets.Advance(1, Lsn(70), 7)])
         first.commit()
         locked = waiting.result(30)
     assert locked.cursors[1].next_offset == 7

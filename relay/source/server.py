@@ -1,0 +1,91 @@
+"""What the source's server says of itself: who it is, what its sessions see, and how far its WAL is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from relay.events import Lsn
+from relay.snapshots import Snapshot
+
+Connection = psycopg.Connection[Any]
+
+_PAGE = 8192
+_PAGE_HEADERS = (24, 40)
+"""What a page of the WAL begins with, before its first record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What was visible at a moment, and a position of the WAL that all of it lies below.
+
+    `durable` says that a crash of the server would not take any of it back.
+    """
+
+    snapshot: Snapshot
+    lsn: Lsn
+    durable: bool
+
+
+def sight(conn: Connection) -> Sight:
+    """What sessions see now. Raises psycopg.Error.
+
+    Of a hot standby only what is certain: its snapshot has no list of the transactions in progress.
+    """
+    (found,) = conn.execute(
+        """
+        select pg_current_snapshot()::text, standby,
+               (case when standby then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end)::text,
+               case when not standby then pg_current_wal_flush_lsn()::text end
+          from pg_is_in_recovery() as standby
+        """
+    )
+    text, standby, position, flushed = found
+    snapshot, lsn = Snapshot.parse(text), _end_before(Lsn.parse(position or "0/0"))
+    if standby:
+        return Sight(snapshot.settled(), lsn, durable=True)
+    return Sight(snapshot, lsn, Lsn.parse(flushed) >= lsn)
+
+
+def reach(conn: Connection, lsn: Lsn) -> bool:
+    """Whether the server's WAL is on its disk up to a position. Raises psycopg.Error."""
+    (found,) = conn.execute(
+        "select pg_is_in_recovery() or pg_current_wal_flush_lsn() >= %s::pg_lsn",
+        (str(lsn),),
+    )
+    return bool(found[0])
+
+
+def visible_now(conn: Connection) -> Snapshot:
+    """What every later statement of the connection sees at least. Raises psycopg.Error."""
+    return sight(conn).snapshot
+
+
+def server_of(conn: Connection) -> tuple[str, int, bool]:
+    """The server's system identifier, its timeline, and whether it is a standby.
+
+    A standby that has just followed another timeline may still tell the former one.
+    """
+    (found,) = conn.execute(
+        """
+        select s.system_identifier::text,
+               case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline)
+                    else ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int end,
+               standby
+          from pg_control_system() as s, pg_control_checkpoint() as c, pg_control_recovery() as r,
+               pg_is_in_recovery() as standby
+        """
+    )
+    identifier, timeline, standby = found
+    return identifier, timeline, standby
+
+
+def _end_before(lsn: Lsn) -> Lsn:
+    """Where the last record before a position ends.
+
+    The next one is to be inserted behind the header of a page that nothing may have been written to yet.
+    """
+    begun = lsn % _PAGE
+    return Lsn(lsn - begun) if begun in _PAGE_HEADERS else lsn
