@@ -20,7 +20,7 @@ from relay.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.source.applied import Applied, applied_in
 from relay.source.poll import Poller
 from relay.source.rows import OutboxRows
-from relay.source.server import sight
+from relay.source.server import durable_sight
 from relay.source.slot import slot_state
 from relay.source.wal import commits_after
 from relay.store import groups, offsets, presence, rewind, snapshots
@@ -76,7 +76,7 @@ def positions(settings: Settings) -> list[Position]:
     """
     with reach_target(settings) as target:
         cursors = offsets.initialised(target, settings.group)
-        applied = applied_in(target, settings.group, cursors)
+        applied = applied_in(target, settings.group)
         noted = snapshots.noted(target, settings.group)
     unread: dict[int, Any] = {}
     if applied:
@@ -103,7 +103,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
     """
     with reach_target(settings) as target, _stopped(target, settings):
         cursors = _chosen(settings, offsets.initialised(target, settings.group), partition)
-        before = applied_in(target, settings.group, cursors)
+        before = applied_in(target, settings.group, partition)
         noted = snapshots.noted(target, settings.group)
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
@@ -141,6 +141,7 @@ def seek(settings: Settings, goal: Goal, partition: int | None) -> None:
         groups.forget_origin(target, group)
         everywhere = [cursor.partition_id for cursor in cursors]
         if goal.snapshot is None:
+            snapshots.remove(target, group)
             offsets.place(target, group, everywhere, None, applied_lsn=goal.lsn)
             return
         first, last = snapshots.begin(target, group, [goal.snapshot, goal.now])
@@ -186,7 +187,11 @@ def repartition(settings: Settings, partitions: int) -> int:
             _require_confirmed(settings, cursors)
         else:
             unpinned = settings.poll.model_copy(update={"partition_ids": None})
+            with reach_source(settings) as source:
+                shown = durable_sight(source).snapshot
             _catch_up(settings.model_copy(update={"partitions": len(cursors), "poll": unpinned}))
+            # What is noted and no longer there was pruned from the outbox.
+            snapshots.forget(target, group, shown)
             cursors = offsets.initialised(target, group)
         with target.transaction():
             links = snapshots.chain(target, group)
@@ -196,9 +201,9 @@ def repartition(settings: Settings, partitions: int) -> int:
                     "synchronous standby: repartition when it is committed"
                 )
             offsets.remove(target, group)
-            snapshots.begin(target, group, [link.snapshot for link in links])
+            begun = snapshots.begin(target, group, [link.snapshot for link in links])
             following = max(cursor.next_offset for cursor in cursors)
-            offsets.create(target, group, partitions, 1 if links else None)
+            offsets.create(target, group, partitions, begun[0].id if begun else None)
             offsets.settle(target, group, max(cursor.applied_lsn for cursor in cursors), following)
     return following
 
@@ -253,7 +258,7 @@ def _chosen(
 
 
 def _goal(settings: Settings, source: Connection, rows: OutboxRows, to: str) -> Goal:
-    seen = sight(source)
+    seen = durable_sight(source)
     if "/" in to:
         try:
             lsn = Lsn.parse(to)
@@ -311,6 +316,7 @@ def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end:
         return Goal(f"at {lsn}", None, now, lsn=lsn)
     found = [full_xids(part.facts["xid"], now.xmax) for part in commits_after(settings, lsn, end)]
     later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
-    xmax = max(now.xmax, int(later[-1]) + 1) if len(later) else now.xmax
-    xmin = int(later[0]) if len(later) else xmax
-    return Goal(f"at {lsn}", Snapshot(xmin, xmax, tuple(later.tolist())), now)
+    # Whatever has committed since is new in any case.
+    later = later[later < now.xmax]
+    xmin = int(later[0]) if len(later) else now.xmax
+    return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)

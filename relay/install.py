@@ -24,7 +24,7 @@ from relay.source.gapless import set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.rows import OutboxRows
-from relay.source.server import sight
+from relay.source.server import durable_sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
 from relay.store import groups, migrations, offsets, snapshots, streams
 
@@ -160,7 +160,7 @@ class _Start:
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST
-        now = sight(source).snapshot
+        now = durable_sight(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
         OutboxRows(settings).require_offsets(source)
@@ -203,7 +203,7 @@ class _Installation:
     def _join_slot(self) -> None:
         """Let the group poll what was committed before its slot was there."""
         group = self.settings.group
-        seen = sight(self.source)
+        seen = durable_sight(self.source)
         state = slot_state(self.source, self.settings.source.slot)
         links = snapshots.chain(self.target, group)
         if links and state and snapshots.append(self.target, group, links[-1], seen.snapshot):
@@ -326,12 +326,12 @@ class _Installation:
         )
         self.start.require_possible(target, settings)
         # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
-        chain, polled = self.start.chain(self.source, settings)
-        first = 1 if chain else None
-        created = offsets.create(target, settings.group, settings.partitions, first, polled)
-        if not created:
+        if offsets.partition_count(target, settings.group):
             return []
-        snapshots.begin(target, settings.group, chain)
+        chain, polled = self.start.chain(self.source, settings)
+        links = snapshots.begin(target, settings.group, chain)
+        first = links[0].id if links else None
+        created = offsets.create(target, settings.group, settings.partitions, first, polled)
         self.done.append(f"group {settings.group} with {created} partitions, from {self.start} on")
         return [lambda: offsets.remove(target, settings.group)]
 

@@ -126,7 +126,7 @@ def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
         return 0.0
     rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
     with reach_target(settings) as target:
-        applied = applied_in(target, settings.group, cursors)
+        applied = applied_in(target, settings.group)
         noted = snapshots.noted(target, settings.group)
     if not applied:
         raise _untold(settings, "c_xid")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 
 from relay.snapshots import Snapshot
-from relay.store import offsets, snapshots
+from relay.store import offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,13 @@ class Applied:
 
 
 def applied_in(
-    target: psycopg.Connection[Any], group: str, cursors: Sequence[offsets.Cursor]
+    target: psycopg.Connection[Any], group: str, partition: int | None = None
 ) -> list[Applied]:
-    """What is applied in each partition; none where only the WAL is read. Raises psycopg.Error."""
-    links = snapshots.chain(target, group)
+    """What is applied in each partition, or in one; none where only the WAL is read. Raises psycopg.Error."""
+    cursors, links = offsets.standing(target, group)
     if not links:
         return []
+    cursors = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
     index = {link.id: number for number, link in enumerate(links)}
     found = []
     for cursor in cursors:

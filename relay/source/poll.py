@@ -29,7 +29,7 @@ from relay.source.history import History
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import Difference, OutboxRows, Portion, prepare_reading
-from relay.source.server import Sight, reach, server_of, sight
+from relay.source.server import FLUSH_SECONDS, Sight, reach, server_of, sight
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
 from relay.store.snapshots import Link
@@ -41,8 +41,6 @@ BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has something to do."""
 _FAR = 1 << 24
 """How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
-FLUSH_SECONDS = 0.005
-"""How often to ask whether the source has on its disk what it shows."""
 
 
 @dataclass(slots=True)
@@ -120,17 +118,18 @@ class Poller:
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
-            links = snapshots.chain(target, group)
+            cursors, links = offsets.standing(target, group)
             if not links:
                 return True
             last = links[-1]
-            if any(c.snapshot_id != last.id for c in offsets.all_cursors(target, group)):
+            if any(cursor.snapshot_id != last.id for cursor in cursors):
                 return False
             if not seen.snapshot.covers(last.snapshot):
                 return True
             found = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
-            noted = snapshots.noted(target, group)
-            if not np.isin(found, noted).all():
+            noted = snapshots.noted_in(target, group, range(self._settings.partitions))
+            none = np.zeros(0, np.int64)
+            if not all(np.isin(found[each], noted.get(each, none)).all() for each in found):
                 if opening:
                     snapshots.append(target, group, last, seen.snapshot)
                 return False
@@ -187,8 +186,7 @@ class Poller:
         """Plan the first difference that is open, or open one."""
         group = self._settings.group
         with self._target.connection() as target:
-            cursors = offsets.all_cursors(target, group)
-            links = snapshots.chain(target, group)
+            cursors, links = offsets.standing(target, group)
             origin = groups.origin(target, group)
         if not links:
             raise _unchained(self._settings)

@@ -109,9 +109,9 @@ class OutboxRows:
         self._mapping = settings.source.mapping
         self._table = sql.Identifier(*settings.source.table_name)
         self._offset = sql.Identifier(self._mapping["c_offset"])
-        self._partition = sql.SQL("mod(abs(hashtext({}::text)::bigint), {})::int").format(
-            sql.Identifier(self._mapping["host_id"]), sql.Literal(settings.partitions)
-        )
+        self._partition = sql.SQL(
+            "mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int"
+        ).format(sql.Identifier(self._mapping["host_id"]), sql.Literal(settings.partitions))
         self._known: frozenset[str] | None = None
 
     def columns(self, conn: Connection) -> list[tuple[str, int]]:
@@ -165,15 +165,28 @@ class OutboxRows:
                 f"source.table: {self._settings.source.table} has rows without {column}, from before relay came: "
                 "number them in the order in which they are to be relayed, and run `relay init` again"
             )
+        if INSERTED_BY not in self._names(conn):
+            return
+        twice = conn.execute(
+            sql.SQL(
+                "select from {} where {} is null group by {} having count(*) > 1 limit 1"
+            ).format(self._table, sql.Identifier(INSERTED_BY), self._offset)
+        )
+        if twice.rowcount:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows from before relay came that share a {column}: "
+                "number each of them, in the order in which they are to be relayed"
+            )
 
     def is_from_elsewhere(self, conn: Connection) -> bool:
         """Whether a row has a c_xid that the server has not given yet."""
-        (found,) = conn.execute(
+        row = conn.execute(
             sql.SQL(
-                "select max({xid}) >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
+                "select {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
+                " order by {xid} desc nulls last limit 1"
             ).format(xid=sql.Identifier(INSERTED_BY), table=self._table)
-        )
-        return bool(found[0])
+        ).fetchone()
+        return bool(row and row[0])
 
     def is_empty(self, conn: Connection, between: Difference) -> bool:
         """Whether no row lies between two snapshots."""
@@ -183,18 +196,24 @@ class OutboxRows:
         )
         return not found.rowcount
 
-    def xids(self, conn: Connection, between: Difference) -> Xids:
-        """The transactions with rows between two snapshots, without those from before there was c_xid."""
-        (found,) = conn.execute(
+    def xids(self, conn: Connection, between: Difference) -> dict[int, Xids]:
+        """The transactions between two snapshots, by partition, without those from before there was c_xid."""
+        rows = conn.execute(
             sql.SQL(
-                "select string_agg(xid8send({xid}), '') from (select distinct {xid} from {table} where {between}) as x"
-                " where {xid} is not null"
+                """
+                select partition, string_agg(xid8send({xid}), '')
+                  from (select distinct {partition} as partition, {xid} from {table} where {between}) as x
+                 where {xid} is not null group by partition
+                """
             ).format(
-                xid=sql.Identifier(INSERTED_BY), table=self._table, between=self.between(between)
+                xid=sql.Identifier(INSERTED_BY),
+                partition=self._partition,
+                table=self._table,
+                between=self.between(between),
             ),
             prepare=False,
         )
-        return xids_of(found[0])
+        return {partition: xids_of(sent) for partition, sent in rows}
 
     def plan(self, conn: Connection, between: Difference, after: int) -> Generator[Portion]:
         """A difference in portions, in order of the transactions' positions, from behind one of these on.
@@ -488,13 +507,12 @@ class OutboxRows:
         """The condition on rows of a difference. The index on c_xid serves it, however old a transaction is open."""
         before, after = difference.before, difference.after
         xid = sql.Identifier(INSERTED_BY)
-        found = sql.SQL("{} >= {}::xid8 and {} < {}::xid8").format(
-            xid, str(before.xmax), xid, str(after.xmax)
-        )
+        found = sql.SQL("{} >= {}::xid8").format(xid, str(before.xmax))
         if before.in_progress:
             found = sql.SQL("({} or {} = any({}))").format(
                 found, xid, _keys(np.array(before.in_progress), unmarked=False)
             )
+        found += sql.SQL(" and {} < {}::xid8").format(xid, str(after.xmax))
         if after.in_progress:
             found += sql.SQL(" and pg_visible_in_snapshot({}, {}::pg_snapshot)").format(
                 xid, str(after)

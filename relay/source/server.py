@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from relay.snapshots import Snapshot
 
 Connection = psycopg.Connection[Any]
 
+FLUSH_SECONDS = 0.005
+"""How often to ask whether the source has on its disk what it shows."""
 _PAGE = 8192
 _PAGE_HEADERS = (24, 40)
 """What a page of the WAL begins with, before its first record."""
@@ -47,6 +50,17 @@ def sight(conn: Connection) -> Sight:
     if standby:
         return Sight(snapshot.settled(), lsn, durable=True)
     return Sight(snapshot, lsn, Lsn.parse(flushed) >= lsn)
+
+
+def durable_sight(conn: Connection) -> Sight:
+    """What sessions see now, as soon as the server has it on its disk. Raises psycopg.Error.
+
+    With synchronous_commit off, a crash would take back what is visible, and give its xid again.
+    """
+    seen = sight(conn)
+    while not (seen.durable or reach(conn, seen.lsn)):
+        time.sleep(FLUSH_SECONDS)
+    return seen
 
 
 def reach(conn: Connection, lsn: Lsn) -> bool:

@@ -14,7 +14,7 @@ from psycopg.rows import scalar_row
 from relay.events import Lsn
 from relay.faults import ConfigurationError
 from relay.snapshots import Snapshot, Xids
-from relay.store import arrays
+from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
 from relay.store.snapshots import Link
 
@@ -230,6 +230,7 @@ def complete(
                   join unnest(%(partitions)s::int[], %(ends)s::bigint[]) as done (partition_id, polled_offset)
                     on c.partition_id = done.partition_id and c.polled_offset >= done.polled_offset
                  where c.group_id = %(group)s and c.topic_id = %(topic)s and c.snapshot_id = %(before)s
+                   and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
                    for update of c skip locked) as free
          where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = free.partition_id
         """,
@@ -290,6 +291,22 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
         """,
         (arrays.of_numbers(names), arrays.of_numbers(names.values()), group, TOPIC),
     )
+
+
+def standing(conn: psycopg.Connection[Any], group: str) -> tuple[list[Cursor], list[Link]]:
+    """Every partition and every snapshot of the group, both in order, as they were at one moment."""
+    rows = conn.execute(
+        """
+        select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
+          from relay.consumer_offsets where group_id = %(group)s and topic_id = %(topic)s
+         union all
+        select null, null, id, null, null, snapshot::text from relay.snapshots where group_id = %(group)s
+         order by 1, 3
+        """,
+        {"group": group, "topic": TOPIC},
+    ).fetchall()
+    links = [Link(row[2], Snapshot.parse(row[5])) for row in rows if row[0] is None]
+    return _cursors(row for row in rows if row[0] is not None), links
 
 
 def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
@@ -355,8 +372,7 @@ def remove(conn: psycopg.Connection[Any], group: str) -> None:
     conn.execute(
         "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
     )
-    conn.execute("delete from relay.snapshots where group_id = %s", (group,))
-    conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
+    snapshots.remove(conn, group)
 
 
 def partition_count(conn: psycopg.Connection[Any], group: str) -> int:

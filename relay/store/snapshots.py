@@ -36,10 +36,13 @@ def chain(conn: Connection, group: str) -> list[Link]:
 def begin(conn: Connection, group: str, snapshots: Sequence[Snapshot]) -> list[Link]:
     """Begin a chain, in the place of the one that there was; what was noted stays."""
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
-    links = [Link(number, snapshot) for number, snapshot in enumerate(snapshots, 1)]
-    for link in links:
-        _insert(conn, group, link)
-    return links
+    return [_insert(conn, group, snapshot) for snapshot in snapshots]
+
+
+def remove(conn: Connection, group: str) -> None:
+    """Forget the chain and what was noted."""
+    conn.execute("delete from relay.snapshots where group_id = %s", (group,))
+    conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
 
 
 def append(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> Link | None:
@@ -47,9 +50,7 @@ def append(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> Link
     with conn.transaction():
         if _locked(conn, group) != last:
             return None
-        link = Link(last.id + 1, snapshot)
-        _insert(conn, group, link)
-        return link
+        return _insert(conn, group, snapshot)
 
 
 def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> bool:
@@ -111,6 +112,9 @@ def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None
         """,
         (list(partitions), group, list(partitions)),
     )
+    conn.execute(
+        "delete from relay.applied_commits where group_id = %s and partitions = '{}'", (group,)
+    )
 
 
 def noted(conn: Connection, group: str) -> Xids:
@@ -140,11 +144,15 @@ def xids_of(sent: bytes | None) -> Xids:
     return np.frombuffer(sent or b"", ">i8").astype(np.int64)
 
 
-def _insert(conn: Connection, group: str, link: Link) -> None:
-    conn.execute(
-        "insert into relay.snapshots (group_id, id, snapshot) values (%s, %s, %s::pg_snapshot)",
-        (group, link.id, str(link.snapshot)),
+def _insert(conn: Connection, group: str, snapshot: Snapshot) -> Link:
+    (found,) = conn.execute(
+        """
+        insert into relay.snapshots (group_id, id, snapshot)
+        values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot) returning id
+        """,
+        (group, str(snapshot)),
     )
+    return Link(found[0], snapshot)
 
 
 def _locked(conn: Connection, group: str) -> Link | None:

@@ -35,6 +35,9 @@ comment on column relay.consumer_offsets.next_offset is
 
 -- A chain of snapshots of the source for each group. Between two of them lies a difference, which polling applies. While
 -- the WAL is read, there is one, which is replaced from time to time.
+-- A number is never used again: a task that comes late finds that its snapshot is no longer there.
+create sequence if not exists relay.snapshot_ids;
+
 create table if not exists relay.snapshots (
     group_id text        not null,
     id       bigint      not null,
@@ -337,6 +340,7 @@ begin
         grant select, insert, update, delete on relay.consumer_offsets to relay;
         grant select, insert, update, delete on relay.snapshots to relay;
         grant select, insert, update, delete on relay.applied_commits to relay;
+        grant usage on sequence relay.snapshot_ids to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
         grant usage on sequence relay.dead_transactions to relay;
         -- Who acted, and when, is what the server says.
