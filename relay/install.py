@@ -24,7 +24,7 @@ from relay.source.gapless import set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.rows import OutboxRows
-from relay.source.server import durable_sight
+from relay.source.server import durable_sight, sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
 from relay.store import groups, migrations, offsets, snapshots, streams
 
@@ -160,7 +160,8 @@ class _Start:
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST
-        now = durable_sight(source).snapshot
+        # Durable with the commit of what this is a part of.
+        now = sight(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
         OutboxRows(settings).require_offsets(source)

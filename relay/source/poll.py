@@ -29,7 +29,7 @@ from relay.source.history import History
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import Difference, OutboxRows, Portion, prepare_reading
-from relay.source.server import FLUSH_SECONDS, Sight, reach, server_of, sight
+from relay.source.server import Sight, durable_sight, server_of, sight
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
 from relay.store.snapshots import Link
@@ -212,13 +212,9 @@ class Poller:
     def _open(self, last: Link) -> Link | None:
         """Add what the source shows now to the chain; None if it shows nothing new, or not enough yet."""
         with self._source.connection() as source:
-            seen = sight(source)
-            if not self._is_newer(source, seen, last):
+            if not self._is_newer(source, sight(source), last):
                 return None
-            while not (seen.durable or reach(source, seen.lsn)):
-                # With synchronous_commit off, a crash would take back what is visible, and give its xid again.
-                if self._stopping.wait(FLUSH_SECONDS):
-                    return None
+            seen = durable_sight(source)
         with self._target.connection() as target:
             group = self._settings.group
             # None if another instance has just gone on: what it has added is next.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,6 @@ from relay.snapshots import Snapshot
 
 Connection = psycopg.Connection[Any]
 
-FLUSH_SECONDS = 0.005
-"""How often to ask whether the source has on its disk what it shows."""
 _PAGE = 8192
 _PAGE_HEADERS = (24, 40)
 """What a page of the WAL begins with, before its first record."""
@@ -53,23 +50,22 @@ def sight(conn: Connection) -> Sight:
 
 
 def durable_sight(conn: Connection) -> Sight:
-    """What sessions see now, as soon as the server has it on its disk. Raises psycopg.Error.
+    """What sessions see now, and the server has on its disk. The connection is in no transaction. Raises psycopg.Error.
 
     With synchronous_commit off, a crash would take back what is visible, and give its xid again.
     """
     seen = sight(conn)
-    while not (seen.durable or reach(conn, seen.lsn)):
-        time.sleep(FLUSH_SECONDS)
+    if not seen.durable:
+        _flush(conn)
     return seen
 
 
-def reach(conn: Connection, lsn: Lsn) -> bool:
-    """Whether the server's WAL is on its disk up to a position. Raises psycopg.Error."""
-    (found,) = conn.execute(
-        "select pg_is_in_recovery() or pg_current_wal_flush_lsn() >= %s::pg_lsn",
-        (str(lsn),),
-    )
-    return bool(found[0])
+def _flush(conn: Connection) -> None:
+    """Let the server write its WAL to disk, which it may put off while a transaction is open: by a commit."""
+    with conn.transaction():
+        conn.execute("set transaction read write")
+        conn.execute("set local synchronous_commit = local")
+        conn.execute("select pg_logical_emit_message(true, 'relay', '')")
 
 
 def visible_now(conn: Connection) -> Snapshot:
