@@ -40,7 +40,7 @@ class Casualties:
 
     @cached_property
     def _suspects(self) -> Suspects:
-        """Only after a crash there is anything to note."""
+        """Opened at the first note, which only a crash leads to."""
         return Suspects(self._settings, 1)
 
     def close(self) -> None:

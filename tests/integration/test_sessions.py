@@ -138,7 +138,7 @@ def test_a_lock_that_is_held_too_long_is_waited_for_again(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = {"dsn": make_conninfo(outbox.dsn, options="-c lock_timeout=50ms")}
-    # Where the stream begins, the same rows are locked once.
+    # The stream locks these rows when it begins, and that is not the wait which is tested here.
     with relaying(outbox.settings(target=target)), psycopg.connect(outbox.dsn) as other:
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
