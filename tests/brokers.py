@@ -19,6 +19,7 @@ import nats
 import pika
 import pytest
 import redis
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from relay.embedded import free_port
 from tests.outbox import APPEND, Outbox, wait_until
@@ -182,7 +183,19 @@ class RabbitmqServer(_Process):
 
     def start(self) -> None:
         super().start()
-        # At every start: the server confirms a queue before the record of it is on disk.
+        self._declare()
+
+    @retry(
+        retry=retry_if_exception_type(pika.exceptions.AMQPError),
+        wait=wait_fixed(0.2),
+        stop=stop_after_delay(60),
+        reraise=True,
+    )
+    def _declare(self) -> None:
+        """Declare the queue at every start, since the server confirms one before it is on disk.
+
+        A server that is still starting takes connections and resets them.
+        """
         with pika.BlockingConnection(self._parameters) as connection:
             connection.channel().queue_declare(f"shop.{TYPE}", durable=True)
 
