@@ -200,8 +200,9 @@ def repartition(settings: Settings, partitions: int) -> int:
                     f"group: {group!r} has applied a commit that the source does not show yet, since it waits for a "
                     "synchronous standby: repartition when it is committed"
                 )
+            reached = groups.origin(target, group).applied
             offsets.remove(target, group)
-            begun = snapshots.begin(target, group, [link.snapshot for link in links])
+            begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
             following = max(cursor.next_offset for cursor in cursors)
             offsets.create(target, group, partitions, begun[0].id if begun else None)
             offsets.settle(target, group, max(cursor.applied_lsn for cursor in cursors), following)

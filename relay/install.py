@@ -207,7 +207,11 @@ class _Installation:
         seen = durable_sight(self.source)
         state = slot_state(self.source, self.settings.source.slot)
         links = snapshots.chain(self.target, group)
-        if links and state and snapshots.append(self.target, group, links[-1], seen.snapshot):
+        if (
+            links
+            and state
+            and snapshots.append(self.target, group, links[-1], seen.snapshot, seen.lsn)
+        ):
             groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
 
     def _can_stream(self, warn: Callable[[str], None]) -> bool:

@@ -23,13 +23,12 @@ from psycopg_pool import ConnectionPool
 from relay.batch import Batch, Outcome, Window
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import ConfigurationError, RelayError, TransientFault, describe
+from relay.faults import ConfigurationError, TransientFault, describe
 from relay.patience import say_once, until_it_works
-from relay.source.history import History
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import Difference, OutboxRows, Portion, prepare_reading
-from relay.source.server import Sight, durable_sight, server_of, sight
+from relay.source.server import Sight, durable_sight, sight
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
 from relay.store.snapshots import Link
@@ -80,7 +79,6 @@ class Poller:
         self._retrying = until_it_works(self._stopping, say_once(log, "cannot poll yet"))
         self._windows = 0
         self._recognition = Recognition(settings)
-        self._examined: tuple[str, int] | None = None
         self._checked = False
 
     def stop(self) -> None:
@@ -131,10 +129,10 @@ class Poller:
             none = np.zeros(0, np.int64)
             if not all(np.isin(found[each], noted.get(each, none)).all() for each in found):
                 if opening:
-                    snapshots.append(target, group, last, seen.snapshot)
+                    snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
             if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
-                snapshots.replace(target, group, last, seen.snapshot)
+                snapshots.replace(target, group, last, seen.snapshot, seen.lsn)
             return True
 
     def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
@@ -191,7 +189,7 @@ class Poller:
         if not links:
             raise _unchained(self._settings)
         with self._source.connection() as source:
-            self._require_history(source, origin)
+            self._recognition.follow_polled(source, origin)
             self._require_own_xids(source)
         own = [c.snapshot_id or 0 for c in cursors if c.partition_id in self._own]
         before = links[_index(links, min(own))]
@@ -218,16 +216,13 @@ class Poller:
         with self._target.connection() as target:
             group = self._settings.group
             # None if another instance has just gone on: what it has added is next.
-            return snapshots.append(target, group, last, seen.snapshot)
+            return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
 
     def _is_newer(self, source: psycopg.Connection[Any], seen: Sight, last: Link) -> bool:
-        if not seen.snapshot.covers(last.snapshot):
-            *_, standby = server_of(source)
-            # A standby only lags.
-            if not standby and seen.snapshot.xmax < last.snapshot.xmax:
-                raise RelayError(_older(self._settings, seen, last))
-            return False
-        return not self._rows.is_empty(source, Difference(last.snapshot, seen.snapshot))
+        # A standby may lag.
+        return seen.snapshot.covers(last.snapshot) and not self._rows.is_empty(
+            source, Difference(last.snapshot, seen.snapshot)
+        )
 
     def _complete(self, plan: _Plan) -> None:
         """Nothing is left of a plan: let the partitions go on of which everything is applied."""
@@ -259,22 +254,6 @@ class Poller:
                 "for events from before relay, and `relay offsets seek` to where relay is to go on"
             )
         self._checked = True
-
-    def _require_history(self, source: psycopg.Connection[Any], origin: groups.Origin) -> None:
-        """Raise RelayError if the server is on a timeline that lacks what was applied from the WAL."""
-        if origin.timeline is None or not origin.applied:
-            return
-        identifier, timeline, standby = server_of(source)
-        known = History.parse(origin.timeline, origin.history or "")
-        if (
-            identifier != origin.identifier
-            or timeline == known.timeline
-            or (standby and timeline in known.timelines)
-            or self._examined == (identifier, timeline)
-        ):
-            return
-        self._recognition.require_valid()
-        self._examined = identifier, timeline
 
 
 class PollSource:
@@ -354,13 +333,4 @@ def _unchained(settings: Settings) -> ConfigurationError:
     return ConfigurationError(
         f"group: {settings.group!r} has only a position in the WAL, since it began with source.mode: wal: give it one "
         "in the outbox, `relay offsets seek --to LSN` with what the slot has confirmed (`relay status`)"
-    )
-
-
-def _older(settings: Settings, seen: Sight, last: Link) -> str:
-    return (
-        f"the source gives {seen.snapshot.xmax} as the next transaction, but group {settings.group!r} has applied "
-        f"what came before {last.snapshot.xmax}: it was restored from an older backup or a dump, or failed over with "
-        "a loss, and relay cannot know which events are new. Restore the target to a state from before, or "
-        "`relay offsets seek` to where relay is to go on, as --to end or a time"
     )

@@ -15,6 +15,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
 from relay.source.history import History
+from relay.source.server import server_of, sight
 from relay.source.slot import (
     create_slot,
     drop_slot,
@@ -121,12 +122,8 @@ class Sighting:
         """Whether the positions belong to this very history."""
         return (
             self.origin.identifier == self.system.identifier
-            and self._history == self.system.history
+            and _known(self.origin) == self.system.history
         )
-
-    @property
-    def _history(self) -> History:
-        return History.parse(self.origin.timeline or 1, self.origin.history or "")
 
     def require_valid(self) -> None:
         """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
@@ -134,11 +131,11 @@ class Sighting:
         self._require_newer()
         if origin.identifier is None or self.foreign:
             return
-        shared = self._history.shared_until(system.history)
+        shared = _known(self.origin).shared_until(system.history)
         limit = system.position if shared is None else min(shared, system.position)
         if origin.applied <= limit:
             return
-        if system.standby and system.history.timeline in self._history.timelines:
+        if system.standby and system.history.timeline in _known(self.origin).timelines:
             raise Unavailable("the server is a standby that does not have yet what was applied")
         ours = (
             f"its WAL ends at {limit}"
@@ -171,11 +168,16 @@ class Sighting:
         )
 
 
+def _known(origin: groups.Origin) -> History:
+    return History.parse(origin.timeline or 1, origin.history or "")
+
+
 class Recognition:
     """Tells whether the source is still the one that the group's positions belong to."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._nameless: tuple[str, int] | None = None
 
     def look(self, conn: Connection) -> Sighting:
         """Compare a replication connection's server with what the group remembers. Changes nothing.
@@ -185,25 +187,6 @@ class Recognition:
         with connect(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
         return Sighting(self._settings.group, origin, identify(conn))
-
-    def require_valid(self) -> None:
-        """Look by a connection of its own, and raise RelayError if the source has lost what was applied.
-
-        Raises TransientFault or psycopg.Error while that cannot be told.
-        """
-        try:
-            with open_replication(self._settings) as conn:
-                self.look(conn).require_valid()
-        except Unavailable as error:
-            raise TransientFault(str(error)) from None
-        except psycopg.OperationalError as error:
-            if not refused_for_good(error):
-                raise
-            raise RelayError(
-                "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
-                f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
-                "attribute, or decide with `relay offsets seek`"
-            ) from None
 
     def follow(self, sighting: Sighting) -> int:
         """Remember the source that was seen, for who holds its slot; returns the group's epoch.
@@ -216,6 +199,62 @@ class Recognition:
         if sighting.origin.confirmed is not None:
             with connect(self._settings.target_dsn) as target:
                 groups.note_confirmed(target, sighting.group, None)
+        return self._remember(sighting, streamed=True)
+
+    def follow_polled(self, source: Connection, origin: groups.Origin) -> None:
+        """Remember the source that a connection polls, as `follow` does; `origin` was read before.
+
+        Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that cannot be
+        told.
+        """
+        identifier, timeline, standby = server_of(source)
+        known, ours = _known(origin), identifier == origin.identifier
+        if ours and standby and timeline in known.timelines:
+            # It may lag, which the snapshots tell.
+            return
+        seen = sight(source)
+        history = known if ours and timeline == known.timeline else History(timeline)
+        system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
+        sighting = Sighting(self._settings.group, origin, system)
+        if not sighting.same and timeline > 1:
+            if self._nameless == (identifier, timeline):
+                return
+            told = self._history_of(sighting)
+            if told is None:
+                self._nameless = identifier, timeline
+                return
+            sighting = replace(sighting, system=replace(system, history=told))
+        try:
+            self._remember(sighting, streamed=False)
+        except Unavailable as error:
+            raise TransientFault(str(error)) from None
+
+    def _history_of(self, sighting: Sighting) -> History | None:
+        """The history of a polled server's timeline, which only a replication connection tells.
+
+        None if the role may not have one, and there is nothing yet to compare it with.
+        """
+        try:
+            with open_replication(self._settings) as conn:
+                found = identify(conn)
+        except psycopg.OperationalError as error:
+            if not refused_for_good(error):
+                raise
+            if sighting.origin.identifier is None:
+                return None
+            raise RelayError(
+                "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
+                f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
+                "attribute, or decide with `relay offsets seek`"
+            ) from None
+        # A standby that has just followed its primary tells the former timeline for a while.
+        if not found.standby and found.history.timeline != sighting.system.history.timeline:
+            raise TransientFault("source.dsn: the servers behind it are on different timelines")
+        return found.history
+
+    def _remember(self, sighting: Sighting, streamed: bool) -> int:
+        """Let the group's LSNs belong to the source that was seen; returns the group's epoch."""
+        sighting.require_valid()
         if sighting.same:
             return sighting.origin.epoch
         system = sighting.system
@@ -233,6 +272,10 @@ class Recognition:
                 str(system.history),
                 reset=now.foreign,
             )
+            unknown = now.origin.identifier is None and now.origin.confirmed is None
+            if not streamed and (unknown or now.foreign):
+                # Whatever the slot has, it may lack something.
+                groups.note_confirmed(target, sighting.group, Lsn(0))
         if now.foreign:
             log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:

@@ -549,14 +549,14 @@ class WalSource:
         """Whether the slot may lack commits: it is new, or somebody else has advanced it."""
         if sighting is None:
             return False
-        if self._connections:
-            return sighting.foreign or confirmed > self._progress.flushed
         left_at = sighting.origin.confirmed
-        if left_at is not None and confirmed > left_at:
+        if sighting.foreign or (left_at is not None and confirmed > left_at):
             return True
+        if self._connections:
+            return confirmed > self._progress.flushed
         # Without polling, a group begins with its slot.
         unknown = sighting.origin.identifier is None and left_at is None
-        return sighting.foreign or (unknown and self._recovery is not None)
+        return unknown and self._recovery is not None
 
     def _look(self, conn: psycopg.Connection[object]) -> tuple[System, Sighting | None]:
         sighting = self._recognition.look(conn) if self._recognition else None

@@ -112,11 +112,11 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source that the LSNs of a group belong to, None until one was streamed, and how far they have come.
+    """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
 
-    `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and `xmax`
-    that of its newest snapshot, 0 without one. `confirmed` is how far the slot was confirmed when it was left; None
-    where nobody knows.
+    `history` is that of its timeline as text, `applied` the greatest position of the group's partitions and snapshots,
+    and `xmax` that of its newest snapshot, 0 without one. `confirmed` is how far the slot was confirmed when it was
+    left; None where nobody knows.
     """
 
     identifier: str | None
@@ -142,7 +142,8 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
     (found,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
-               coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
+               greatest('0/0', (select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s),
+                        (select max(lsn) from relay.snapshots where group_id = %(group)s))::text,
                coalesce((select max(pg_snapshot_xmax(snapshot)::text::bigint) from relay.snapshots
                           where group_id = %(group)s), 0),
                confirmed_lsn::text
@@ -192,13 +193,10 @@ def follow(
     """
     if reset:
         conn.execute(
-            """
-            update relay.consumer_offsets
-               set applied_lsn = '0/0', updated_at = now()
-             where group_id = %s
-            """,
+            "update relay.consumer_offsets set applied_lsn = '0/0', updated_at = now() where group_id = %s",
             (group,),
         )
+        conn.execute("update relay.snapshots set lsn = '0/0' where group_id = %s", (group,))
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psycopg
 
+from relay.events import Lsn
 from relay.snapshots import Snapshot, Xids
 
 Connection = psycopg.Connection[Any]
@@ -33,10 +34,18 @@ def chain(conn: Connection, group: str) -> list[Link]:
     return [Link(number, Snapshot.parse(text)) for number, text in rows]
 
 
-def begin(conn: Connection, group: str, snapshots: Sequence[Snapshot]) -> list[Link]:
-    """Begin a chain, in the place of the one that there was; what was noted stays."""
+def begin(
+    conn: Connection,
+    group: str,
+    snapshots: Sequence[Snapshot],
+    lsn: Lsn = Lsn(0),  # noqa: B008
+) -> list[Link]:
+    """Begin a chain, in place of the one that there was; what was noted stays.
+
+    Everything that the snapshots see lies below the position `lsn`; 0/0 where nobody knows.
+    """
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
-    return [_insert(conn, group, snapshot) for snapshot in snapshots]
+    return [_insert(conn, group, snapshot, lsn) for snapshot in snapshots]
 
 
 def remove(conn: Connection, group: str) -> None:
@@ -45,15 +54,18 @@ def remove(conn: Connection, group: str) -> None:
     conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
 
 
-def append(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> Link | None:
-    """Add a snapshot behind the last; None if somebody has added or replaced one meanwhile."""
+def append(conn: Connection, group: str, last: Link, snapshot: Snapshot, lsn: Lsn) -> Link | None:
+    """Add a snapshot behind the last; None if somebody has added or replaced one meanwhile.
+
+    Everything that it sees lies below the position `lsn`.
+    """
     with conn.transaction():
         if _locked(conn, group) != last:
             return None
-        return _insert(conn, group, snapshot)
+        return _insert(conn, group, snapshot, lsn)
 
 
-def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> bool:
+def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot, lsn: Lsn) -> bool:
     """Replace the last snapshot by a newer one, up to which everything is applied; forget the notes of what it sees.
 
     False, and nothing is changed, if a partition has not come to the last, or somebody has added or replaced one.
@@ -62,8 +74,11 @@ def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> boo
         if _locked(conn, group) != last or not _is_reached(conn, group, last):
             return False
         conn.execute(
-            "update relay.snapshots set snapshot = %s::pg_snapshot, taken_at = now() where group_id = %s and id = %s",
-            (str(snapshot), group, last.id),
+            """
+            update relay.snapshots set snapshot = %s::pg_snapshot, lsn = %s, taken_at = now()
+             where group_id = %s and id = %s
+            """,
+            (str(snapshot), str(lsn), group, last.id),
         )
         forget(conn, group, snapshot)
         return True
@@ -144,13 +159,13 @@ def xids_of(sent: bytes | None) -> Xids:
     return np.frombuffer(sent or b"", ">i8").astype(np.int64)
 
 
-def _insert(conn: Connection, group: str, snapshot: Snapshot) -> Link:
+def _insert(conn: Connection, group: str, snapshot: Snapshot, lsn: Lsn) -> Link:
     (found,) = conn.execute(
         """
-        insert into relay.snapshots (group_id, id, snapshot)
-        values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot) returning id
+        insert into relay.snapshots (group_id, id, snapshot, lsn)
+        values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot, %s) returning id
         """,
-        (group, str(snapshot)),
+        (group, str(snapshot), str(lsn)),
     )
     return Link(found[0], snapshot)
 

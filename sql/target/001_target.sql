@@ -42,9 +42,13 @@ create table if not exists relay.snapshots (
     group_id text        not null,
     id       bigint      not null,
     snapshot pg_snapshot not null,
+    lsn      pg_lsn      not null default '0/0',
     taken_at timestamptz not null default now(),
     primary key (group_id, id)
 );
+
+comment on column relay.snapshots.lsn is
+    'everything that the snapshot sees lies below this position of the source''s WAL; 0/0 where nobody knows';
 
 -- What was applied from the WAL since the last snapshot: polling leaves it out.
 create table if not exists relay.applied_commits (
