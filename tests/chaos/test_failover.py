@@ -14,7 +14,7 @@ import pytest
 
 from relay.config import Settings
 from relay.cursors import plan_seek, seek
-from tests.outbox import Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
 pytestmark = pytest.mark.chaos
@@ -32,11 +32,11 @@ class Pair:
     standby: EmbeddedServer
     copy: Outbox
 
-    def settings(self, target: Outbox, dsn: str | None = None) -> Settings:
+    def settings(self, target: Outbox, dsn: str | None = None, mode: str = "auto") -> Settings:
         """A relay that follows whichever of both may be written to, with its target elsewhere."""
         ports = f"{self.primary.cluster.port},{self.standby.cluster.port}"
         either = f"host=127.0.0.1,127.0.0.1 port={ports} dbname=app user=postgres target_session_attrs=read-write"
-        source = {"dsn": dsn or either, "slot": "app", "publication": "app"}
+        source = {"dsn": dsn or either, "slot": "app", "publication": "app", "mode": mode}
         return Settings(**self.source.config(source=source, target={"dsn": target.dsn}))
 
     def synchronise(self) -> None:
@@ -101,38 +101,45 @@ def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
     )
 
 
+@pytest.fixture
+def target(database: str) -> Iterator[Outbox]:
+    """A database of another server, as it must be to tell what a new primary has not seen."""
+    with Outbox(database) as made:
+        made.conn.execute(PROJECTION)
+        yield made
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
-    """The target is another server, as it must be to tell what the new primary has not seen."""
+def test_a_standby_is_promoted(target: Outbox, synchronised: bool) -> None:
     with streaming_pair(synchronised) as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
-        outbox.watch_positions()
+        target.watch_positions()
         with relaying(settings):
             pair.source.fill(200)
-            wait_until(lambda: outbox.handled() == 1_000)
+            wait_until(lambda: target.handled() == 1_000)
             pair.source.wait_drained()
             if synchronised:
                 pair.synchronise()
             pair.replicate()
             before = pair.source.value("select count(*) from outbox_message_t")
-            wait_until(lambda: outbox.handled() == before)
+            wait_until(lambda: target.handled() == before)
             pair.fail_over()
             pair.copy.fill(200)
-            wait_until(lambda: outbox.handled() == before + 1_000)
+            wait_until(lambda: target.handled() == before + 1_000)
             # Polling may have got them all before the WAL of the new primary could be had.
-            wait_until(lambda: outbox.value("select timeline from relay.groups") == 2)
+            wait_until(lambda: target.value("select timeline from relay.groups") == 2)
             pair.copy.fill(1)
-            wait_until(lambda: outbox.handled() == before + 1_005)
+            wait_until(lambda: target.handled() == before + 1_005)
             everything = pair.copy.column("select id from outbox_message_t order by c_offset")
-    recreated = outbox.value("select cardinality(slot_recreations) from relay.groups")
+    recreated = target.value("select cardinality(slot_recreations) from relay.groups")
     assert recreated == (0 if synchronised else 1)
-    assert outbox.positions_moved_back() == 0
-    assert outbox.value("select timeline_history from relay.groups").startswith("1\t")
-    assert sorted(everything) == sorted(outbox.column("select id from projection"))
-    assert not outbox.column(
+    assert target.positions_moved_back() == 0
+    assert target.value("select timeline_history from relay.groups").startswith("1\t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+    assert not target.column(
         "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
         " from projection) as followed where overtaken"
     )
@@ -141,10 +148,10 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised: bool) -> None:
+def test_a_failover_loses_events_that_were_applied(target: Outbox, synchronised: bool) -> None:
     """New events take over the lost ones' c_offsets and positions, and none of them is skipped."""
     with streaming_pair(synchronised) as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
         running = ExitStack()
         running.enter_context(relaying(settings))
@@ -155,16 +162,16 @@ def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised:
         pair.cut()
         pair.source.fill(1)
         pair.source.wait_drained()
-        applied = outbox.column("select id from projection order by seq")
+        applied = target.column("select id from projection order by seq")
         pair.fail_over()
         # More than were lost: their c_offsets go beyond what was applied.
         pair.copy.fill(2)
         said = why_it_ended(running)
         assert "has lost events that group 'default' has applied" in said
         assert why_it_ends(settings) == said
-        assert outbox.column("select id from projection order by seq") == applied
-        assert outbox.value("select timeline from relay.groups") == 1
-        assert outbox.value("select cardinality(slot_recreations) from relay.groups") == 0
+        assert target.column("select id from projection order by seq") == applied
+        assert target.value("select timeline from relay.groups") == 1
+        assert target.value("select cardinality(slot_recreations) from relay.groups") == 0
 
         everything = pair.copy.column("select id from outbox_message_t")
         new = sorted(set(everything) - set(applied))
@@ -177,34 +184,70 @@ def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised:
         assert move.again == 5
         seek(settings, move.goal, None)
         with relaying(settings):
-            wait_until(lambda: outbox.handled() >= len(applied) + 10)
+            wait_until(lambda: target.handled() >= len(applied) + 10)
             pair.copy.fill(1)
             pair.copy.wait_drained()
         newer = set(pair.copy.column("select id from outbox_message_t")) - set(everything)
-        assert sorted(outbox.column("select id from projection")) == sorted(
+        assert sorted(target.column("select id from projection")) == sorted(
             [*applied, *new, *newer]
         )
 
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_an_instance_at_a_lagging_standby_waits(outbox: Outbox) -> None:
+def test_an_instance_at_a_lagging_standby_waits(target: Outbox) -> None:
     with streaming_pair() as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
-        outbox.watch_positions()
+        target.watch_positions()
         with relaying(settings):
             pair.source.fill(5)
             pair.source.wait_drained()
             pair.cut()
             pair.source.fill(5)
             pair.source.wait_drained()
-            with relaying(pair.settings(outbox, pair.standby.dsn("app"))):
+            with relaying(pair.settings(target, pair.standby.dsn("app"))):
                 # It has connected, and polls what the standby has: nothing new.
-                wait_until(lambda: outbox.value("select source_mode from relay.groups") == "poll")
+                wait_until(lambda: target.value("select source_mode from relay.groups") == "poll")
                 for number in range(20):
                     pair.source.publish(host(number), event(number))
                 pair.source.wait_drained()
         everything = pair.source.column("select id from outbox_message_t")
-    assert outbox.positions_moved_back() == 0
-    assert sorted(everything) == sorted(outbox.column("select id from projection"))
+    assert target.positions_moved_back() == 0
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lossy", [True, False])
+def test_a_standby_is_promoted_while_relay_polls(target: Outbox, lossy: bool) -> None:
+    with streaming_pair() as pair:
+        settings = pair.settings(target, mode="poll")
+        pair.source.install_again(settings)
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        pair.source.fill(20)
+        wait_until(lambda: target.handled() == 100)
+        if lossy:
+            pair.cut()
+        pair.source.fill(1)
+        wait_until(lambda: target.handled() == 105)
+        if not lossy:
+            pair.replicate()
+        applied = target.column("select id from projection order by seq")
+        pair.fail_over()
+        # More than were lost: transaction ids and c_offsets go beyond those that were applied.
+        pair.copy.fill(20)
+        if lossy:
+            assert "has lost events that group 'default' has applied" in why_it_ended(running)
+            assert target.column("select id from projection order by seq") == applied
+            return
+        wait_until(lambda: target.handled() == 205)
+        running.close()
+        assert target.value("select timeline from relay.groups") == 2
+        # Positions are those of the new timeline now.
+        with relaying(settings):
+            pair.copy.fill(1)
+            wait_until(lambda: target.handled() == 210)
+        everything = pair.copy.column("select id from outbox_message_t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
