@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay.config import Settings
 from relay.cursors import plan_seek, seek
@@ -34,10 +35,19 @@ class Pair:
 
     def settings(self, target: Outbox, dsn: str | None = None, mode: str = "auto") -> Settings:
         """A relay that follows whichever of both may be written to, with its target elsewhere."""
-        ports = f"{self.primary.cluster.port},{self.standby.cluster.port}"
-        either = f"host=127.0.0.1,127.0.0.1 port={ports} dbname=app user=postgres target_session_attrs=read-write"
-        source = {"dsn": dsn or either, "slot": "app", "publication": "app", "mode": mode}
+        source = {"dsn": dsn or self.either(), "slot": "app", "publication": "app", "mode": mode}
         return Settings(**self.source.config(source=source, target={"dsn": target.dsn}))
+
+    def either(self, user: str = "postgres") -> str:
+        """The DSN of whichever of both may be written to."""
+        return make_conninfo(
+            host="127.0.0.1,127.0.0.1",
+            port=f"{self.primary.cluster.port},{self.standby.cluster.port}",
+            dbname="app",
+            user=user,
+            password="p",
+            target_session_attrs="read-write",
+        )
 
     def synchronise(self) -> None:
         """Wait until the standby has the slot."""
@@ -251,3 +261,21 @@ def test_a_standby_is_promoted_while_relay_polls(target: Outbox, lossy: bool) ->
             wait_until(lambda: target.handled() == 210)
         everything = pair.copy.column("select id from outbox_message_t")
     assert sorted(everything) == sorted(target.column("select id from projection"))
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> None:
+    with streaming_pair() as pair:
+        pair.source.install_again(pair.settings(target, mode="poll"))
+        pair.source.conn.execute("create role reader login password 'p' in role relay")
+        settings = pair.settings(target, pair.either("reader"), mode="poll")
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        pair.source.fill(20)
+        wait_until(lambda: target.handled() == 100)
+        pair.replicate()
+        pair.fail_over()
+        pair.copy.fill(1)
+        assert "only a replication connection can tell" in why_it_ended(running)
+    assert target.handled() == 100

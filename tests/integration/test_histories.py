@@ -110,19 +110,6 @@ def test_a_timeline_that_was_left_after_all_that_was_applied_is_followed(outbox:
     outbox.assert_exact()
 
 
-def test_polling_stops_where_nobody_may_ask_for_the_history(outbox: Outbox) -> None:
-    outbox.fill(4)
-    outbox.drain(outbox.settings())
-    outbox.conn.execute("update relay.groups set timeline = 2, timeline_history = E'1\\t0/1\\n'")
-    outbox.publish(host(1), event(1))
-    with outbox.clerk() as (name, dsn):
-        outbox.conn.execute(f"alter role {name} noreplication".encode())
-        source = {**outbox.config()["source"], "dsn": dsn}
-        said = why_it_ends(outbox.settings(source=source, target={"dsn": outbox.dsn}))
-    assert "only a replication connection can tell" in said
-    assert outbox.handled() == 20
-
-
 def test_what_was_read_in_an_earlier_history_is_not_applied(outbox: Outbox) -> None:
     """Another instance has followed the source to its new primary while this one still had a batch of the old."""
     outbox.publish(host(1), event(1))
