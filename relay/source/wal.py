@@ -704,6 +704,11 @@ class WalSource:
             self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
         )
         self._casualties.took(size, self._assembler.begun)
+        if foreign := self._assembler.foreign():
+            log.warning(
+                "rows were left out, since their c_xid is that of another transaction: copies of rows of the outbox",
+                extra={"rows": foreign},
+            )
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked

@@ -15,7 +15,16 @@ from psycopg.conninfo import make_conninfo
 
 from relay.config import Settings
 from relay.cursors import plan_seek, seek
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
+from tests.outbox import (
+    PROJECTION,
+    Outbox,
+    event,
+    host,
+    relaying,
+    wait_until,
+    why_it_ended,
+    why_it_ends,
+)
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
 pytestmark = pytest.mark.chaos
