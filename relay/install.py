@@ -275,6 +275,7 @@ class _Installation:
             require_table(source, settings)
             require_readable(source, settings.source)
             _adopt(source, settings)
+            self._require_marked()
             return []
         existed = _exists(source, OWN_OUTBOX)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
@@ -283,8 +284,13 @@ class _Installation:
         self._apply(source, "outbox", "source.dsn")
         # Again, because somebody may have created the table in between.
         self._examine_outbox(adopting)
+        self._require_marked()
         _limit_event_bytes(source, settings.source.max_event_bytes)
         return [] if existed else [_removal_of_outbox(source)]
+
+    def _require_marked(self) -> None:
+        if self.settings.source.mode != "wal":
+            OutboxRows(self.settings).require_marked(self.source)
 
     def _examine_outbox(self, adopting: bool) -> None:
         require_table(self.source, self.settings)

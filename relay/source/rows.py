@@ -153,6 +153,30 @@ class OutboxRows:
                 f"source.table: {self._settings.source.table} has no column {missing[0]}, which polling needs: "
                 "run `relay init`, which adds it, or set source.mode: wal"
             )
+        if self._settings.source.offsets == "sequence":
+            self._require_order(conn)
+
+    def _require_order(self, conn: Connection) -> None:
+        """Raise ConfigurationError if c_offset does not tell the order of insertion."""
+        found = conn.execute(
+            """
+            select s.seqrelid::regclass::text
+              from pg_sequence as s
+              join pg_depend as d on s.seqrelid in (d.objid, d.refobjid)
+              left join pg_attrdef as a on d.classid = 'pg_attrdef'::regclass and d.objid = a.oid
+              join pg_attribute as c
+                on (c.attrelid, c.attnum) in ((d.refobjid, d.refobjsubid), (a.adrelid, a.adnum))
+             where c.attrelid = to_regclass(%s) and c.attname = %s
+               and (d.deptype = 'i' or a.oid is not null) and (s.seqcache > 1 or s.seqincrement < 0)
+            """,
+            (self._table.as_string(conn), self._mapping["c_offset"]),
+        ).fetchone()
+        if found:
+            raise ConfigurationError(
+                f"source.table: the sequence {found[0]} does not number the rows of "
+                f"{self._settings.source.table} in the order in which they are inserted, which polling needs: "
+                f"run `alter sequence {found[0]} increment 1 cache 1`, or set source.mode: wal"
+            )
 
     def require_offsets(self, conn: Connection) -> None:
         """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over."""

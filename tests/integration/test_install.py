@@ -396,6 +396,33 @@ def test_missing_columns_are_named_at_once_and_nothing_is_left(
         assert not planted(outbox)
 
 
+@pytest.mark.parametrize("column", ["bigserial", "bigint generated always as identity"])
+def test_a_sequence_that_does_not_give_the_order_of_insertion_is_refused(
+    database: str, tmp_path: Path, column: str
+) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            "create schema shop; create table shop.events (id uuid default gen_random_uuid(), host_id uuid,"
+            f" event_type text, payload jsonb, number {column})".encode()
+        )
+        outbox.conn.execute("alter sequence shop.events_number_seq cache 20")
+        config = outbox.config_file(
+            tmp_path / "relay.yaml",
+            source={
+                **outbox.config()["source"],
+                "table": "shop.events",
+                "columns": {"c_offset": "number"},
+            },
+        )
+        said = refusal(config, "init")
+        assert "run `alter sequence shop.events_number_seq increment 1 cache 1`" in said
+        assert not planted(outbox)
+        outbox.conn.execute("alter sequence shop.events_number_seq increment 1 cache 1")
+        initialise(load(config))
+        outbox.conn.execute("alter sequence shop.events_number_seq cache 20")
+        assert "shop.events_number_seq" in checked(config)
+
+
 def test_the_advice_to_run_it_again_repeats_the_options(database: str, tmp_path: Path) -> None:
     with Outbox(database) as outbox:
         outbox.conn.execute(
