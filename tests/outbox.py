@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -20,8 +21,11 @@ from psycopg.types.json import Jsonb
 from relay.config import Settings
 from relay.faults import RelayError
 from relay.install import initialise
+from relay.pipeline.apply import Applier
+from relay.pipeline.plan import Planner
 from relay.pipeline.session import Session
 from relay.service import Service
+from relay.source.wal import WalSource
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
@@ -197,6 +201,13 @@ class Outbox:
         tip = self.tip()
         wait_until(lambda: self.confirmed(tip), timeout)
 
+    def wait_compared(self, timeout: float = 30.0) -> None:
+        """Wait until the stream was compared with the outbox, so that nothing is noted any more."""
+        wait_until(
+            lambda: not self.column("select 1 from relay.applied_commits limit 1"),
+            timeout,
+        )
+
     def handled(self) -> int:
         """How many events are in the projection or among the dead letters."""
         return int(
@@ -272,6 +283,29 @@ def relaying(
             # What ended the relay is the cause of what the test missed.
             raise raised[0]
     assert not thread.is_alive()
+
+
+def stream_and_die(settings: Settings, tasks: int | None = None) -> int:
+    """Apply the slot's next batch, or only so many of its tasks, and confirm nothing; returns how many there were."""
+    source, applier = WalSource(settings), Applier(settings, 1)
+    source.start()
+    try:
+        batch = source.take(30)
+        assert batch is not None
+        with psycopg.connect(settings.source_dsn) as conn:
+            hashes = partial(_hashtext, conn)
+            found = Planner(settings.partitions, hashes).work(batch, None)
+        for task in found[:tasks]:
+            assert not applier.apply(task).busy
+    finally:
+        applier.close()
+        source.close()
+    return len(found)
+
+
+def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
+    rows = conn.execute("select hashtext(host) from unnest(%s::text[]) as host", (list(hosts),))
+    return [value for (value,) in rows]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:

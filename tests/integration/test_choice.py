@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 from relay.faults import RelayError
 from relay.source import choice
 from relay.source.wal import WalSource
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.postgres import start_server
 
 
@@ -169,6 +169,33 @@ def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], 
         outbox.wait_handled()
         wait_until(lambda: mode(outbox) == "wal")
         outbox.wait_drained()
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("found", ["at the start", "by comparison"])
+def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alone(
+    outbox: Outbox, found: str
+) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(3), event(0))
+    outbox.drain(settings)
+    with outbox.conn.transaction():
+        for number in (1, 2):
+            outbox.publish(host(number), event(number))
+    assert stream_and_die(settings, tasks=1) == 2
+    assert outbox.value("select count(*) from projection") == 2
+    if found == "by comparison":
+        # As a relay leaves it that does not end by itself.
+        outbox.conn.execute("update relay.groups set confirmed_lsn = null")
+    outbox.conn.execute(
+        "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+    )
+    with relaying(settings):
+        outbox.publish(host(3), event(3))
+        outbox.wait_drained()
+        outbox.wait_handled(10)
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
     outbox.assert_exact()
 
 

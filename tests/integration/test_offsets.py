@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psycopg
 import pytest
 
+from relay import cursors
 from relay.config import Settings
 from relay.events import Lsn
+from relay.source import choice
+from relay.source.wal import commits_after
 from relay.store import offsets
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from relay.transactions import Transactions
+from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.process import relay, running
 
 PARK = """
@@ -125,6 +132,89 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
     assert outbox.column("select amount from projection order by seq")[4] == 4
 
 
+def seek(settings: Settings, to: str) -> None:
+    cursors.seek(settings, cursors.plan_seek(settings, to, None).goal, None)
+
+
+@pytest.mark.parametrize("in_progress", [False, True])
+def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, in_progress: bool
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    settings = outbox.settings()
+    outbox.publish(host(1), event(1))
+    outbox.drain(settings)
+    lsn = outbox.tip()
+    with Outbox(outbox.dsn) as early, Outbox(outbox.dsn) as late:
+        before, after = ExitStack(), ExitStack()
+        if in_progress:
+            before.enter_context(early.conn.transaction())
+        early.publish(host(2), event(2))
+        outbox.publish(host(1), event(3))
+
+        def after_the_sight(*arguments: Any) -> Iterator[Transactions]:
+            before.close()
+            after.enter_context(late.conn.transaction())
+            late.publish(host(3), event(4))
+            outbox.publish(host(1), event(5))
+            return commits_after(*arguments)
+
+        monkeypatch.setattr(cursors, "commits_after", after_the_sight)
+        seek(settings, lsn)
+        after.close()
+    outbox.publish(host(1), event(6))
+    with relaying(settings):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [1, 2, 3, 4, 5, 6]
+    outbox.assert_exact()
+
+
+def test_a_seek_to_a_position_in_the_wal_does_not_mind_publishers(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    settings = outbox.settings()
+    outbox.publish(host(1), event(1))
+    outbox.drain(settings)
+    lsn = outbox.tip()
+    done = Event()
+
+    def publish(number: int) -> None:
+        with Outbox(outbox.dsn) as publisher:
+            while not done.is_set():
+                publisher.publish(host(number), event(1), event(2))
+
+    publishers = [Thread(target=publish, args=(number,)) for number in range(2)]
+    for publisher in publishers:
+        publisher.start()
+    try:
+        wait_until(lambda: outbox.value("select count(*) from outbox_message_t") > 100)
+        seek(settings, lsn)
+    finally:
+        done.set()
+        for publisher in publishers:
+            publisher.join()
+    with relaying(settings):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    outbox.assert_exact()
+
+
+def test_a_group_that_has_polled_goes_on_with_the_wal_alone(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    outbox.publish(host(1), event(2))
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "wal"})
+    seek(settings, "end")
+    outbox.publish(host(1), event(3))
+    with relaying(settings):
+        outbox.wait_drained(20)
+        outbox.publish(host(1), event(4))
+        outbox.wait_drained(20)
+    assert outbox.column("select amount from projection order by seq") == [1, 3, 4]
+
+
 def test_what_is_delivered_again_is_not_replayed_as_well(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     for amount in (1, -2, 3, -4):
@@ -226,6 +316,28 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
         outbox.wait_handled()
         outbox.wait_drained()
     outbox.assert_exact()
+
+
+def test_a_group_is_split_anew_although_noted_events_are_gone(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    outbox.publish(host(0), event(0))
+    outbox.drain(outbox.settings())
+    with outbox.conn.transaction():
+        for number in (1, 2):
+            outbox.publish(host(number), event(number))
+    stream_and_die(outbox.settings())
+    assert outbox.value("select count(*) from relay.applied_commits") > 0
+    outbox.conn.execute("delete from outbox_message_t")
+    assert cursors.repartition(outbox.settings(), 4) == 4
+    assert outbox.value("select count(*) from relay.applied_commits") == 0
+    outbox.publish(host(1), event(3))
+    # What was noted comes from the slot once more.
+    with relaying(outbox.settings(partitions=4)):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
 
 
 def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from relay.faults import RelayError
+from relay.config import Settings
+from relay.cursors import plan_seek, seek
+from relay.faults import ConfigurationError, RelayError
+from relay.install import initialise
+from relay.pipeline.apply import Applier
+from relay.pipeline.plan import Planner
+from relay.pipeline.runner import Pipeline
+from relay.source.poll import Poller
 from relay.source.rows import Difference, OutboxRows, prepare_reading
 from relay.source.server import sight
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -183,6 +191,125 @@ def test_concurrent_publishers_lose_nothing(outbox: Outbox, mode: str) -> None:
             thread.join()
         outbox.wait_handled(120)
     outbox.assert_complete()
+
+
+def poll_whole(poller: Poller, pipeline: Pipeline) -> None:
+    while batch := poller.window():
+        pipeline.run(batch)
+
+
+def poll_all(settings: Settings) -> None:
+    """Poll what there is now, and no more."""
+    with closing(Poller(settings)) as poller, closing(Pipeline(settings)) as pipeline:
+        poll_whole(poller, pipeline)
+
+
+def test_a_range_of_before_a_seek_that_comes_late_applies_nothing(outbox: Outbox) -> None:
+    settings = polling(outbox, group="late")
+    for number in range(5):
+        outbox.publish(host(1), event(number))
+    initialise(settings)
+    for number in range(5, 10):
+        outbox.publish(host(1), event(number))
+    with closing(Poller(settings)) as poller, closing(Applier(settings, 1)) as frozen:
+        batch = poller.window()
+        assert batch is not None
+        (work,) = Planner(settings.partitions, lambda _: []).work(batch, None)
+        poll_all(settings)
+        assert outbox.column("select amount from projection order by seq") == [5, 6, 7, 8, 9]
+        outbox.conn.execute("truncate projection")
+        seek(settings, plan_seek(settings, "beginning", None).goal, None)
+        assert frozen.apply(work).applied == 0
+    assert outbox.value("select count(*) from projection") == 0
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 10
+    outbox.assert_exact()
+
+
+def test_another_instance_may_go_on_between_any_two_statements_of_a_poll(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = polling(outbox)
+    execute = psycopg.Connection.execute
+    left: int | None = None
+
+    def interrupted(conn: psycopg.Connection[Any], *arguments: Any, **more: Any) -> Any:
+        nonlocal left
+        found = execute(conn, *arguments, **more)
+        # Within a transaction of the one, the other could only wait for its end.
+        idle = conn.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+        if left is not None and idle and threading.current_thread() is threading.main_thread():
+            left -= 1
+            if not left:
+                left = None
+                outbox.publish(host(1), event(1))
+                poll_whole(quick, pipeline)
+        return found
+
+    monkeypatch.setattr(psycopg.Connection, "execute", interrupted)
+    with (
+        closing(Poller(settings)) as slow,
+        closing(Poller(settings)) as quick,
+        closing(Pipeline(settings)) as pipeline,
+    ):
+        for number in count(1):
+            outbox.publish(host(number), event(number))
+            # Applied, but no partition has gone on yet.
+            batch = quick.window()
+            assert batch is not None
+            pipeline.run(batch)
+            waiting: int | None = number
+            while True:
+                left = waiting
+                batch = slow.window()
+                waiting, left = left, None
+                if batch is None:
+                    break
+                pipeline.run(batch)
+            outbox.assert_exact()
+            if waiting is not None:
+                break
+    assert number > 5
+
+
+@pytest.mark.parametrize("modes", [("poll", "auto"), ("auto", "poll")], ids=" then ".join)
+def test_an_event_without_a_host_is_applied_either_way(
+    outbox: Outbox, modes: tuple[str, str]
+) -> None:
+    outbox.conn.execute("alter table outbox_message_t alter host_id drop not null")
+    for mode in modes:
+        outbox.conn.execute(
+            "insert into outbox_message_t (host_id, event_type, payload) values (null, 'x', '{\"amount\": 1}')"
+        )
+        outbox.publish(host(1), event(1))
+        with relaying(outbox.settings(source={**outbox.config()["source"], "mode": mode})):
+            outbox.wait_handled()
+            if mode == "auto":
+                outbox.wait_drained()
+    assert outbox.value("select count(*) from projection where host_id is null") == 2
+    outbox.assert_exact()
+
+
+def test_old_rows_that_share_an_offset_are_refused_until_they_are_numbered(outbox: Outbox) -> None:
+    for number in range(4):
+        outbox.publish(host(number), event(number))
+    outbox.conn.execute("update outbox_message_t set c_xid = null, c_offset = 7")
+    settings = polling(outbox, group="late")
+    with pytest.raises(ConfigurationError, match="share a c_offset: number each of them"):
+        initialise(settings, start="beginning")
+    initialise(settings)
+    with pytest.raises(ConfigurationError, match="share a c_offset: number each of them"):
+        plan_seek(settings, "beginning", None)
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 0
+    outbox.conn.execute(
+        "update outbox_message_t as o set c_offset = n"
+        " from (select id, row_number() over (order by id) as n from outbox_message_t) as i where i.id = o.id"
+    )
+    seek(settings, plan_seek(settings, "beginning", None).goal, None)
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 4
+    outbox.assert_exact()
 
 
 def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
