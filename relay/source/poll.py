@@ -23,7 +23,7 @@ from psycopg_pool import ConnectionPool
 from relay.batch import Batch, Outcome, Window
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import ConfigurationError, TransientFault, describe
+from relay.faults import ConfigurationError, RelayError, TransientFault, describe
 from relay.patience import say_once, until_it_works
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
@@ -325,8 +325,14 @@ def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
 
 
 def _index(links: Sequence[Link], number: int) -> int:
-    """Where the snapshot of that number stands."""
-    return next(index for index, link in enumerate(links) if link.id == number)
+    """The index of the snapshot with that number. Raises RelayError if there is none."""
+    for index, link in enumerate(links):
+        if link.id == number:
+            return index
+    raise RelayError(
+        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one was "
+        "changed or restored without the other: restore both, or `relay offsets seek` to where relay is to go on"
+    )
 
 
 def _unchained(settings: Settings) -> ConfigurationError:

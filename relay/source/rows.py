@@ -265,10 +265,12 @@ class OutboxRows:
         unmarked = sql.SQL(
             """
             union all
-            select int8send({offset}::bigint), true, bit_or(set_bit({none}, {partition}, 1)) over business,
-                   (max({offset}) over business)::bigint, 1
-              from {table} where {xid} is null and {offset} is not null
-            window business as (partition by coalesce({transaction}::text, tableoid::text || ctid::text))
+            select int8send(number), true, bit_or(partitions), max(position), count(*)
+              from (select {offset}::bigint as number, (max({offset}) over business)::bigint as position,
+                           bit_or(set_bit({none}, {partition}, 1)) over business as partitions
+                      from {table} where {xid} is null and {offset} is not null
+                    window business as (partition by coalesce({transaction}::text, tableoid::text || ctid::text))
+                   ) as old group by number
             """
         )
         units = [marked, unmarked] if between.before.is_beginning else [marked]

@@ -706,7 +706,8 @@ class WalSource:
         self._casualties.took(size, self._assembler.begun)
         if foreign := self._assembler.foreign():
             log.warning(
-                "rows were left out, since their c_xid is that of another transaction: copies of rows of the outbox",
+                "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
+                "them unless that transaction is applied",
                 extra={"rows": foreign},
             )
         if length < 0:

@@ -344,3 +344,23 @@ def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str
     with pytest.raises(RelayError, match="has applied what came before 4000000000"):
         ended.close()
     assert outbox.handled() == 50
+
+
+def test_old_rows_that_share_an_offset_since_the_group_began_are_applied_once(
+    outbox: Outbox,
+) -> None:
+    settings = polling(outbox, group="late")
+    initialise(settings, start="beginning")
+    for number in range(4):
+        outbox.publish(host(number), event(number))
+    outbox.conn.execute("update outbox_message_t set c_xid = null, c_offset = 7")
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 4
+    outbox.assert_exact()
+
+
+def test_a_partition_at_a_snapshot_that_is_gone_stops_relay(outbox: Outbox) -> None:
+    outbox.conn.execute("update relay.snapshots set id = -id")
+    outbox.publish(host(1), event(1))
+    with pytest.raises(RelayError, match=r"which relay\.snapshots does not have"):
+        poll_all(polling(outbox))
