@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -18,6 +18,7 @@ import yaml
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
+from relay.batch import Batch, TaskOutcome
 from relay.config import Settings
 from relay.faults import RelayError
 from relay.install import initialise
@@ -25,6 +26,7 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.session import Session
 from relay.service import Service
+from relay.source.choice import open_source
 from relay.source.wal import WalSource
 
 APPEND = """
@@ -285,22 +287,43 @@ def relaying(
     assert not thread.is_alive()
 
 
-def stream_and_die(settings: Settings, tasks: int | None = None) -> int:
-    """Apply the slot's next batch, or only so many of its tasks, and confirm nothing; returns how many there were."""
-    source, applier = WalSource(settings), Applier(settings, 1)
+def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
+    """Apply the slot's next batch, or only so many of its tasks, and confirm nothing."""
+    source = WalSource(settings)
     source.start()
     try:
         batch = source.take(30)
         assert batch is not None
-        with psycopg.connect(settings.source_dsn) as conn:
-            hashes = partial(_hashtext, conn)
-            found = Planner(settings.partitions, hashes).work(batch, None)
-        for task in found[:tasks]:
-            assert not applier.apply(task).busy
+        outcomes = apply_some(settings, batch, tasks)
+        assert not any(outcome.busy for outcome in outcomes)
     finally:
-        applier.close()
         source.close()
-    return len(found)
+
+
+def work_and_die(settings: Settings, tasks: int) -> None:
+    """Apply some tasks of the first batch that relay takes, and end as a process that is killed then."""
+    source = open_source(settings)
+    source.start()
+    try:
+        apply_some(settings, next(iter(source.batches())), tasks)
+    finally:
+        source.stop()
+        source.close()
+    with psycopg.connect(settings.target_dsn) as conn:
+        # It could not say how far the slot is confirmed.
+        conn.execute(
+            "update relay.groups set confirmed_lsn = null where group_id = %s", (settings.group,)
+        )
+
+
+def apply_some(settings: Settings, batch: Batch, tasks: int | None) -> list[TaskOutcome]:
+    """Apply the first tasks of a batch, by default all; returns what became of these."""
+    with (
+        closing(Applier(settings, 1)) as applier,
+        psycopg.connect(settings.source_dsn) as conn,
+    ):
+        planned = Planner(settings.partitions, partial(_hashtext, conn)).work(batch, None)
+        return [applier.apply(task) for task in planned[:tasks]]
 
 
 def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:

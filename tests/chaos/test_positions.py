@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relay.config import Settings
 from relay.source import choice, recovery
-from tests.outbox import Outbox, host, relaying, wait_until
+from tests.outbox import Outbox, host, relaying, wait_until, work_and_die
 from tests.postgres import start_server
 
 PUBLISHERS = 8
@@ -135,17 +136,25 @@ class World:
 
     def relay(self, mode: str, batch_size: int, whole: bool) -> None:
         """Let relay run until everything that is committed is applied, or only until it has applied something."""
+        due = len(self.committed)
+        goal = due if whole else min(due, self.applied + 1)
+        with relaying(self._settings(mode, batch_size)):
+            wait_until(lambda: self.applied >= goal)
+
+    def relay_dies(self, mode: str, batch_size: int, tasks: int) -> None:
+        """Let relay apply some tasks of what it takes first, and be killed."""
+        if self.applied < len(self.committed):
+            work_and_die(self._settings(mode, batch_size), tasks)
+
+    def _settings(self, mode: str, batch_size: int) -> Settings:
         source = {**self.outbox.config()["source"], "mode": mode}
-        configured = self.outbox.settings(
+        return self.outbox.settings(
             source=source,
             partitions=4,
             poll={"batch_size": batch_size, "wait_period_ms": 50},
             batch={"max_events": 5},
             handlers={"projection": {"type": "sql", "statement": _APPLY}},
         )
-        applied = self.applied
-        with relaying(configured):
-            wait_until(lambda: self.applied >= (len(self.committed) if whole else applied))
 
     @property
     def applied(self) -> int:
@@ -212,6 +221,12 @@ publishing = st.one_of(
 )
 relaying_somehow = st.one_of(
     st.tuples(st.just(World.relay), st.sampled_from(["auto", "poll"]), st.integers(1, 9), flags),
+    st.tuples(
+        st.just(World.relay_dies),
+        st.sampled_from(["auto", "poll"]),
+        st.integers(1, 9),
+        st.integers(0, 3),
+    ),
     st.tuples(st.just(World.drop_slot)),
     st.tuples(st.just(World.advance_slot)),
 )

@@ -182,7 +182,7 @@ def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alon
     with outbox.conn.transaction():
         for number in (1, 2):
             outbox.publish(host(number), event(number))
-    assert stream_and_die(settings, tasks=1) == 2
+    stream_and_die(settings, tasks=1)
     assert outbox.value("select count(*) from projection") == 2
     if found == "by comparison":
         # As a relay leaves it that does not end by itself.
