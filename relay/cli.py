@@ -355,11 +355,16 @@ def offsets_seek(
     settings = load(config)
     move = plan_seek(settings, to, partition)
     effect = (
-        "how many events that concerns, the WAL does not tell"
+        "the WAL does not tell how many events this affects"
         if move.again is None
         else f"{move.again} events will be delivered again, {move.skipped} will be passed over"
     )
     print(f"group {settings.group} goes on {move.goal.text}: {effect}")
+    if any(move.given_up):
+        print(
+            f"of what is delivered again, {move.given_up.dead} dead transactions are discarded and "
+            f"{move.given_up.waiting} that wait are forgotten"
+        )
     if not yes:
         typer.confirm("Go on?", abort=True)
     seek(settings, move.goal, partition)
@@ -374,10 +379,9 @@ def offsets_repartition(
     from relay.cursors import repartition
 
     settings = load(config)
-    offset = repartition(settings, partitions)
+    repartition(settings, partitions)
     print(
-        f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
-        "in the configuration"
+        f"group {settings.group} has {partitions} partitions: set partitions: {partitions} in the configuration"
     )
 
 

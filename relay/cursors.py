@@ -12,7 +12,7 @@ import numpy as np
 import psycopg
 
 from relay.config import Settings
-from relay.events import Lsn
+from relay.events import INSERTED_BY, Lsn
 from relay.faults import ConfigurationError
 from relay.pipeline.runner import Pipeline
 from relay.preflight import reach_source, reach_target
@@ -22,10 +22,16 @@ from relay.source.poll import Poller
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight
 from relay.source.slot import slot_state
+from relay.source.tuples import Walked
 from relay.source.wal import commits_after
 from relay.store import groups, offsets, presence, rewind, snapshots
+from relay.store.rewind import GivenUp
+from relay.transactions import Transactions
 
 Connection = psycopg.Connection[Any]
+
+_ROWS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +67,14 @@ class Goal:
 class Move:
     """What seeking would do: rows that would be delivered again, and rows that would be passed over.
 
-    Both are None where only the WAL is read, which does not tell.
+    Both are None where only the WAL is read, which does not tell. `given_up` are dead and waiting transactions that
+    would be discarded, since they would be delivered again.
     """
 
     goal: Goal
     again: int | None
     skipped: int | None
+    given_up: GivenUp
 
 
 def positions(settings: Settings) -> list[Position]:
@@ -101,57 +109,73 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
 
     Raises ConfigurationError for a position that does not exist, or while an instance runs.
     """
+    group = settings.group
     with reach_target(settings) as target, _stopped(target, settings):
-        cursors = _chosen(settings, offsets.initialised(target, settings.group), partition)
-        before = applied_in(target, settings.group, partition)
-        noted = snapshots.noted(target, settings.group)
+        cursors = offsets.initialised(target, group)
+        offsets.require_partition_count(len(cursors), group, settings.partitions)
+        chosen = _chosen(settings, cursors, partition)
+        before = applied_in(target, group, partition)
+        noted = snapshots.noted(target, group)
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
             goal = _goal(settings, source, rows, to)
+            with target.transaction(force_rollback=True):
+                given_up = _move(target, group, cursors, chosen, goal)
             if goal.snapshot is None or not before:
-                return Move(goal, None, None)
+                return Move(goal, None, None, given_up)
             after = [
                 Applied(cursor.partition_id, goal.snapshot, goal.now, goal.polled_offset)
-                for cursor in cursors
+                for cursor in chosen
             ]
             again, skipped = rows.moved(source, before, noted, after)
-    return Move(goal, again, skipped)
+    return Move(goal, again, skipped, given_up)
 
 
 def seek(settings: Settings, goal: Goal, partition: int | None) -> None:
     """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
-    group = settings.group
     with reach_target(settings) as target, _stopped(target, settings), target.transaction():
-        cursors = offsets.initialised(target, group)
-        chosen = _chosen(settings, cursors, partition)
-        if goal.snapshot is not None:
-            rewind.give_up(
-                target,
-                group,
-                goal.snapshot,
-                goal.polled_offset,
-                goal.now.xmax,
-                len(cursors),
-                [cursor.partition_id for cursor in chosen],
-            )
-        if len(chosen) < len(cursors):
-            _seek_partition(target, group, chosen[0], goal)
-            return
-        # Which source the position belongs to is found out again.
-        groups.forget_origin(target, group)
-        everywhere = [cursor.partition_id for cursor in cursors]
-        if goal.snapshot is None:
-            snapshots.remove(target, group)
-            offsets.place(target, group, everywhere, None, applied_lsn=goal.lsn)
-            return
-        first, last = snapshots.begin(target, group, [goal.snapshot, goal.now])
-        start = last if goal.snapshot == goal.now else first
-        offsets.place(target, group, everywhere, start.id, goal.polled_offset)
-        snapshots.forget_in(target, group, everywhere)
-        snapshots.prune(target, group)
+        cursors = offsets.initialised(target, settings.group)
+        _move(target, settings.group, cursors, _chosen(settings, cursors, partition), goal)
 
 
-def _seek_partition(target: Connection, group: str, cursor: offsets.Cursor, goal: Goal) -> None:
+def _move(
+    target: Connection,
+    group: str,
+    cursors: Sequence[offsets.Cursor],
+    chosen: Sequence[offsets.Cursor],
+    goal: Goal,
+) -> GivenUp:
+    """Let the chosen ones of a group's partitions go on at a goal; returns what is discarded for it."""
+    numbers = [cursor.partition_id for cursor in chosen]
+    given_up = GivenUp(0, 0)
+    if goal.snapshot is not None:
+        given_up = rewind.give_up(
+            target,
+            group,
+            goal.snapshot,
+            goal.polled_offset,
+            goal.now.xmax,
+            len(cursors),
+            numbers,
+        )
+    if len(chosen) < len(cursors):
+        _move_partition(target, group, chosen[0], goal)
+        return given_up
+    # Which source the position belongs to is found out again.
+    groups.forget_origin(target, group)
+    if goal.snapshot is None:
+        snapshots.remove(target, group)
+        offsets.place(target, group, numbers, None, applied_lsn=goal.lsn)
+        return given_up
+    first, last = snapshots.begin(target, group, [goal.snapshot, goal.now])
+    start = last if goal.snapshot == goal.now else first
+    offsets.place(target, group, numbers, start.id, goal.polled_offset)
+    snapshots.forget_in(target, group, numbers)
+    snapshots.prune(target, group)
+    return given_up
+
+
+def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal: Goal) -> None:
     """Let one partition go on at a goal while the others stay. Raises ConfigurationError where that cannot be said."""
     chain = snapshots.chain(target, group)
     if goal.lsn or goal.snapshot not in (BEGINNING, goal.now):
@@ -160,7 +184,8 @@ def _seek_partition(target: Connection, group: str, cursor: offsets.Cursor, goal
         )
     if len(chain) != 1:
         raise ConfigurationError(
-            f"--partition: group {group!r} is in the midst of polling: run relay, and stop it when it is idle"
+            f"--partition: group {group!r} has still to poll what was published before its last start: run relay, and "
+            "stop it when it is idle"
         )
     (standing,) = chain
     first, standing, last = snapshots.begin(target, group, [BEGINNING, standing.snapshot, goal.now])
@@ -173,8 +198,8 @@ def _seek_partition(target: Connection, group: str, cursor: offsets.Cursor, goal
     snapshots.prune(target, group)
 
 
-def repartition(settings: Settings, partitions: int) -> int:
-    """Split the stopped group's hosts into another number of partitions; returns the c_offset at which it goes on.
+def repartition(settings: Settings, partitions: int) -> None:
+    """Split the stopped group's hosts into another number of partitions.
 
     First everything that is committed is applied, with the configured handlers: what is applied must be the same for
     every host before hosts can move. A crash before the end changes nothing but that. Raises ConfigurationError while
@@ -206,7 +231,6 @@ def repartition(settings: Settings, partitions: int) -> int:
             following = max(cursor.next_offset for cursor in cursors)
             offsets.create(target, group, partitions, begun[0].id if begun else None)
             offsets.settle(target, group, max(cursor.applied_lsn for cursor in cursors), following)
-    return following
 
 
 def _require_confirmed(settings: Settings, cursors: Sequence[offsets.Cursor]) -> None:
@@ -315,9 +339,28 @@ def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end:
         raise ConfigurationError(f"--to: {lsn} is past the end of the WAL, which is {end}")
     if settings.source.mode == "wal":
         return Goal(f"at {lsn}", None, now, lsn=lsn)
-    found = [full_xids(part.facts["xid"], now.xmax) for part in commits_after(settings, lsn, end)]
+    found: list[Xids] = []
+    for part in commits_after(settings, lsn, end):
+        if _has_unmarked(part):
+            raise ConfigurationError(
+                f"--to: after {lsn} the slot has events from before the outbox had {INSERTED_BY}, which polling cannot "
+                "tell from those that are applied: run relay with source.mode: wal until it is idle, stop it, and seek "
+                "to what the slot has confirmed then"
+            )
+        found.append(full_xids(part.facts["xid"], now.xmax))
     later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
     # Whatever has committed since is new in any case.
     later = later[later < now.xmax]
     xmin = int(later[0]) if len(later) else now.xmax
     return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
+
+
+def _has_unmarked(commits: Transactions) -> bool:
+    """Whether there are rows that do not tell which transaction has inserted them."""
+    if INSERTED_BY not in commits.columns:
+        return True
+    place = commits.columns.index(INSERTED_BY)
+    return any(
+        bool(Walked(rows, [place]).absent(place).any())
+        for rows in commits.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    )

@@ -274,8 +274,8 @@ class _Installation:
         if not settings.source.owns_table:
             require_table(source, settings)
             require_readable(source, settings.source)
-            _adopt(source, settings)
-            self._require_marked()
+            _attach(source, settings)
+            _let_read(source, settings)
             return []
         existed = _exists(source, OWN_OUTBOX)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
@@ -284,13 +284,9 @@ class _Installation:
         self._apply(source, "outbox", "source.dsn")
         # Again, because somebody may have created the table in between.
         self._examine_outbox(adopting)
-        self._require_marked()
+        _attach(source, settings)
         _limit_event_bytes(source, settings.source.max_event_bytes)
         return [] if existed else [_removal_of_outbox(source)]
-
-    def _require_marked(self) -> None:
-        if self.settings.source.mode != "wal":
-            OutboxRows(self.settings).require_marked(self.source)
 
     def _examine_outbox(self, adopting: bool) -> None:
         require_table(self.source, self.settings)
@@ -386,16 +382,21 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
     )
 
 
-def _adopt(source: Connection, settings: Settings) -> None:
-    """Give an outbox that was there before what polling needs, and the service the right to read it."""
-    table = sql.Identifier(*settings.source.table_name)
-    if settings.source.mode != "wal":
-        source.execute(
-            sql.SQL("select relay.attach({}::regclass, {})").format(
-                sql.Literal(table.as_string(source)), settings.source.mapping["c_offset"]
-            )
-        )
+def _attach(source: Connection, settings: Settings) -> None:
+    """Give an outbox what polling needs and lacks. Raises ConfigurationError where that cannot be."""
+    if settings.source.mode == "wal":
+        return
+    table = sql.Identifier(*settings.source.table_name).as_string(source)
+    source.execute(
+        "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
+    )
+    OutboxRows(settings).require_marked(source)
+
+
+def _let_read(source: Connection, settings: Settings) -> None:
+    """Give the service the right to read an outbox that is not relay's own."""
     if source.execute("select from pg_roles where rolname = 'relay'").rowcount:
+        table = sql.Identifier(*settings.source.table_name)
         source.execute(sql.SQL("grant select on {} to relay").format(table))
 
 

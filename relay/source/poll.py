@@ -337,6 +337,7 @@ def _index(links: Sequence[Link], number: int) -> int:
 
 def _unchained(settings: Settings) -> ConfigurationError:
     return ConfigurationError(
-        f"group: {settings.group!r} has only a position in the WAL, since it began with source.mode: wal: give it one "
-        "in the outbox, `relay offsets seek --to LSN` with what the slot has confirmed (`relay status`)"
+        f"group: {settings.group!r} has only a position in the WAL, since it began with source.mode: wal: run "
+        "`relay init` with the new mode, run relay with source.mode: wal until it is idle, stop it, and give it a "
+        "position in the outbox, `relay offsets seek --to LSN` with what the slot has confirmed (`relay status`)"
     )

@@ -153,6 +153,15 @@ class OutboxRows:
                 f"source.table: {self._settings.source.table} has no column {missing[0]}, which polling needs: "
                 "run `relay init`, which adds it, or set source.mode: wal"
             )
+        marks = conn.execute(
+            "select from pg_attribute where attrelid = to_regclass(%s) and attname = %s and atthasdef",
+            (self._table.as_string(conn), INSERTED_BY),
+        )
+        if not marks.rowcount:
+            raise ConfigurationError(
+                f"source.table: the column {INSERTED_BY} of {self._settings.source.table} has no default, so new rows "
+                "would not tell which transaction inserted them: run `relay init`, which sets it"
+            )
         if self._settings.source.offsets == "sequence":
             self._require_order(conn)
 
@@ -186,8 +195,8 @@ class OutboxRows:
         )
         if found.rowcount:
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows without {column}, from before relay came: "
-                "number them in the order in which they are to be relayed, and run `relay init` again"
+                f"source.table: {self._settings.source.table} has rows without {column}, which polling would pass "
+                "over: number them in the order in which they are to be relayed, and try again"
             )
         if INSERTED_BY not in self._names(conn):
             return

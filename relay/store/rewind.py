@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -40,6 +40,13 @@ _WAITING = sql.SQL(
 ).format(again=_AGAIN)
 
 
+class GivenUp(NamedTuple):
+    """How many dead transactions were discarded, and how many that waited are forgotten."""
+
+    dead: int
+    waiting: int
+
+
 def give_up(
     conn: psycopg.Connection[Any],
     group: str,
@@ -48,7 +55,7 @@ def give_up(
     next_xid: int,
     partitions: int,
     chosen: Collection[int],
-) -> int:
+) -> GivenUp:
     """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
 
     `next_xid` is what the source gives next. Raises psycopg.Error.
@@ -67,4 +74,4 @@ def give_up(
         conn, group, dead, "discard", "discarded", "delivered again by relay offsets seek"
     )
     waiting = conn.execute(_WAITING, bound).rowcount
-    return len(dead) + waiting
+    return GivenUp(len(dead), waiting)

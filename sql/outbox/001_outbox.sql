@@ -23,6 +23,20 @@ create table if not exists public.outbox_message_t (
 -- A table of this name may have been there before.
 alter table public.outbox_message_t add column if not exists deliver_at timestamptz;
 
+-- An unreleased edition had a unique c_offset and another index for polling, which publishers would go on paying for.
+alter table public.outbox_message_t drop constraint if exists outbox_message_t_c_offset_key;
+do $$
+declare
+    former regclass;
+begin
+    for former in select indexrelid::regclass from pg_index join pg_class as c on c.oid = indexrelid
+                   where indrelid = 'public.outbox_message_t'::regclass and c.relname ~ '^outbox_message_t_relay_\d+$'
+    loop
+        execute format('drop index %s', former);
+    end loop;
+end
+$$;
+
 comment on column public.outbox_message_t.deliver_at is
     'when the event is to be delivered; null: at once';
 

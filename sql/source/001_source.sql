@@ -38,6 +38,8 @@ declare
 begin
     if not exists (select from pg_attribute where attrelid = outbox and attname = 'c_xid' and not attisdropped) then
         execute format('alter table %s add column c_xid xid8', outbox);
+    end if;
+    if not exists (select from pg_attribute where attrelid = outbox and attname = 'c_xid' and atthasdef) then
         execute format('alter table %s alter column c_xid set default pg_current_xact_id()', outbox);
     end if;
     select * into found from pg_attribute where attrelid = outbox and attname = offset_column and not attisdropped;
