@@ -225,7 +225,7 @@ def repartition(settings: Settings, partitions: int) -> None:
                     f"group: {group!r} has applied a commit that the source does not show yet, since it waits for a "
                     "synchronous standby: repartition when it is committed"
                 )
-            reached = groups.origin(target, group).applied
+            reached = groups.origin(target, group).polled
             offsets.remove(target, group)
             begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
             following = max(cursor.next_offset for cursor in cursors)

@@ -160,7 +160,6 @@ class _Start:
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST
-        # Durable with the commit of what this is a part of.
         now = sight(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
@@ -195,6 +194,9 @@ class _Installation:
                 undo.callback(_quietly, lambda: drop_index(source, settings))
                 ensure_index(source, settings)
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
+            if settings.source.mode != "wal":
+                # What the group takes for applied must not be lost, and published again, in a crash.
+                durable_sight(source)
             if streaming and ensure_slot(source, settings.source.slot):
                 self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")

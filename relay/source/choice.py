@@ -29,6 +29,8 @@ GRACE_SECONDS = 3.0
 """How long the replication connection may fail before polling steps in."""
 AUDIT_SECONDS = 5.0
 """How often the stream is compared with the outbox."""
+RECONNECT_SECONDS = 15.0
+"""How often streaming begins again, at most, because commits are missing."""
 
 
 class Source(Protocol):
@@ -87,7 +89,7 @@ class StreamSource:
         self._incomplete = False
         self._sight: Sight | None = None
         self._next_audit = 0.0
-        self._audited = False
+        self._next_reconnect = 0.0
 
     def guard(self) -> None:
         """A process may have died of what comes now. Before `start`."""
@@ -168,11 +170,12 @@ class StreamSource:
         incomplete = self._wal.incomplete
         self._sight = None
         self._next_audit = 0.0
-        self._audited = False
         if not self._polls and self._poller.last() is None:
             return
         windows = self._windows(opening=incomplete)
         yield from self._said(windows) if incomplete else windows
+        if not self._stopping.is_set():
+            self._wal.complete()
 
     def _audit(self) -> Iterator[Batch]:
         """From time to time a snapshot whose commits have all come takes the place of the last one.
@@ -195,14 +198,17 @@ class StreamSource:
         self._sight = None
         self._next_audit = now + AUDIT_SECONDS
         if whole:
-            self._audited = True
             return
         self._require_polling()
         yield from self._said(self._windows(opening=False))
-        if self._audited:
-            # Not only what is older than the slot: the stream itself has left something out.
-            self._wal.reconnect()
         self._next_audit = 0.0
+        if now >= self._next_reconnect:
+            # It may go by a publication that is no longer there.
+            self._next_reconnect = now + RECONNECT_SECONDS
+            log.warning(
+                "the stream has left out commits that the outbox shows, now polled: see the publication's row filter"
+            )
+            self._wal.reconnect()
 
     def _said(self, windows: Iterator[Batch]) -> Iterator[Batch]:
         """Windows, with a line in the log if there are any."""

@@ -132,7 +132,7 @@ class Poller:
                     snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
             if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
-                snapshots.replace(target, group, last, seen.snapshot, seen.lsn)
+                snapshots.replace(target, group, last, seen.snapshot)
             return True
 
     def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:

@@ -15,6 +15,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
 from relay.source.history import History
+from relay.source.rows import OutboxRows
 from relay.source.server import server_of, sight
 from relay.source.slot import (
     create_slot,
@@ -111,6 +112,9 @@ class Sighting:
     group: str
     origin: groups.Origin
     system: System
+    table: str = ""
+    restored: bool = False
+    """Whether the server is another one, with rows that came from elsewhere."""
 
     @property
     def foreign(self) -> bool:
@@ -129,11 +133,18 @@ class Sighting:
         """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
         origin, system = self.origin, self.system
         self._require_newer()
+        if self.restored:
+            raise RelayError(
+                f"the source is another server, and rows of {self.table} were inserted there by other transactions "
+                "than those that their c_xid names: by a dump or by logical replication. relay cannot know which "
+                f"events are new to group {self.group!r}: restore the target to a state from before, or `relay offsets "
+                "seek` to where relay is to go on, as --to end or a time"
+            )
         if origin.identifier is None or self.foreign:
             return
         shared = _known(self.origin).shared_until(system.history)
         limit = system.position if shared is None else min(shared, system.position)
-        if origin.applied <= limit:
+        if max(origin.applied, origin.polled) <= limit:
             return
         if system.standby and system.history.timeline in _known(self.origin).timelines:
             raise Unavailable("the server is a standby that does not have yet what was applied")
@@ -143,12 +154,17 @@ class Sighting:
             else f"its timeline {system.history.timeline} has in common with timeline {origin.timeline}, which they "
             f"came from, only what lies up to {limit}"
         )
+        lost = (
+            f"has lost events that group {self.group!r} has applied: they reach up to {origin.applied}"
+            if origin.applied > limit
+            else f"may have lost events that group {self.group!r} has polled: they lie below {origin.polled}"
+        )
         raise RelayError(
-            f"the source has lost events that group {self.group!r} has applied: they reach up to {origin.applied}, but "
-            f"{ours}: a failover with a loss, a former primary, or an older backup. New events take over positions and "
-            "c_offsets of the lost ones, so relay does not go on until you decide: restore the target to a state from "
-            "before the loss; or keep what was applied, and go on with what the source has published since, by "
-            f"`relay offsets seek --to {limit}`, or --to the time of the loss where the slot does not reach back"
+            f"the source {lost}, but {ours}: a failover with a loss, a former primary, or an older backup. New events "
+            "take over positions and c_offsets of the lost ones, so relay does not go on until you decide: restore the "
+            "target to a state from before the loss; or keep what was applied, and go on with what the source has "
+            f"published since, by `relay offsets seek --to {limit}`, or --to the time of the loss where the slot does "
+            "not reach back"
         )
 
     def _require_newer(self) -> None:
@@ -177,7 +193,6 @@ class Recognition:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._nameless: tuple[str, int] | None = None
 
     def look(self, conn: Connection) -> Sighting:
         """Compare a replication connection's server with what the group remembers. Changes nothing.
@@ -186,7 +201,15 @@ class Recognition:
         """
         with connect(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
-        return Sighting(self._settings.group, origin, identify(conn))
+        return self._sighting(conn, origin, identify(conn))
+
+    def _sighting(self, conn: Connection, origin: groups.Origin, system: System) -> Sighting:
+        settings = self._settings
+        found = Sighting(settings.group, origin, system)
+        if not found.foreign or not origin.xmax:
+            return found
+        restored = OutboxRows(settings).are_restored(conn)
+        return replace(found, table=settings.source.table, restored=restored)
 
     def follow(self, sighting: Sighting) -> int:
         """Remember the source that was seen, for who holds its slot; returns the group's epoch.
@@ -199,7 +222,7 @@ class Recognition:
         if sighting.origin.confirmed is not None:
             with connect(self._settings.target_dsn) as target:
                 groups.note_confirmed(target, sighting.group, None)
-        return self._remember(sighting, streamed=True)
+        return self._remember(sighting)
 
     def follow_polled(self, source: Connection, origin: groups.Origin) -> None:
         """Remember the source that a connection polls, as `follow` does; `origin` was read before.
@@ -215,24 +238,18 @@ class Recognition:
         seen = sight(source)
         history = known if ours and timeline == known.timeline else History(timeline)
         system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
-        sighting = Sighting(self._settings.group, origin, system)
+        sighting = self._sighting(source, origin, system)
         if not sighting.same and timeline > 1:
-            if self._nameless == (identifier, timeline):
-                return
-            told = self._history_of(sighting)
-            if told is None:
-                self._nameless = identifier, timeline
-                return
-            sighting = replace(sighting, system=replace(system, history=told))
+            sighting = replace(sighting, system=replace(system, history=self._told(sighting)))
         try:
-            self._remember(sighting, streamed=False)
+            self._remember(sighting)
         except Unavailable as error:
             raise TransientFault(str(error)) from None
 
-    def _history_of(self, sighting: Sighting) -> History | None:
+    def _told(self, sighting: Sighting) -> History:
         """The history of a polled server's timeline, which only a replication connection tells.
 
-        None if the role may not have one, and there is nothing yet to compare it with.
+        Its last timeline only if the role may not have one, and there is nothing yet to compare it with.
         """
         try:
             with open_replication(self._settings) as conn:
@@ -241,7 +258,7 @@ class Recognition:
             if not refused_for_good(error):
                 raise
             if sighting.origin.identifier is None:
-                return None
+                return sighting.system.history
             raise RelayError(
                 "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
                 f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
@@ -252,7 +269,7 @@ class Recognition:
             raise TransientFault("source.dsn: the servers behind it are on different timelines")
         return found.history
 
-    def _remember(self, sighting: Sighting, streamed: bool) -> int:
+    def _remember(self, sighting: Sighting) -> int:
         """Let the group's LSNs belong to the source that was seen; returns the group's epoch."""
         sighting.require_valid()
         if sighting.same:
@@ -272,10 +289,6 @@ class Recognition:
                 str(system.history),
                 reset=now.foreign,
             )
-            unknown = now.origin.identifier is None and now.origin.confirmed is None
-            if not streamed and (unknown or now.foreign):
-                # Whatever the slot has, it may lack something.
-                groups.note_confirmed(target, sighting.group, Lsn(0))
         if now.foreign:
             log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:

@@ -221,6 +221,24 @@ class OutboxRows:
         ).fetchone()
         return bool(row and row[0])
 
+    def are_restored(self, conn: Connection) -> bool:
+        """Whether rows were inserted before the transaction that they name: by a restore, or a subscription.
+
+        Updates and savepoints give a row a later xmin than its c_xid, never an earlier one. Reads the whole table.
+        """
+        xid = sql.Identifier(INSERTED_BY)
+        # xmin is at most half a cycle of 2^32 transactions away, and 2 or less in rows that an old server has frozen.
+        lag = sql.SQL("(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)").format(
+            xid
+        )
+        found = conn.execute(
+            sql.SQL(
+                "select from {} where {} is not null and xmin::text::bigint > 2"
+                " and mod({} + 4294967296, 4294967296) between 1 and 2147483647 limit 1"
+            ).format(self._table, xid, lag)
+        )
+        return found.rowcount > 0
+
     def is_empty(self, conn: Connection, between: Difference) -> bool:
         """Whether no row lies between two snapshots."""
         found = conn.execute(
@@ -326,7 +344,8 @@ class OutboxRows:
         rows = conn.execute(
             sql.SQL(
                 """
-                select partition, count(*), min(happened) from ({states}) as r where not applied group by partition
+                select partition, count(*), greatest(min(happened), '0001-01-02') from ({states}) as r
+                 where not applied group by partition
                 """
             ).format(states=self._states(conn, applied, noted, _oldest(applied))),
             prepare=False,

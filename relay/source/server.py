@@ -13,8 +13,8 @@ from relay.snapshots import Snapshot
 Connection = psycopg.Connection[Any]
 
 _PAGE = 8192
-_PAGE_HEADERS = (24, 40)
-"""What a page of the WAL begins with, before its first record."""
+_PAGE_HEADER, _SEGMENT_HEADER = 24, 40
+"""What a page of the WAL begins with before its first record, and the first page of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,13 @@ def sight(conn: Connection) -> Sight:
         """
         select pg_current_snapshot()::text, standby,
                (case when standby then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end)::text,
-               case when not standby then pg_current_wal_flush_lsn()::text end
+               case when not standby then pg_current_wal_flush_lsn()::text end,
+               pg_size_bytes(current_setting('wal_segment_size'))
           from pg_is_in_recovery() as standby
         """
     )
-    text, standby, position, flushed = found
-    snapshot, lsn = Snapshot.parse(text), _end_before(Lsn.parse(position or "0/0"))
+    text, standby, position, flushed, segment = found
+    snapshot, lsn = Snapshot.parse(text), end_before(Lsn.parse(position or "0/0"), segment)
     if standby:
         return Sight(snapshot.settled(), lsn, durable=True)
     return Sight(snapshot, lsn, Lsn.parse(flushed) >= lsn)
@@ -81,7 +82,8 @@ def server_of(conn: Connection) -> tuple[str, int, bool]:
     (found,) = conn.execute(
         """
         select s.system_identifier::text,
-               case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline)
+               case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline,
+                                               (select received_tli from pg_stat_wal_receiver))
                     else ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int end,
                standby
           from pg_control_system() as s, pg_control_checkpoint() as c, pg_control_recovery() as r,
@@ -92,10 +94,10 @@ def server_of(conn: Connection) -> tuple[str, int, bool]:
     return identifier, timeline, standby
 
 
-def _end_before(lsn: Lsn) -> Lsn:
-    """Where the last record before a position ends.
+def end_before(lsn: Lsn, segment: int) -> Lsn:
+    """Where the last record before a position ends, with segments of so many bytes.
 
-    The next one is to be inserted behind the header of a page that nothing may have been written to yet.
+    The next one is to be inserted after the header of a page that nothing may have been written to yet.
     """
-    begun = lsn % _PAGE
-    return Lsn(lsn - begun) if begun in _PAGE_HEADERS else lsn
+    header = _PAGE_HEADER if lsn % segment >= _PAGE else _SEGMENT_HEADER
+    return Lsn(lsn - header) if lsn % _PAGE == header else lsn

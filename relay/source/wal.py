@@ -253,8 +253,12 @@ class WalSource:
 
     @property
     def incomplete(self) -> bool:
-        """Whether the slot did not go on, when streaming last began, where the group had left it."""
+        """Whether the slot may lack commits, so that a difference is to be polled."""
         return self._incomplete
+
+    def complete(self) -> None:
+        """What the slot may have lacked is polled."""
+        self._incomplete = False
 
     def take(self, timeout: float) -> Batch | None:
         """Whole commits as they come: more under load, few when idle.
@@ -480,7 +484,7 @@ class WalSource:
         self._suffer(
             "the slot is made again, which waits for all transactions that run", certain=True
         )
-        log.warning("the slot is made again, as soon as all transactions that run have ended")
+        log.warning("the slot is recreated as soon as all transactions that run have ended")
 
     def _suffer(self, reason: str, certain: bool) -> None:
         before = self._outage
@@ -536,7 +540,7 @@ class WalSource:
         if self._recognition is not None and sighting is not None:
             # Only who holds the slot touches the group's state.
             self._epoch = self._recognition.follow(sighting)
-        self._incomplete = incomplete
+        self._incomplete |= incomplete
         self.next_xid = system.next_xid
         self._progress.start(confirmed)
         self._system = system
@@ -546,17 +550,21 @@ class WalSource:
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
 
     def _is_incomplete(self, sighting: Sighting | None, confirmed: Lsn) -> bool:
-        """Whether the slot may lack commits: it is new, or somebody else has advanced it."""
+        """Whether the slot may lack commits: it is that of another server, or somebody else may have advanced it."""
         if sighting is None:
             return False
         left_at = sighting.origin.confirmed
-        if sighting.foreign or (left_at is not None and confirmed > left_at):
-            return True
-        if self._connections:
-            return confirmed > self._progress.flushed
-        # Without polling, a group begins with its slot.
-        unknown = sighting.origin.identifier is None and left_at is None
-        return unknown and self._recovery is not None
+        if left_at is None and self._connections:
+            left_at = self._progress.flushed
+        if not left_at:
+            # New to the group, or whoever has read it could not say how far. Without polling it is taken as it is.
+            return sighting.foreign or self._recovery is not None
+        if confirmed > left_at:
+            log.warning(
+                "somebody else has advanced the slot; what it lacks is polled",
+                extra={"from": str(left_at), "to": str(confirmed)},
+            )
+        return sighting.foreign or confirmed > left_at
 
     def _look(self, conn: psycopg.Connection[object]) -> tuple[System, Sighting | None]:
         sighting = self._recognition.look(conn) if self._recognition else None
@@ -631,7 +639,7 @@ class WalSource:
                     self._report(pgconn, reply=silent > stream.status_every / 2)
                     last_sent, asked = now, False
             self._report(pgconn)
-            if self._recognition is not None and self._closing.is_set():
+            if self._recognition is not None and self._closing.is_set() and not self._incomplete:
                 self._recognition.leave(self._progress.flushed)
             self._leave(stream)
 

@@ -114,9 +114,9 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
 class Origin:
     """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
 
-    `history` is that of its timeline as text, `applied` the greatest position of the group's partitions and snapshots,
-    and `xmax` that of its newest snapshot, 0 without one. `confirmed` is how far the slot was confirmed when it was
-    left; None where nobody knows.
+    `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
+    `polled` a position that the commits which were polled lie below. `xmax` is that of its newest snapshot, 0 without
+    one, and `confirmed` is how far the slot was confirmed when it was left; None where nobody knows.
     """
 
     identifier: str | None
@@ -124,6 +124,7 @@ class Origin:
     history: str | None
     epoch: int
     applied: Lsn
+    polled: Lsn
     xmax: int
     confirmed: Lsn | None
 
@@ -142,8 +143,8 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
     (found,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
-               greatest('0/0', (select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s),
-                        (select max(lsn) from relay.snapshots where group_id = %(group)s))::text,
+               coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
+               coalesce((select max(polled_lsn) from relay.snapshots where group_id = %(group)s), '0/0')::text,
                coalesce((select max(pg_snapshot_xmax(snapshot)::text::bigint) from relay.snapshots
                           where group_id = %(group)s), 0),
                confirmed_lsn::text
@@ -151,9 +152,17 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
         """,
         {"group": group},
     )
-    identifier, timeline, history, epoch, applied, xmax, confirmed = found
-    confirmed = None if confirmed is None else Lsn.parse(confirmed)
-    return Origin(identifier, timeline, history, epoch, Lsn.parse(applied), xmax, confirmed)
+    identifier, timeline, history, epoch, applied, polled, xmax, confirmed = found
+    return Origin(
+        identifier,
+        timeline,
+        history,
+        epoch,
+        Lsn.parse(applied),
+        Lsn.parse(polled),
+        xmax,
+        None if confirmed is None else Lsn.parse(confirmed),
+    )
 
 
 def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
@@ -192,11 +201,12 @@ def follow(
     `reset` says that those of before mean nothing there: the snapshots decide what is new.
     """
     if reset:
+        note_confirmed(conn, group, None)
         conn.execute(
             "update relay.consumer_offsets set applied_lsn = '0/0', updated_at = now() where group_id = %s",
             (group,),
         )
-        conn.execute("update relay.snapshots set lsn = '0/0' where group_id = %s", (group,))
+        conn.execute("update relay.snapshots set polled_lsn = '0/0' where group_id = %s", (group,))
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """

@@ -27,15 +27,15 @@ _DEAD = sql.SQL(
      where group_id = %(group)s and status in ('dead', 'replaying')
      group by dead_transaction
     having coalesce(max(c_offset), %(polled)s + 1) > %(polled)s and bool_or({again})
-       and bool_or(mod(abs(hashtext(host_id::text)::bigint), %(partitions)s) = any(%(chosen)s) or host_id is null)
+       and bool_or(mod(abs(hashtext(coalesce(host_id::text, ''))::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)
 _WAITING = sql.SQL(
     """
     delete from relay.deferred
      where group_id = %(group)s and (last_offset > %(polled)s or last_offset = 0) and {again}
-       and (hosts = '{{}}' or exists (select from unnest(hosts) as host
-                                       where mod(abs(hashtext(host)::bigint), %(partitions)s) = any(%(chosen)s)))
+       and exists (select from unnest(hosts) as host
+                    where mod(abs(hashtext(host)::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)
 

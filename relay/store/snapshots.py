@@ -38,14 +38,14 @@ def begin(
     conn: Connection,
     group: str,
     snapshots: Sequence[Snapshot],
-    lsn: Lsn = Lsn(0),  # noqa: B008
+    polled_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> list[Link]:
     """Begin a chain, in place of the one that there was; what was noted stays.
 
-    Everything that the snapshots see lies below the position `lsn`; 0/0 where nobody knows.
+    The commits that were polled lie below the position `polled_lsn`; 0/0 where none were.
     """
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
-    return [_insert(conn, group, snapshot, lsn) for snapshot in snapshots]
+    return [_insert(conn, group, snapshot, polled_lsn) for snapshot in snapshots]
 
 
 def remove(conn: Connection, group: str) -> None:
@@ -54,18 +54,20 @@ def remove(conn: Connection, group: str) -> None:
     conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
 
 
-def append(conn: Connection, group: str, last: Link, snapshot: Snapshot, lsn: Lsn) -> Link | None:
-    """Add a snapshot behind the last; None if somebody has added or replaced one meanwhile.
+def append(
+    conn: Connection, group: str, last: Link, snapshot: Snapshot, polled_lsn: Lsn
+) -> Link | None:
+    """Add a snapshot after the last; None if somebody has added or replaced one meanwhile.
 
-    Everything that it sees lies below the position `lsn`.
+    The difference will be polled; everything that the snapshot sees lies below the position `polled_lsn`.
     """
     with conn.transaction():
         if _locked(conn, group) != last:
             return None
-        return _insert(conn, group, snapshot, lsn)
+        return _insert(conn, group, snapshot, polled_lsn)
 
 
-def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot, lsn: Lsn) -> bool:
+def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> bool:
     """Replace the last snapshot by a newer one, up to which everything is applied; forget the notes of what it sees.
 
     False, and nothing is changed, if a partition has not come to the last, or somebody has added or replaced one.
@@ -74,11 +76,8 @@ def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot, lsn: L
         if _locked(conn, group) != last or not _is_reached(conn, group, last):
             return False
         conn.execute(
-            """
-            update relay.snapshots set snapshot = %s::pg_snapshot, lsn = %s, taken_at = now()
-             where group_id = %s and id = %s
-            """,
-            (str(snapshot), str(lsn), group, last.id),
+            "update relay.snapshots set snapshot = %s::pg_snapshot, taken_at = now() where group_id = %s and id = %s",
+            (str(snapshot), group, last.id),
         )
         forget(conn, group, snapshot)
         return True
@@ -159,13 +158,13 @@ def xids_of(sent: bytes | None) -> Xids:
     return np.frombuffer(sent or b"", ">i8").astype(np.int64)
 
 
-def _insert(conn: Connection, group: str, snapshot: Snapshot, lsn: Lsn) -> Link:
+def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -> Link:
     (found,) = conn.execute(
         """
-        insert into relay.snapshots (group_id, id, snapshot, lsn)
+        insert into relay.snapshots (group_id, id, snapshot, polled_lsn)
         values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot, %s) returning id
         """,
-        (group, str(snapshot), str(lsn)),
+        (group, str(snapshot), str(polled_lsn)),
     )
     return Link(found[0], snapshot)
 

@@ -39,16 +39,16 @@ comment on column relay.consumer_offsets.next_offset is
 create sequence if not exists relay.snapshot_ids;
 
 create table if not exists relay.snapshots (
-    group_id text        not null,
-    id       bigint      not null,
-    snapshot pg_snapshot not null,
-    lsn      pg_lsn      not null default '0/0',
-    taken_at timestamptz not null default now(),
+    group_id   text        not null,
+    id         bigint      not null,
+    snapshot   pg_snapshot not null,
+    polled_lsn pg_lsn      not null default '0/0',
+    taken_at   timestamptz not null default now(),
     primary key (group_id, id)
 );
 
-comment on column relay.snapshots.lsn is
-    'everything that the snapshot sees lies below this position of the source''s WAL; 0/0 where nobody knows';
+comment on column relay.snapshots.polled_lsn is
+    'the commits that were polled up to the snapshot lie below this position of the source''s WAL; 0/0 where none were';
 
 -- What was applied from the WAL since the last snapshot: polling leaves it out.
 create table if not exists relay.applied_commits (

@@ -158,7 +158,10 @@ def recreate_by_hand(outbox: Outbox) -> None:
     [lose_slot, lose_publication, lose_connection, leave_to_another, recreate_by_hand],
     ids=lambda mishap: mishap.__name__,
 )
-def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], None]) -> None:
+def test_nothing_is_lost_or_repeated(
+    outbox: Outbox, mishap: Callable[[Outbox], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "RECONNECT_SECONDS", 1.0)
     outbox.publish(host(0), event(0))
     with relaying(outbox.settings()), publishing(outbox):
         for _ in range(2):

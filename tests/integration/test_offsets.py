@@ -330,7 +330,7 @@ def test_a_group_is_split_anew_although_noted_events_are_gone(
     stream_and_die(outbox.settings())
     assert outbox.value("select count(*) from relay.applied_commits") > 0
     outbox.conn.execute("delete from outbox_message_t")
-    assert cursors.repartition(outbox.settings(), 4) == 4
+    cursors.repartition(outbox.settings(), 4)
     assert outbox.value("select count(*) from relay.applied_commits") == 0
     outbox.publish(host(1), event(3))
     # What was noted comes from the slot once more.
