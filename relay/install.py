@@ -20,7 +20,7 @@ from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_logical_wal, require_slot, require_table
 from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
-from relay.source.gapless import set_gapless
+from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.rows import OutboxRows
@@ -186,6 +186,7 @@ class _Installation:
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
         settings, source = self.settings, self.source
+        require_numbered(source, settings.source)
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
             removal = _repeating(self._install_whole)

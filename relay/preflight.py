@@ -20,6 +20,8 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
+from relay.source.gapless import TRIGGER as COUNTING
+from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
 from relay.source.rows import OutboxRows
@@ -228,6 +230,7 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     if source.mode != "wal":
         yield _marks(conn, settings)
         yield _index(conn, settings)
+    yield _offsets(conn, settings)
     yield _notify(conn, settings)
     if source.mode != "poll":
         for finding in _stream(conn, settings):
@@ -258,6 +261,31 @@ def _index(conn: Connection, settings: Settings) -> Finding:
         "index",
         f"source.table: {settings.source.table} has no index on c_xid, so polling reads the whole table for each "
         "window: run `relay init`",
+    )
+
+
+def _offsets(conn: Connection, settings: Settings) -> Finding:
+    source = settings.source
+    try:
+        require_numbered(conn, source)
+    except ConfigurationError as error:
+        return _error("offsets", error)
+    wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
+    if wanted == counts:
+        text = "numbers have no gaps, publishers take turns" if wanted else "publishers do not wait"
+        return Finding(Level.OK, "offsets", text)
+    if wanted:
+        return Finding(
+            Level.WARNING,
+            "offsets",
+            f"source.offsets: it is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
+            "run `relay init`",
+        )
+    return Finding(
+        Level.WARNING,
+        "offsets",
+        f"source.offsets: it is sequence, but by the trigger {COUNTING} of {source.table} publishers still take turns: "
+        "run `relay init`, which removes it, or set source.offsets: gapless",
     )
 
 
