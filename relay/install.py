@@ -23,6 +23,7 @@ from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
+from relay.source.open_transactions import telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight, sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
@@ -74,7 +75,8 @@ def initialise(
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
-            return _Installation(settings, source, target, _Start(start)).run(warn)
+            dsn = source_dsn or settings.source_dsn
+            return _Installation(settings, source, target, dsn, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -181,6 +183,7 @@ class _Installation:
     settings: Settings
     source: Connection
     target: Connection
+    source_dsn: str
     start: _Start
     done: list[str] = field(default_factory=list)
 
@@ -196,11 +199,23 @@ class _Installation:
                 undo.callback(_quietly, lambda: drop_index(source, settings))
                 ensure_index(source, settings)
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
-            if streaming and ensure_slot(source, settings.source.slot):
+            if streaming and self._ensure_slot(warn):
                 self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
         return self.done
+
+    def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
+        name = self.settings.source.slot
+
+        def tell(oldest: str) -> None:
+            warn(
+                f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
+                f"is {oldest}: end it, or wait"
+            )
+
+        with telling_whom_it_waits_for(self.source_dsn, tell):
+            return ensure_slot(self.source, name)
 
     def _join_slot(self) -> None:
         """Let the group poll what was committed before its slot was there."""

@@ -24,6 +24,7 @@ from relay.source.gapless import TRIGGER as COUNTING
 from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
+from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import admission, deferred, migrations, offsets, spark_batches
@@ -349,7 +350,8 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
-        yield _caught("slot", f"{name} is there", require_ours, state, conn.info.dbname)
+        there = f"{name} is {'being made' if state.creating else 'there'}"
+        yield _caught("slot", there, require_ours, state, conn.info.dbname)
         if state.lost:
             yield Finding(
                 Level.ERROR,
@@ -357,7 +359,14 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
                 "auto, which recreates it and reads by polling what it lacks",
             )
-    if state is not None and state.active:
+    if state is not None and state.creating:
+        yield Finding(
+            Level.WARNING,
+            "slot",
+            f"source.slot: {name!r} is still being made by process {state.active_pid}, which waits for all "
+            f"transactions that run; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
+        )
+    elif state is not None and state.active:
         yield Finding(
             Level.WARNING,
             "slot",
