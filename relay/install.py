@@ -17,7 +17,7 @@ from relay.admin.adoption import claim_schema, pin_search_path, require_adoptabl
 from relay.config import OWN_OUTBOX, Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import reach, require_logical_wal, require_slot, require_table
+from relay.preflight import left_behind, reach, require_logical_wal, require_slot, require_table
 from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
@@ -203,6 +203,9 @@ class _Installation:
                 self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
+        if settings.source.mode == "poll":
+            for text in left_behind(source, settings):
+                warn(text)
         return self.done
 
     def _ensure_slot(self, warn: Callable[[str], None]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from threading import Event
@@ -27,7 +27,7 @@ from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
-from relay.store import admission, deferred, migrations, offsets, spark_batches
+from relay.store import admission, deferred, migrations, offsets, spark_batches, streams
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,10 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield _index(conn, settings)
     yield _offsets(conn, settings)
     yield _notify(conn, settings)
-    if source.mode != "poll":
+    if source.mode == "poll":
+        for text in left_behind(conn, settings):
+            yield Finding(Level.WARNING, "slot", text)
+    else:
         for finding in _stream(conn, settings):
             # What keeps the WAL away is no reason to stop where polling steps in.
             spared = source.mode == "auto" and finding.level is Level.ERROR
@@ -249,9 +252,12 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 def _marks(conn: Connection, settings: Settings) -> Finding:
     rows = OutboxRows(settings)
-    return _caught(
-        "positions", "its rows tell which transaction inserted them", rows.require_marked, conn
-    )
+
+    def require(conn: Connection) -> None:
+        rows.require_marked(conn)
+        rows.require_own_xids(conn)
+
+    return _caught("positions", "its rows tell which transaction inserted them", require, conn)
 
 
 def _index(conn: Connection, settings: Settings) -> Finding:
@@ -374,6 +380,22 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
+
+
+def left_behind(conn: Connection, settings: Settings) -> Iterator[str]:
+    """A line for each slot that a group which only polls has from a former mode, and nobody reads."""
+    slots: list[str] = []
+    # A role of an administrator's own making need not have the right.
+    with suppress(psycopg.errors.InsufficientPrivilege):
+        slots = streams.slots_of(conn, settings.group)
+    for slot in slots:
+        state = slot_state(conn, slot)
+        if state is not None and state.database == conn.info.dbname and not state.active:
+            yield (
+                f"source.mode: it is poll, but the slot {slot!r} of the group {settings.group!r} is still there, and "
+                f"holds WAL for ever ({state.retained_bytes} bytes now): run "
+                f"`select pg_drop_replication_slot('{slot}')`, or set source.mode: auto again"
+            )
 
 
 def require_slot(conn: Connection, settings: Settings) -> None:

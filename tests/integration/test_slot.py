@@ -118,6 +118,36 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
     outbox.assert_exact()
 
 
+def test_a_slot_that_a_change_to_polling_leaves_behind_is_told(outbox: Outbox) -> None:
+    polling = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+
+    def found() -> list[str]:
+        return [
+            each.text
+            for each in examine(polling)
+            if each.subject == "slot" and each.level is Level.WARNING
+        ]
+
+    told: list[str] = []
+    assert not initialise(polling, warn=told.append)
+    (line,) = told
+    words = f"source.mode: it is poll, but the slot '{outbox.slot}' of the group 'default' is still"
+    assert line.startswith(words)
+    assert f"`select pg_drop_replication_slot('{outbox.slot}')`, or set source.mode: auto" in line
+    (line,) = found()
+    assert line.startswith(words)
+    # Another group's slot is its own affair.
+    other = polling.model_copy(update={"group": "other"})
+    initialise(other, warn=told.append)
+    assert len(told) == 1
+    with relaying(outbox.settings()):
+        wait_until(lambda: not found())
+    drop_slot(outbox)
+    assert not found()
+    initialise(polling, warn=told.append)
+    assert len(told) == 1
+
+
 def test_status_shows_the_wal_that_an_open_transaction_lets_the_slot_hold(
     outbox: Outbox, tmp_path: Path
 ) -> None:
