@@ -228,11 +228,7 @@ def _print_status(found: Any, mode: str) -> None:
     if slot is None:
         facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
     else:
-        facts.append(("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})"))
-        if slot.invalidation_reason:
-            facts.append(("invalidated", slot.invalidation_reason))
-        confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}"
-        facts.append(("WAL", f"{confirmed}, lag {slot.lag_bytes} bytes"))
+        facts += _slot_facts(slot, found.slot_waits_for)
     facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
     facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
@@ -247,6 +243,21 @@ def _print_status(found: Any, mode: str) -> None:
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
+    held = f"{slot.retained_bytes} bytes held"
+    if slot.creating:
+        made = f"{slot.name} (being made by process {slot.active_pid})"
+        return [("slot", made), ("waits for", waits_for or "nobody"), ("WAL", held)]
+    facts: list[tuple[str, object]] = [
+        ("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+    ]
+    if slot.invalidation_reason:
+        facts.append(("invalidated", slot.invalidation_reason))
+    lag = "not known on a standby" if slot.lag_bytes is None else f"{slot.lag_bytes} bytes"
+    confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, lag {lag}"
+    return [*facts, ("WAL", f"{confirmed}, {held}")]
 
 
 def _why(reason: Any) -> str:

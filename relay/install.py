@@ -17,12 +17,13 @@ from relay.admin.adoption import claim_schema, pin_search_path, require_adoptabl
 from relay.config import OWN_OUTBOX, Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import reach, require_logical_wal, require_slot, require_table
+from relay.preflight import left_behind, reach, require_logical_wal, require_slot, require_table
 from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
-from relay.source.gapless import set_gapless
+from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
+from relay.source.open_transactions import telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight, sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
@@ -74,7 +75,8 @@ def initialise(
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
-            return _Installation(settings, source, target, _Start(start)).run(warn)
+            dsn = source_dsn or settings.source_dsn
+            return _Installation(settings, source, target, dsn, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -180,11 +182,13 @@ class _Installation:
     settings: Settings
     source: Connection
     target: Connection
+    source_dsn: str
     start: _Start
     done: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
         settings, source = self.settings, self.source
+        require_numbered(source, settings.source)
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
             removal = _repeating(self._install_whole)
@@ -197,11 +201,26 @@ class _Installation:
             if settings.source.mode != "wal":
                 # What the group takes for applied must not be lost, and published again, in a crash.
                 durable_sight(source)
-            if streaming and ensure_slot(source, settings.source.slot):
+            if streaming and self._ensure_slot(warn):
                 self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
+        if settings.source.mode == "poll":
+            for text in left_behind(source, settings):
+                warn(text)
         return self.done
+
+    def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
+        name = self.settings.source.slot
+
+        def tell(oldest: str) -> None:
+            warn(
+                f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
+                f"is {oldest}: end it, or wait"
+            )
+
+        with telling_whom_it_waits_for(self.source_dsn, tell):
+            return ensure_slot(self.source, name)
 
     def _join_slot(self) -> None:
         """Let the group poll what was committed before its slot was there."""

@@ -138,7 +138,8 @@ class Service:
             self._summary.close()
             self._last_resort.cancel()
         self._raise_faults()
-        log.info("stopped", extra={"lsn": str(self._source.flushed)})
+        flushed = self._source.flushed
+        log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
 
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""

@@ -13,6 +13,7 @@ from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
 from relay.source.applied import applied_in
+from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.store import (
@@ -29,7 +30,10 @@ from relay.store import (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A picture of the group at one moment."""
+    """A picture of the group at one moment.
+
+    `slot_waits_for` is the oldest open transaction while the slot is being made, in words.
+    """
 
     source_mode: str
     source_reason: str | None
@@ -38,6 +42,7 @@ class Status:
     instances: list[str]
     slot: SlotState | None
     slot_reader: str | None
+    slot_waits_for: str | None
     partitions: list[offsets.Cursor]
     dead_letters: int
     deferred: deferred.Waiting
@@ -52,8 +57,9 @@ class Status:
             "source_since": self.source_since.isoformat() if self.source_since else None,
             "active": self.active,
             "instances": self.instances,
-            "slot": None if self.slot is None else asdict(self.slot),
+            "slot": self.slot and {**asdict(self.slot), "creating": self.slot.creating},
             "slot_reader": self.slot_reader,
+            "slot_waits_for": self.slot_waits_for,
             "partitions": [
                 {
                     "partition_id": cursor.partition_id,
@@ -93,6 +99,7 @@ def read(settings: Settings) -> Status:
     with reach_source(settings) as source:
         slot = slot_state(source, settings.source.slot)
         reader = slot_reader(source, settings.source.slot)
+        oldest = oldest_open(source) if slot and slot.creating else None
     with reach_target(settings) as target:
         cursors = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
@@ -109,6 +116,7 @@ def read(settings: Settings) -> Status:
         instances=running,
         slot=slot,
         slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
+        slot_waits_for=None if oldest is None else str(oldest),
         partitions=cursors,
         dead_letters=dead,
         deferred=waiting,

@@ -247,12 +247,7 @@ class Poller:
         if self._checked:
             return
         self._rows.require_marked(source)
-        if self._rows.is_from_elsewhere(source):
-            raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not given yet: they "
-                "come from another cluster, by logical replication or a dump: set their c_xid to null, which stands "
-                "for events from before relay, and `relay offsets seek` to where relay is to go on"
-            )
+        self._rows.require_own_xids(source)
         self._checked = True
 
 
@@ -274,7 +269,9 @@ class PollSource:
 
     def start(self) -> None:
         """Nothing runs in the background."""
-        note_mode(self._settings, "poll", "source.mode is poll")
+        reason = "source.mode is poll"
+        log.info("polling", extra={"reason": reason})
+        note_mode(self._settings, "poll", reason)
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""

@@ -15,6 +15,7 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
 from relay.source.history import History
+from relay.source.open_transactions import oldest_open, telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import server_of, sight
 from relay.source.slot import (
@@ -314,12 +315,15 @@ class Recovery:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def restore(self, conn: Connection, undecodable: bool, creating: Callable[[], None]) -> bool:
+    def restore(
+        self, conn: Connection, undecodable: bool, creating: Callable[[str | None], None]
+    ) -> bool:
         """Make publication and slot if they cannot serve; returns whether there is a new slot.
 
         `undecodable`: the slot stands in WAL from before the publication. `creating` is called before a slot is made,
-        which takes until the transactions that run have ended. Raises Unavailable if the server cannot
-        have a slot, RelayError if the slot is lost again and again, ConfigurationError if it is not ours.
+        which takes until the transactions that run have ended, and from time to time meanwhile, in another thread, with
+        the oldest of these. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost again
+        and again, ConfigurationError if it is not ours.
         """
         source = self._settings.source
         state = slot_state(conn, source.slot)
@@ -343,8 +347,10 @@ class Recovery:
                 ensure_publication(conn, source)
                 if state is not None:
                     drop_slot(conn, source.slot)
-                creating()
-                create_slot(conn, source.slot)
+                oldest = oldest_open(conn)
+                creating(None if oldest is None else str(oldest))
+                with telling_whom_it_waits_for(self._settings.source_dsn, creating):
+                    create_slot(conn, source.slot)
                 # A role of an administrator's own making need not have the right.
                 with suppress(psycopg.errors.InsufficientPrivilege):
                     streams.record(conn, source.slot, self._settings.group)

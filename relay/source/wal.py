@@ -480,11 +480,16 @@ class WalSource:
 
         return note
 
-    def _creating(self) -> None:
+    def _creating(self, waits_for: str | None) -> None:
+        oldest = f"; the oldest is {waits_for}" if waits_for else ""
         self._suffer(
-            "the slot is made again, which waits for all transactions that run", certain=True
+            f"the slot is recreated, which waits for all transactions that run{oldest}",
+            certain=True,
         )
-        log.warning("the slot is recreated as soon as all transactions that run have ended")
+        log.warning(
+            "the slot is recreated as soon as all transactions that run have ended",
+            extra={"waits_for": waits_for} if waits_for else {},
+        )
 
     def _suffer(self, reason: str, certain: bool) -> None:
         before = self._outage

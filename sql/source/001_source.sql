@@ -58,18 +58,20 @@ end
 $$;
 
 -- Switches between numbers from a sequence and numbers without gaps (source.offsets); returns whether it changed anything.
--- Without gaps, numbers come from a counter, whose row is locked from a publisher's first insert to the end of its
--- transaction: publishers take turns. relay has no use for it.
+-- Without gaps, numbers come from a counter of the table's own, whose row is locked from a publisher's first insert to the
+-- end of its transaction: publishers take turns. relay has no use for it.
 create or replace function relay.set_gapless(outbox regclass, offset_column text, wanted boolean) returns boolean
 language plpgsql
 as $set$
 declare
-    state   "char" := (select tgenabled from pg_trigger
-                        where tgrelid = outbox and tgname = 'relay_fill_offset'
-                          and tgfoid = to_regprocedure('relay.fill_offset()'));
+    state   "char";
+    counter bigint;
     numbers text;
     newest  bigint;
 begin
+    select tgenabled, split_part(encode(tgargs, 'escape'), '\000', 1) into state, counter
+      from pg_trigger
+     where tgrelid = outbox and tgname = 'relay_fill_offset' and tgfoid = to_regprocedure('relay.fill_offset()');
     if wanted = coalesce(state in ('O', 'A'), false) then
         return false;
     end if;
@@ -78,23 +80,28 @@ begin
     execute format('select coalesce(max(%I), 0) from %s', offset_column, outbox) into newest;
     if not wanted then
         execute format('drop trigger relay_fill_offset on %s', outbox);
+        delete from relay.log_counter where id = counter;
         perform setval(numbers, greatest(newest, nextval(numbers)));
         return true;
     end if;
     create table if not exists relay.log_counter (
-        id          int primary key,
-        next_offset bigint not null default 1
+        id          bigint generated always as identity primary key,
+        next_offset bigint not null
     );
-    insert into relay.log_counter (id, next_offset) values (1, newest + 1)
-        on conflict (id) do update set next_offset = greatest(log_counter.next_offset, excluded.next_offset);
+    update relay.log_counter set next_offset = greatest(next_offset, newest + 1) where id = counter;
+    if not found then
+        insert into relay.log_counter (next_offset) values (newest + 1) returning id into counter;
+    end if;
     create or replace function relay.fill_offset() returns trigger
     language plpgsql security definer set search_path = pg_catalog, pg_temp
     as $$
     declare
         given bigint;
     begin
-        update relay.log_counter set next_offset = next_offset + 1 where id = 1 returning next_offset - 1 into given;
-        return jsonb_populate_record(new, jsonb_build_object(tg_argv[0], given));
+        -- Which counter is an argument: a partition's trigger does not know the table that was inserted into.
+        update relay.log_counter set next_offset = next_offset + 1
+         where id = tg_argv[0]::bigint returning next_offset - 1 into strict given;
+        return jsonb_populate_record(new, jsonb_build_object(tg_argv[1], given));
     end
     $$;
     revoke all on function relay.fill_offset() from public;
@@ -110,7 +117,7 @@ begin
         raise notice 'relay: this role may not give relay.fill_offset to relay_owner; it stays its own';
     end;
     execute format('create or replace trigger relay_fill_offset before insert on %s'
-                   ' for each row execute function relay.fill_offset(%L)', outbox, offset_column);
+                   ' for each row execute function relay.fill_offset(%L, %L)', outbox, counter, offset_column);
     return true;
 end
 $set$;

@@ -7,6 +7,7 @@ import threading
 import uuid
 from contextlib import ExitStack, closing
 from itertools import count
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -22,10 +23,12 @@ from relay.install import initialise
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
+from relay.preflight import Level, examine
 from relay.source.poll import Poller
 from relay.source.rows import Difference, OutboxRows, prepare_reading
 from relay.source.server import sight
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import running
 
 CHANCE = random.Random(3)
 
@@ -328,6 +331,31 @@ def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
     )
     assert "Scan using outbox_message_t_relay_c_xid" in plan
     assert sum(map(len, rows.xids(outbox.conn, between).values())) == 10
+
+
+@pytest.mark.parametrize("mode", ["poll", "auto"])
+def test_rows_of_another_cluster_are_refused_and_found_by_check(outbox: Outbox, mode: str) -> None:
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
+    outbox.fill(100)
+    outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset > 490")
+    assert not [each for each in examine(settings) if each.level is Level.ERROR]
+    outbox.conn.execute("update outbox_message_t set c_xid = '4000000000' where c_offset = 7")
+    (found,) = (each for each in examine(settings) if each.level is Level.ERROR)
+    assert found.subject == "positions"
+    assert "has rows whose c_xid this server has not given yet" in found.text
+    with pytest.raises(ConfigurationError, match="has rows whose c_xid this server has not given"):
+        poll_all(settings)
+
+
+def test_a_relay_that_polls_says_so(outbox: Outbox, tmp_path: Path) -> None:
+    source = {**outbox.config()["source"], "mode": "poll"}
+    with running(outbox.config_file(tmp_path / "relay.yaml", source=source)) as service:
+        service.wait_said("polling")
+        assert service.terminate() == 0
+        (said,) = (line for line in service.lines() if line["message"] == "polling")
+        assert said["reason"] == "source.mode is poll"
+        (stopped,) = (line for line in service.lines() if line["message"] == "stopped")
+        assert "lsn" not in stopped
 
 
 @pytest.mark.parametrize("mode", ["poll", "auto", "wal"])

@@ -12,8 +12,11 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.config import Settings
 from relay.embedded import wheel_binaries
+from relay.faults import ConfigurationError
 from relay.install import initialise
+from relay.preflight import Level, examine
 from relay.store import migrations
 from tests.outbox import Outbox, event, host, relaying
 
@@ -139,6 +142,89 @@ def test_numbers_without_gaps(outbox: Outbox) -> None:
     assert max(offsets(outbox)) > 4
     outbox.drain(outbox.settings())
     outbox.assert_exact()
+
+
+def test_check_compares_the_numbers_with_the_configuration(outbox: Outbox) -> None:
+    def found(settings: Settings) -> tuple[Level, str]:
+        (finding,) = (each for each in examine(settings) if each.subject == "offsets")
+        return finding.level, finding.text
+
+    gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    assert found(outbox.settings())[0] is Level.OK
+    level, text = found(gapless)
+    assert level is Level.WARNING
+    assert text.startswith("source.offsets: it is gapless, but public.outbox_message_t has no")
+    assert "run `relay init`" in text
+    initialise(gapless)
+    assert found(gapless)[0] is Level.OK
+    level, text = found(outbox.settings())
+    assert level is Level.WARNING
+    assert "publishers still take turns: run `relay init`" in text
+    outbox.conn.execute("alter table outbox_message_t disable trigger relay_fill_offset")
+    outbox.publish(host(1), event(1))
+    assert found(gapless)[0] is Level.WARNING
+    assert initialise(gapless)
+    assert found(gapless)[0] is Level.OK
+    outbox.publish(host(1), event(2))
+    assert offsets(outbox) == [1, 2]
+
+
+def test_without_a_column_there_are_no_numbers_without_gaps(database: str) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            "create table events (id uuid, host_id uuid, event_type text, payload jsonb, number bigint)"
+        )
+        source = {**outbox.config()["source"], "table": "public.events", "mode": "wal"}
+        wrong = outbox.settings(source={**source, "offsets": "gapless"})
+        with pytest.raises(ConfigurationError) as refused:
+            initialise(wrong)
+        (line,) = str(refused.value).splitlines()
+        assert line.startswith("source.offsets: gapless numbers the column 'c_offset', which")
+        assert "or set source.offsets: sequence" in line
+        assert outbox.value("select to_regnamespace('relay') is null")
+        assert line in [each.text for each in examine(wrong) if each.level is Level.ERROR]
+        mapped = {**source, "offsets": "gapless", "columns": {"c_offset": "number"}}
+        assert initialise(outbox.settings(source=mapped))
+        outbox.conn.execute("insert into events (id) values (null), (null)")
+        assert outbox.column("select number from events") == [1, 2]
+
+
+def test_each_outbox_has_numbers_without_gaps_of_its_own(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        create table parts (id uuid default gen_random_uuid(), host_id uuid, event_type text, payload jsonb)
+            partition by list (event_type);
+        create table parts_a partition of parts for values in ('a');
+        create table parts_b partition of parts for values in ('b');
+        """
+    )
+    source = outbox.config()["source"]
+    own = outbox.settings(source={**source, "offsets": "gapless"})
+    parts = {**source, "table": "public.parts", "mode": "poll"}
+    initialise(own)
+    initialise(outbox.settings(source={**parts, "offsets": "gapless"}))
+    insert = (
+        "insert into parts (host_id, event_type, payload) values (%(host)s, 'a', '1'), (%(host)s, 'b', '2');"
+        "insert into parts_b (host_id, event_type, payload) values (%(host)s, 'b', '3')"
+    )
+    outbox.conn.execute("set lock_timeout = '5s'")
+    with psycopg.connect(outbox.dsn, cursor_factory=psycopg.ClientCursor) as publisher:
+        for _ in range(2):
+            outbox.publish(host(1), event(1), event(2))
+            # Publishers of the other outbox are not waited for.
+            publisher.execute(insert, {"host": host(1)})
+    numbers = "select c_offset from parts order by c_offset"
+    assert offsets(outbox) == [1, 2, 3, 4]
+    assert outbox.column(numbers) == [1, 2, 3, 4, 5, 6]
+    initialise(outbox.settings(source=parts))
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("insert into parts (host_id, event_type) values (gen_random_uuid(), 'a')")
+    assert offsets(outbox) == [1, 2, 3, 4, 5]
+    assert outbox.value("select max(c_offset) from parts") > 6
+    assert initialise(own) == []
+    assert initialise(outbox.settings(source={**parts, "offsets": "gapless"}))
+    outbox.publish(host(1), event(1))
+    assert offsets(outbox) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_without_an_offset_get_one(outbox: Outbox) -> None:
