@@ -26,9 +26,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Transactions of the difference that begins at a snapshot of the group, from behind one position up to another.
+    """Transactions of the difference that begins at a snapshot of the group, after one position up to another.
 
-    `floors` are positions that partitions must have reached before. `left` counts the events of the difference behind
+    `floors` are positions that partitions must have reached before. `left` counts the events of the difference after
     the window. `by_reference` are c_offsets of rows that are too large to be read.
     """
 

@@ -53,13 +53,15 @@ class Goal:
     """Where a group is to go on, and what for, in words.
 
     What `snapshot` sees is passed over, and what the source shows now up to the position `polled_offset`; with
-    `snapshot` None what of the WAL ends at or below `lsn`.
+    `snapshot` None what of the WAL ends at or below `lsn`. `split` are transactions with rows on both sides of
+    `polled_offset`, which are not passed over, by the ids that the WAL has.
     """
 
     text: str
     snapshot: Snapshot | None
     now: Snapshot
     polled_offset: int = offsets.FIRST
+    split: tuple[int, ...] = ()
     lsn: Lsn = Lsn(0)  # noqa: RUF009
 
 
@@ -154,6 +156,7 @@ def _move(
             group,
             goal.snapshot,
             goal.polled_offset,
+            goal.split,
             goal.now.xmax,
             len(cursors),
             numbers,
@@ -311,7 +314,8 @@ def _goal(settings: Settings, source: Connection, rows: OutboxRows, to: str) -> 
     else:
         found = rows.first_since(source, _moment(to))
         offset = following if found is None else found
-    return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1)
+    split = tuple(rows.split_at(source, offset - 1))
+    return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
 
 
 def _moment(to: str) -> datetime:

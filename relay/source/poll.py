@@ -103,11 +103,6 @@ class Poller:
             links = snapshots.chain(conn, self._settings.group)
         return links[-1] if links else None
 
-    def require_chain(self) -> None:
-        """Raise ConfigurationError if the group cannot poll. Raises psycopg.Error."""
-        if self.last() is None:
-            raise _unchained(self._settings)
-
     def adopt(self, seen: Sight, opening: bool) -> bool:
         """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
 

@@ -25,7 +25,7 @@ from relay.snapshots import BEGINNING, Snapshot, Xids
 from relay.source.applied import Applied
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
-from relay.source.server import visible_now
+from relay.source.server import sight
 from relay.source.translation import Encoding, Translation
 from relay.store import arrays
 from relay.store.connections import pin_text_form
@@ -130,6 +130,18 @@ class OutboxRows:
             sql.SQL("select max({}) + 1 from {}").format(self._offset, self._table)
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else 1
+
+    def split_at(self, conn: Connection, offset: int) -> list[int]:
+        """The transactions with rows both up to a c_offset and after it, by the ids that the WAL has."""
+        xid = sql.Identifier(INSERTED_BY)
+        rows = conn.execute(
+            sql.SQL(
+                "select mod({xid}::text::numeric, 4294967296)::bigint from {table} where {xid} is not null"
+                " group by {xid} having min({offset}) <= %(at)s and max({offset}) > %(at)s"
+            ).format(xid=xid, table=self._table, offset=self._offset),
+            {"at": offset},
+        )
+        return [found for (found,) in rows]
 
     def first_since(self, conn: Connection, moment: datetime) -> int | None:
         """The least c_offset of a row whose event_ts is not before `moment`."""
@@ -273,7 +285,7 @@ class OutboxRows:
         return {partition: xids_of(sent) for partition, sent in rows}
 
     def plan(self, conn: Connection, between: Difference, after: int) -> Generator[Portion]:
-        """A difference in portions, in order of the transactions' positions, from behind one of these on.
+        """A difference in portions, in order of the transactions' positions, after one of these.
 
         Its transactions are found once and stay with the server. The connection is in use until the generator is
         closed. Raises TransientFault where the server does not have yet what is to be planned.
@@ -324,7 +336,7 @@ class OutboxRows:
                        (sum(events) over (order by position))::bigint as reached
                   from units where position > %(after)s
             ), numbered as (
-                -- Far behind: about as many rows for each partition as a batch may have.
+                -- Much to do: about as many rows for each partition as a batch may have.
                 select *, (reached - 1) / (case when total > {most} then {large} else {small} end) as portion
                   from counted
             ), cut as (
@@ -608,7 +620,7 @@ class OutboxRows:
 
 def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
     """Raise TransientFault if the connection's server does not show yet what another connection has seen."""
-    found = visible_now(conn)
+    found = sight(conn).snapshot
     seen = found.covers(wanted) if isinstance(wanted, Snapshot) else found.sees(wanted).all()
     if not seen:
         raise TransientFault(

@@ -69,11 +69,6 @@ def _flush(conn: Connection) -> None:
         conn.execute("select pg_logical_emit_message(true, 'relay', '')")
 
 
-def visible_now(conn: Connection) -> Snapshot:
-    """What every later statement of the connection sees at least. Raises psycopg.Error."""
-    return sight(conn).snapshot
-
-
 def server_of(conn: Connection) -> tuple[str, int, bool]:
     """The server's system identifier, its timeline, and whether it is a standby.
 

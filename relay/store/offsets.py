@@ -309,14 +309,9 @@ def standing(conn: psycopg.Connection[Any], group: str) -> tuple[list[Cursor], l
     return _cursors(row for row in rows if row[0] is not None), links
 
 
-def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
-    """Every partition of the group, in order."""
-    return _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
-
-
 def initialised(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order. Raises ConfigurationError if it has none."""
-    found = all_cursors(conn, group)
+    found = _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
     if not found:
         raise not_initialised(group)
     return found

@@ -26,14 +26,14 @@ _DEAD = sql.SQL(
     select dead_transaction from relay.dead_letter_queue
      where group_id = %(group)s and status in ('dead', 'replaying')
      group by dead_transaction
-    having coalesce(max(c_offset), %(polled)s + 1) > %(polled)s and bool_or({again})
+    having (coalesce(max(c_offset), %(polled)s + 1) > %(polled)s or bool_or(xid = any(%(split)s))) and bool_or({again})
        and bool_or(mod(abs(hashtext(coalesce(host_id::text, ''))::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)
 _WAITING = sql.SQL(
     """
     delete from relay.deferred
-     where group_id = %(group)s and (last_offset > %(polled)s or last_offset = 0) and {again}
+     where group_id = %(group)s and (last_offset > %(polled)s or last_offset = 0 or xid = any(%(split)s)) and {again}
        and exists (select from unnest(hosts) as host
                     where mod(abs(hashtext(host)::bigint), %(partitions)s) = any(%(chosen)s))
     """
@@ -52,18 +52,21 @@ def give_up(
     group: str,
     goal: Snapshot,
     polled_offset: int,
+    split: Collection[int],
     next_xid: int,
     partitions: int,
     chosen: Collection[int],
 ) -> GivenUp:
     """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
 
-    `next_xid` is what the source gives next. Raises psycopg.Error.
+    `split` are transactions that have rows on both sides of the c_offset, as the WAL has their ids, and `next_xid` is
+    what the source gives next. Raises psycopg.Error.
     """
     bound = {
         "group": group,
         "snapshot": str(goal),
         "polled": polled_offset,
+        "split": list(split),
         "next": next_xid,
         "partitions": partitions,
         "chosen": list(chosen),
