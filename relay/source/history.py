@@ -51,15 +51,15 @@ class History:
         """Every timeline of the history."""
         return frozenset(each.timeline for each in self.switches) | {self.timeline}
 
-    def shared_until(self, other: History) -> Lsn | None:
-        """The position up to which both histories have the same WAL; None if one is not left by the other at all.
+    def since(self, timeline: int) -> History:
+        """The same from a timeline on, where nothing is known of what led to that."""
+        kept = tuple(each for each in self.switches if each.timeline >= timeline)
+        return History(self.timeline, kept)
 
-        Of what came before the first timeline that one of them tells nothing is known; that is taken for shared.
-        """
-        first = max(self._first, other._first)
+    def shared_until(self, other: History) -> Lsn | None:
+        """The position up to which both histories have the same WAL; None if one is not left by the other at all."""
         shared = Lsn(0)
-        pairs = zip(self._stretches(first), other._stretches(first), strict=False)
-        for ours, theirs in pairs:
+        for ours, theirs in zip(self._stretches(), other._stretches(), strict=False):
             if ours[0] != theirs[0]:
                 return shared
             if ours[1] != theirs[1]:
@@ -67,14 +67,9 @@ class History:
             shared = ours[1] or shared
         return None
 
-    @property
-    def _first(self) -> int:
-        return self.switches[0].timeline if self.switches else self.timeline
-
-    def _stretches(self, first: int) -> list[tuple[int, Lsn | None]]:
-        """Each timeline from the first one on, and where it was left; None for the one that goes on."""
-        left = [(each.timeline, each.position) for each in self.switches if each.timeline >= first]
-        return [*left, (self.timeline, None)]
+    def _stretches(self) -> list[tuple[int, Lsn | None]]:
+        """Each timeline, and where it was left; None for the one that goes on."""
+        return [*((each.timeline, each.position) for each in self.switches), (self.timeline, None)]
 
 
 def _switch(line: str) -> Switch:

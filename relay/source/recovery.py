@@ -143,11 +143,14 @@ class Sighting:
             )
         if origin.identifier is None or self.foreign:
             return
-        shared = _known(self.origin).shared_until(system.history)
+        known = _known(origin)
+        # A role that may only poll is not told what led to the first timeline that it sees.
+        history = system.history if origin.history else system.history.since(known.timeline)
+        shared = known.shared_until(history)
         limit = system.position if shared is None else min(shared, system.position)
         if max(origin.applied, origin.polled) <= limit:
             return
-        if system.standby and system.history.timeline in _known(self.origin).timelines:
+        if system.standby and system.history.timeline in known.timelines:
             raise Unavailable("the server is a standby that does not have yet what was applied")
         ours = (
             f"its WAL ends at {limit}"

@@ -362,8 +362,8 @@ class OutboxRows:
         rows = conn.execute(
             sql.SQL(
                 """
-                select partition, count(*), greatest(min(happened), '0001-01-02') from ({states}) as r
-                 where not applied group by partition
+                select partition, count(*), least(greatest(min(happened), '0001-01-02'), '9999-12-30')
+                  from ({states}) as r where not applied group by partition
                 """
             ).format(states=self._states(conn, applied, noted, _oldest(applied))),
             prepare=False,

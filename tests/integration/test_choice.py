@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
 from relay.source import choice
+from relay.source.choice import StreamSource
 from relay.source.wal import WalSource
 from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.postgres import start_server
@@ -325,3 +326,45 @@ def _without_setting(server: Any, name: str) -> None:
         server.cluster.settings.pop(name, None)
     else:
         pytest.skip("a container's command line cannot be changed")
+
+
+def test_a_slot_that_is_advanced_after_relay_was_killed_keeps_the_order(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = outbox.settings()
+    for killed in (True, False):
+        outbox.publish(host(1), event(0))
+        outbox.drain(settings)
+        if killed:
+            outbox.conn.execute("update relay.groups set confirmed_lsn = null")
+        outbox.publish(host(1), event(1))
+        outbox.conn.execute(
+            "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+        )
+        outbox.publish(host(1), event(2))
+        with relaying(settings):
+            outbox.wait_handled()
+            outbox.wait_drained()
+        # Who was killed could not say how far the slot was read.
+        said = [r for r in caplog.records if r.message.startswith("somebody else has advanced")]
+        assert len(said) == (not killed)
+    assert outbox.column("select amount from projection order by seq") == [0, 1, 2] * 2
+
+
+def test_what_a_slot_may_lack_is_polled_although_relay_was_stopped_before(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(1), event(0))
+    outbox.drain(settings)
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute(
+        "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+    )
+    source = StreamSource(settings)
+    source.start()
+    wait_until(lambda: source._wal.incomplete)
+    source.stop()
+    source.close()
+    outbox.publish(host(1), event(2))
+    with relaying(settings):
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [0, 1, 2]

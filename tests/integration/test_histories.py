@@ -155,3 +155,35 @@ def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
     monkeypatch.setattr(recovery, "identify", slowly)
     assert LOST in why_it_ends(outbox.settings())
     assert outbox.column("select timeline from relay.groups") == [2]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_rows_that_were_restored_in_another_cluster_stop_relay(outbox: Outbox, mode: str) -> None:
+    """Its transaction ids have gone on beyond those of the dump before relay comes."""
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    later = int(outbox.value("select pg_current_xact_id()::text")) + 10
+    outbox.conn.execute("update outbox_message_t set c_xid = %s::text::xid8", (later,))
+    for _ in range(20):
+        outbox.conn.execute("select pg_current_xact_id()")
+    outbox.publish(host(1), event(2))
+    outbox.conn.execute("update relay.groups set system_identifier = '1'")
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
+    assert "by a dump or by logical replication" in why_it_ends(settings)
+    assert outbox.column("select amount from projection") == [1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_a_server_that_pg_upgrade_has_made_is_followed(outbox: Outbox, mode: str) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    outbox.conn.execute("update outbox_message_t set user_id = gen_random_uuid()")
+    with outbox.conn.transaction(), outbox.conn.transaction():
+        outbox.publish(host(1), event(2))
+    outbox.conn.execute(
+        "update relay.groups set system_identifier = '1', timeline = 5, timeline_history = E'4\\t0/1\\n'"
+    )
+    with relaying(outbox.settings(source={**outbox.config()["source"], "mode": mode})):
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [1, 2]
+    assert outbox.value("select timeline from relay.groups") == 1

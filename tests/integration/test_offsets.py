@@ -16,13 +16,18 @@ import pytest
 from relay import cursors
 from relay.config import Settings
 from relay.events import Lsn
+from relay.faults import ConfigurationError
+from relay.install import initialise
 from relay.source import choice
 from relay.source.wal import commits_after
 from relay.store import offsets
 from relay.transactions import Transactions
-from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.process import relay, running
 
+APPEND_SHOP = """
+    insert into projection (id, host_id, amount) values (%(id)s, %(host_id)s, (%(payload)s->>'amount')::numeric)
+"""
 PARK = """
     insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
                                 first_offset, last_offset, events, size)
@@ -361,3 +366,81 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
     assert locked.cursors[1].next_offset == 7
     assert locked.holding == {parked}
     outbox.conn.execute("delete from relay.deferred")
+
+
+def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: Outbox) -> None:
+    outbox.conn.execute("alter table outbox_message_t alter host_id drop not null")
+    insert = "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{\"amount\": -1}')"
+    for to in (None, host(2)):
+        outbox.conn.execute(insert, (to,))
+    settings = outbox.settings()
+    outbox.drain(settings)
+    (partition,) = outbox.column("select abs(hashtext(%s::text)::bigint) %% 8", (str(host(2)),))
+    assert partition != outbox.value("select abs(hashtext('')::bigint) % 8")
+    move = cursors.plan_seek(settings, "beginning", partition)
+    assert move.given_up == (1, 0)
+    cursors.seek(settings, move.goal, partition)
+    letters = "select host_id, status from relay.dead_letter_queue order by host_id"
+    assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
+
+
+def test_a_seek_into_a_commit_gives_up_all_of_its_dead_letters(outbox: Outbox) -> None:
+    with outbox.conn.transaction():
+        outbox.publish(host(1), event(-1))
+        outbox.publish(host(2), event(2))
+    settings = outbox.settings()
+    outbox.drain(settings)
+    second = outbox.value("select max(c_offset) from outbox_message_t")
+    move = cursors.plan_seek(settings, str(second), None)
+    assert (move.again, move.given_up) == (2, (1, 0))
+    cursors.seek(settings, move.goal, None)
+    assert outbox.column("select status from relay.dead_letter_queue") == ["discarded"]
+
+
+def test_a_seek_needs_the_number_of_partitions_that_the_group_has(outbox: Outbox) -> None:
+    with pytest.raises(ConfigurationError, match="was initialised with 8"):
+        cursors.plan_seek(outbox.settings(partitions=4), "end", None)
+
+
+def test_what_has_no_xid_yet_keeps_a_group_from_polling(database: str) -> None:
+    """A group that began in mode wal; rows were published before the outbox had c_xid, and are still in the WAL."""
+    with Outbox(database) as outbox:
+        outbox.conn.execute(PROJECTION)
+        outbox.conn.execute(
+            "create table shop (id uuid default gen_random_uuid(), host_id uuid, event_type text, payload jsonb,"
+            " transaction_id uuid)"
+        )
+        source = {**outbox.config()["source"], "table": "public.shop", "mode": "wal"}
+        streaming, polling = (
+            outbox.settings(
+                source={**source, "mode": mode},
+                handlers={"projection": {"type": "sql", "statement": APPEND_SHOP}},
+            )
+            for mode in ("wal", "auto")
+        )
+        initialise(streaming)
+        insert = (
+            "insert into shop (host_id, event_type, payload) values (%s, 'x', '{\"amount\": 1}')"
+        )
+        outbox.conn.execute(insert, (host(1),))
+        initialise(polling)
+        outbox.conn.execute(insert, (host(1),))
+        confirmed = outbox.value("select confirmed_flush_lsn::text from pg_replication_slots")
+        with pytest.raises(ConfigurationError, match="from before the outbox had c_xid"):
+            cursors.plan_seek(polling, confirmed, None)
+        with relaying(streaming):
+            outbox.wait_drained()
+        outbox.conn.execute(insert, (host(1),))
+        seek(polling, outbox.value("select confirmed_flush_lsn::text from pg_replication_slots"))
+        with relaying(polling):
+            wait_until(lambda: outbox.value("select count(*) from projection") == 3)
+            outbox.wait_drained()
+
+
+def test_times_that_python_does_not_know_do_not_keep_offsets_from_being_shown(
+    outbox: Outbox,
+) -> None:
+    for moment in ("4713-01-01 BC", "infinity", "-infinity"):
+        outbox.publish(host(1), event(1))
+        outbox.conn.execute("update outbox_message_t set event_ts = %s", (moment,))
+        assert sum(each.unread or 0 for each in cursors.positions(outbox.settings())) > 0

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.events import Lsn
 from relay.snapshots import BEGINNING, Snapshot, full_xids
+from relay.source.server import end_before
 
 LAST = 40
 
@@ -57,3 +59,17 @@ def test_the_epoch_of_a_transaction_is_the_nearest(xmax: int, distance: int) -> 
     xid = xmax + distance
     found = full_xids(np.array([xid & 0xFFFFFFFF], np.int64), xmax)
     assert found.tolist() == [xid]
+
+
+@pytest.mark.parametrize(
+    ("position", "end"),
+    [
+        (0x2000 + 24, 0x2000),
+        (0x2000 + 40, 0x2000 + 40),
+        (0x1000000 + 40, 0x1000000),
+        (0x1000000 + 24, 0x1000000 + 24),
+        (0x3000, 0x3000),
+    ],
+)
+def test_a_record_ends_before_the_header_of_an_empty_page(position: int, end: int) -> None:
+    assert end_before(Lsn(position), 16 << 20) == end
