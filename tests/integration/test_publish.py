@@ -16,7 +16,7 @@ from relay.config import Settings
 from relay.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.install import initialise
-from relay.preflight import Level, examine
+from relay.preflight import Level, examine, require
 from relay.store import migrations
 from tests.outbox import Outbox, event, host, relaying
 
@@ -105,6 +105,18 @@ def test_publishers_do_not_wait_for_each_other(
         outbox.wait_handled()
     assert outbox.column("select amount from projection order by seq") == [2, 1, 3]
     outbox.assert_complete()
+
+
+def test_defaults_that_polling_needs_are_restored(outbox: Outbox) -> None:
+    for column in ("c_xid", "c_offset"):
+        outbox.conn.execute(f"alter table outbox_message_t alter {column} drop default".encode())
+    with pytest.raises(ConfigurationError, match=r"c_xid of .* has no default"):
+        require(outbox.settings())
+    outbox.install_again(outbox.settings())
+    outbox.publish(host(1), event(1))
+    assert outbox.conn.execute(
+        "select c_xid is null, c_offset from outbox_message_t"
+    ).fetchall() == [(False, 1)]
 
 
 def test_every_row_tells_its_transaction_inside_savepoints_too(outbox: Outbox) -> None:
