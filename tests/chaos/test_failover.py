@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event, Thread
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -234,6 +236,63 @@ def test_an_instance_at_a_lagging_standby_waits(target: Outbox) -> None:
         everything = pair.source.column("select id from outbox_message_t")
     assert target.positions_moved_back() == 0
     assert sorted(everything) == sorted(target.column("select id from projection"))
+
+
+@contextmanager
+def publishing(dsn: str, hosts: int) -> Iterator[None]:
+    """Somebody publishes for each host all the while, wherever the server may be."""
+    done = Event()
+
+    def run(number: int) -> None:
+        while not done.is_set():
+            with suppress(psycopg.Error), Outbox(dsn) as writer:
+                while not done.wait(0.01):
+                    writer.publish(host(number), event(1), event(2))
+
+    threads = [Thread(target=run, args=(number,)) for number in range(hosts)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_publishers_go_on_while_a_synchronous_standby_is_promoted(
+    target: Outbox, mode: str
+) -> None:
+    with streaming_pair(synchronised=True) as pair:
+        settings = pair.settings(target, mode=mode)
+        pair.source.install_again(settings)
+        for setting in (
+            "synchronous_standby_names = '*'",
+            "synchronized_standby_slots = 'standby'",
+        ):
+            pair.source.conn.execute(f"alter system set {setting}".encode())
+        pair.source.conn.execute("select pg_reload_conf()")
+        wait_until(lambda: pair.source.column("show synchronous_standby_names") == ["*"])
+        pair.copy.conn.execute("alter system set synchronous_standby_names = ''")
+        pair.copy.conn.execute("alter system set synchronized_standby_slots = ''")
+        pair.copy.conn.execute("select pg_reload_conf()")
+        with relaying(settings):
+            with publishing(pair.either(), hosts=3):
+                wait_until(lambda: target.handled() > 300)
+                pair.fail_over()
+                before = target.handled()
+                wait_until(lambda: target.handled() > before + 300)
+            published = pair.copy.value("select count(*) from outbox_message_t")
+            wait_until(lambda: target.handled() >= published)
+        everything = pair.copy.column("select id from outbox_message_t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+    assert not target.column(
+        "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
+        " from projection) as followed where overtaken"
+    )
 
 
 @pytest.mark.rare
