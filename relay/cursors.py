@@ -301,7 +301,7 @@ def _goal(settings: Settings, source: Connection, rows: OutboxRows, to: str) -> 
         return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
     if to == "end":
         return Goal("with what is published from now on", seen.snapshot, seen.snapshot)
-    rows.require_offsets(source)
+    rows.require_offsets(source, "seek again")
     if to == "beginning":
         return Goal("with the oldest event", BEGINNING, seen.snapshot)
     following = rows.next_offset(source)

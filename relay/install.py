@@ -165,7 +165,7 @@ class _Start:
         now = sight(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
-        OutboxRows(settings).require_offsets(source)
+        OutboxRows(settings).require_offsets(source, "run `relay init` again")
         first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
         return [BEGINNING, now], first
 

@@ -199,8 +199,11 @@ class OutboxRows:
                 f"run `alter sequence {found[0]} increment 1 cache 1`, or set source.mode: wal"
             )
 
-    def require_offsets(self, conn: Connection) -> None:
-        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over."""
+    def require_offsets(self, conn: Connection, then: str) -> None:
+        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over.
+
+        `then` says what to do when they have one.
+        """
         column = self._mapping["c_offset"]
         found = conn.execute(
             sql.SQL("select from {} where {} is null limit 1").format(self._table, self._offset)
@@ -208,7 +211,7 @@ class OutboxRows:
         if found.rowcount:
             raise ConfigurationError(
                 f"source.table: {self._settings.source.table} has rows without {column}, which polling would pass "
-                "over: number them in the order in which they are to be relayed, and try again"
+                f"over: number them in the order in which they are to be relayed, and {then}"
             )
         if INSERTED_BY not in self._names(conn):
             return
@@ -362,7 +365,10 @@ class OutboxRows:
         rows = conn.execute(
             sql.SQL(
                 """
-                select partition, count(*), least(greatest(min(happened), '0001-01-02'), '9999-12-30')
+                select partition, count(*),
+                       -- Python knows no others.
+                       case when min(happened) is not null
+                            then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end
                   from ({states}) as r where not applied group by partition
                 """
             ).format(states=self._states(conn, applied, noted, _oldest(applied))),
