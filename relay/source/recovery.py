@@ -215,18 +215,18 @@ class Recognition:
         restored = OutboxRows(settings).are_restored(conn)
         return replace(found, table=settings.source.table, restored=restored)
 
-    def follow(self, sighting: Sighting) -> int:
+    def follow(self, sighting: Sighting, incomplete: bool) -> int:
         """Remember the source that was seen, for who holds its slot; returns the group's epoch.
 
         On another timeline LSNs stay valid up to where it was left. On another server, which pg_upgrade has made of the
-        former, the snapshots decide what is new.
-        Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
+        former, the snapshots decide what is new. `incomplete`: whoever reads the slot next is to poll first, as long as
+        nobody says otherwise. Raises RelayError if events that were applied are lost, and psycopg.Error if the target
+        does not answer.
         """
-        sighting.require_valid()
-        if sighting.origin.confirmed is not None:
-            with connect(self._settings.target_dsn) as target:
-                groups.note_confirmed(target, sighting.group, None)
-        return self._remember(sighting)
+        epoch = self._remember(sighting)
+        with connect(self._settings.target_dsn) as target:
+            groups.note_confirmed(target, sighting.group, Lsn(0) if incomplete else None)
+        return epoch
 
     def follow_polled(self, source: Connection, origin: groups.Origin) -> None:
         """Remember the source that a connection polls, as `follow` does; `origin` was read before.
@@ -293,6 +293,9 @@ class Recognition:
                 str(system.history),
                 reset=now.foreign,
             )
+            if now.foreign or (now.origin.identifier is None and now.origin.confirmed is None):
+                # Whatever the slot has, it may lack something.
+                groups.note_confirmed(target, sighting.group, Lsn(0))
         if now.foreign:
             log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:
@@ -302,8 +305,8 @@ class Recognition:
             )
         return epoch
 
-    def leave(self, confirmed: Lsn) -> None:
-        """Remember how far the slot is confirmed, before somebody else can read it."""
+    def leave(self, confirmed: Lsn | None) -> None:
+        """Remember how far the slot is confirmed, before somebody else can read it; None while it is read."""
         # Not knowing it, the next reader notices later whether somebody has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
             groups.note_confirmed(target, self._settings.group, confirmed)
@@ -348,6 +351,8 @@ class Recovery:
             reason = "it was missing" if state is None else state.invalidation_reason
             try:
                 ensure_publication(conn, source)
+                # If this process dies now, the next one polls first as well.
+                groups.note_confirmed(target, self._settings.group, Lsn(0))
                 if state is not None:
                     drop_slot(conn, source.slot)
                 oldest = oldest_open(conn)

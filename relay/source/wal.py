@@ -258,6 +258,8 @@ class WalSource:
 
     def complete(self) -> None:
         """What the slot may have lacked is polled."""
+        if self._incomplete and self._recognition is not None:
+            self._recognition.leave(None)
         self._incomplete = False
 
     def take(self, timeout: float) -> Batch | None:
@@ -544,8 +546,8 @@ class WalSource:
             raise server_error(result)
         if self._recognition is not None and sighting is not None:
             # Only who holds the slot touches the group's state.
-            self._epoch = self._recognition.follow(sighting)
-        self._incomplete |= incomplete
+            self._incomplete |= incomplete
+            self._epoch = self._recognition.follow(sighting, self._incomplete)
         self.next_xid = system.next_xid
         self._progress.start(confirmed)
         self._system = system
@@ -555,15 +557,17 @@ class WalSource:
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
 
     def _is_incomplete(self, sighting: Sighting | None, confirmed: Lsn) -> bool:
-        """Whether the slot may lack commits: it is that of another server, or somebody else may have advanced it."""
+        """Whether the slot may lack commits: it is new to the group, another server's, or somebody has advanced it."""
         if sighting is None:
             return False
         left_at = sighting.origin.confirmed
         if left_at is None and self._connections:
             left_at = self._progress.flushed
         if not left_at:
-            # New to the group, or whoever has read it could not say how far. Without polling it is taken as it is.
-            return sighting.foreign or self._recovery is not None
+            # Nobody knows: whoever has read it was killed, which alone leaves nothing out. Without polling, a group
+            # begins with its slot.
+            doubtful = left_at is not None or sighting.origin.identifier is None
+            return sighting.foreign or (doubtful and self._recovery is not None)
         if confirmed > left_at:
             log.warning(
                 "somebody else has advanced the slot; what it lacks is polled",

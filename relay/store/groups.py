@@ -116,7 +116,8 @@ class Origin:
 
     `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
     `polled` a position that the commits which were polled lie below. `xmax` is that of its newest snapshot, 0 without
-    one, and `confirmed` is how far the slot was confirmed when it was left; None where nobody knows.
+    one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may lack commits, None while it
+    is read, or where nobody knows.
     """
 
     identifier: str | None
@@ -201,7 +202,6 @@ def follow(
     `reset` says that those of before mean nothing there: the snapshots decide what is new.
     """
     if reset:
-        note_confirmed(conn, group, None)
         conn.execute(
             "update relay.consumer_offsets set applied_lsn = '0/0', updated_at = now() where group_id = %s",
             (group,),

@@ -58,6 +58,8 @@ class World:
         self.committed: dict[uuid.UUID, int] = {}
         self.publishers = [Publisher(psycopg.connect(outbox.dsn)) for _ in range(PUBLISHERS)]
         self.prepared: dict[str, list[uuid.UUID]] = {}
+        self.knows_slot = True
+        """Whether relay could say how far it has read the slot: not if it was killed."""
 
     def close(self) -> None:
         for publisher in self.publishers:
@@ -128,6 +130,9 @@ class World:
         )
 
     def advance_slot(self) -> None:
+        if not self.knows_slot:
+            # Then nothing is lost either, but what the slot lacks comes later than what it has.
+            return
         self.outbox.conn.execute(
             "select pg_replication_slot_advance(slot_name, pg_current_wal_flush_lsn())"
             " from pg_replication_slots where slot_name = %s",
@@ -140,10 +145,15 @@ class World:
         goal = due if whole else min(due, self.applied + 1)
         with relaying(self._settings(mode, batch_size)):
             wait_until(lambda: self.applied >= goal)
+        if mode == "auto":
+            self.knows_slot = bool(
+                self.outbox.value("select confirmed_lsn is not null from relay.groups")
+            )
 
     def relay_dies(self, mode: str, batch_size: int, tasks: int) -> None:
         """Let relay apply some tasks of what it takes first, and be killed."""
         if self.applied < len(self.committed):
+            self.knows_slot = False
             work_and_die(self._settings(mode, batch_size), tasks)
 
     def _settings(self, mode: str, batch_size: int) -> Settings:
