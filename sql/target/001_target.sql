@@ -161,7 +161,8 @@ comment on column relay.groups.source_mode is
     'how events come, wal or poll, with the reason, since when, and to which instance: the last to change it';
 
 comment on column relay.groups.confirmed_lsn is
-    'how far the slot was confirmed when it was last left; null while it is read: further, somebody has advanced it';
+    'how far the slot was confirmed when it was last left: further, somebody has advanced it; 0/0 until a difference is polled '
+    'of which the slot may lack something; null while it is read';
 
 comment on column relay.groups.running is
     'set when an instance starts and reset when the last one ends';
