@@ -16,11 +16,13 @@ from relay.embedded import wheel_binaries
 
 RELAY_TABLE = "outbox_message_t"
 PLAIN_TABLE = "plain_outbox"
+SET_GAPLESS = f"select relay.set_gapless('{RELAY_TABLE}', 'c_offset', %s)"
+"""Lets the numbers of relay's outbox come from a counter or from the sequence (`source.offsets`)."""
 CREATE_PLAIN_TABLE = f"""
-    create table {PLAIN_TABLE} (like {RELAY_TABLE} including defaults);
+    create table {PLAIN_TABLE} (like {RELAY_TABLE} including defaults including constraints);
     alter table {PLAIN_TABLE} drop column if exists c_offset, drop column if exists c_xid, add primary key (id)
 """
-"""The same columns without what relay adds: its columns with their sequence, its indexes, triggers and constraints."""
+"""The same columns and limit of sizes without what positions need: c_xid, c_offset with its sequence, and the index."""
 
 SCRIPT = r"""
 \set order random(1, 1000000)
@@ -54,11 +56,14 @@ class Publishers:
     work_ms: int
     seconds: int
 
-    def measure(self, outbox: Outbox, table: str, folder: Path) -> Measurement:
+    def measure(
+        self, outbox: Outbox, table: str, folder: Path, gapless: bool = False
+    ) -> Measurement:
         """Commits per second into the emptied table, and sightings of a publisher that waits for a lock of each kind.
 
-        Raises RuntimeError if pgbench fails.
+        `gapless`: relay's outbox gives numbers without gaps. Raises RuntimeError if pgbench fails.
         """
+        outbox.conn.execute(SET_GAPLESS.encode(), (gapless,))
         outbox.conn.execute(f"truncate {table}".encode())
         outbox.conn.execute("checkpoint")
         output = folder / "pgbench.out"

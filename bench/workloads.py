@@ -261,23 +261,27 @@ def publish(plan: Plan) -> Iterator[Workload]:
     # Nobody reads the slot of the installation, so it would keep all WAL.
     outbox.drop(f"{outbox.name}_base")
     plain = "plain table"
-    tables = {plain: PLAIN_TABLE, "relay's outbox": RELAY_TABLE}
+    tables = {
+        plain: (PLAIN_TABLE, False),
+        "relay's outbox": (RELAY_TABLE, False),
+        "relay's outbox, offsets: gapless": (RELAY_TABLE, True),
+    }
     seconds = 2 if plan.quick else 5
 
-    def row(name: str, table: str, clients: int, work_ms: int) -> Contender:
+    def row(name: str, table: str, gapless: bool, clients: int, work_ms: int) -> Contender:
         publishers = Publishers(clients, work_ms, seconds)
         return Contender(
             f"{name}, clients: {clients}",
-            lambda: publishers.measure(outbox, table, plan.folder),
+            lambda: publishers.measure(outbox, table, plan.folder, gapless),
             plan.often(expensive=True),
             f"{plain}, clients: {clients}",
         )
 
     for work_ms in (0, 5):
         rows = [
-            row(name, table, clients, work_ms)
+            row(name, *kind, clients, work_ms)
             for clients in ((1, 32) if plan.quick else (1, 8, 32, 64))
-            for name, table in tables.items()
+            for name, kind in tables.items()
         ]
         work = f", {work_ms} ms of work after the insert" if work_ms else ""
         size = f"one event a transaction{work}, {seconds} s a round"

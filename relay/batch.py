@@ -6,20 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relay.events import Lsn
-from relay.transactions import Transactions
+from relay.transactions import Places, Transactions
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Committed rows up to a c_offset, inclusive, that are still to be applied; it ends no transaction in its midst.
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """Transactions of a difference that touch the same partitions, in order of their positions.
 
-    `spread` counts its events by the partitions that their business transactions touch; `rows` is how many c_offsets it
-    spans, and `left` how many there were behind it. `by_reference` are c_offsets of rows that are too large to be read.
+    `xids` and `positions` are int64, one for each transaction. `unmarked`: they are rows from before the outbox had
+    c_xid, and `xids` has the c_offset of each.
     """
 
+    partitions: tuple[int, ...]
+    events: int
+    xids: Places
+    positions: Places
+    unmarked: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Transactions of the difference that begins at a snapshot of the group, after one position up to another.
+
+    `floors` are positions that partitions must have reached before. `left` counts the events of the difference after
+    the window. `by_reference` are c_offsets of rows that are too large to be read.
+    """
+
+    snapshot_id: int
     upto: int
-    spread: Sequence[tuple[tuple[int, ...], int]]
-    rows: int = 0
+    shares: Sequence[Share]
+    floors: Mapping[int, int]
     left: int = 0
     by_reference: tuple[int, ...] = ()
 
@@ -29,7 +45,7 @@ class Batch:
     """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
 
     A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `source_epoch` is the
-    group's when it was received.
+    group's when it was received, and `next_xid` about what the source gave next.
     """
 
     number: int
@@ -40,14 +56,7 @@ class Batch:
     spooled: bool = False
     window: Window | None = None
     source_epoch: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """How far a partition has come in the target: see the comments on `relay.consumer_offsets`."""
-
-    next_offset: int
-    applied_lsn: Lsn
+    next_xid: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,15 +64,16 @@ class Task:
     """The transactions of a batch that one target transaction applies, and the partitions that they touch.
 
     `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `floors` is
-    how far partitions must have come, of those that the target could have forgotten in a crash, `source_epoch` the
-    batch's.
+    the applied_lsn that partitions must have, of those that the target could have forgotten in a crash, `source_epoch`
+    and `next_xid` the batch's.
     """
 
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
-    floors: Mapping[int, Reached] = field(default_factory=dict)
+    floors: Mapping[int, Lsn] = field(default_factory=dict)
     source_epoch: int | None = None
+    next_xid: int = 0
 
     @property
     def events(self) -> int:
@@ -71,16 +81,19 @@ class Task:
         return self.transactions.events
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """Rows of some partitions that a task reads by itself: each partition's from its cursor up to `upto`, inclusive.
+    """The shares of a window that join some partitions; a task reads their rows by itself.
 
-    `events` is how many there were when it was planned. Of rows with an offset in `by_reference`, payload and metadata
-    are not read, and their transactions are dead-lettered.
+    `events` is how many there were when it was planned; the rest as in Window. Of rows with an offset in
+    `by_reference`, payload and metadata are not read, and their transactions are dead-lettered.
     """
 
     partitions: tuple[int, ...]
+    snapshot_id: int
     upto: int
+    shares: Sequence[Share]
+    floors: Mapping[int, int]
     events: int
     by_reference: tuple[int, ...] = ()
 
@@ -116,8 +129,9 @@ class TaskOutcome:
     """What became of one task's events.
 
     `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
-    says that another instance holds the partitions of a range, and nothing was done. `braked` has a line for each sink
-    that the task has stopped. `reached` is where a task left its partitions, if the target may still lose the commit.
+    says that nothing was done: another instance holds the partitions of a range, or a difference is open in those of a
+    task. `braked` has a line for each sink that the task has stopped. `reached` is the applied_lsn at which a task left
+    its partitions, if the target may still lose the commit.
     """
 
     partitions: tuple[int, ...]
@@ -127,7 +141,7 @@ class TaskOutcome:
     dead: tuple[DeadTransaction, ...] = ()
     braked: tuple[str, ...] = ()
     busy: bool = False
-    reached: Mapping[int, Reached] = field(default_factory=dict)
+    reached: Mapping[int, Lsn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +167,12 @@ class Outcome:
         return sum(task.skipped for task in self.tasks)
 
     @property
-    def reached(self) -> dict[int, Reached]:
+    def busy(self) -> bool:
+        """Whether a task was not done."""
+        return any(task.busy for task in self.tasks)
+
+    @property
+    def reached(self) -> dict[int, Lsn]:
         """Where the tasks left their partitions, if the target may still lose their commits."""
         return {
             partition: reached for task in self.tasks for partition, reached in task.reached.items()

@@ -28,7 +28,7 @@ LOG_SECONDS = 10.0
 class CatchUp:
     """Told of every batch that is done; shows those of a catch-up: rows, rows a second, time left.
 
-    Rows are counted by c_offset, so rows that were pruned count as done.
+    Events are counted as they are planned, so those that another instance applies count as done.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class CatchUp:
         if window is None or not self._running:
             self._end() if self._running else self._begin(left)
             return
-        self._done += window.rows
+        self._done += batch.events
         self._show(left)
         if left == 0:
             self._end()

@@ -228,11 +228,7 @@ def _print_status(found: Any, mode: str) -> None:
     if slot is None:
         facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
     else:
-        facts.append(("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})"))
-        if slot.invalidation_reason:
-            facts.append(("invalidated", slot.invalidation_reason))
-        confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}"
-        facts.append(("WAL", f"{confirmed}, lag {slot.lag_bytes} bytes"))
+        facts += _slot_facts(slot, found.slot_waits_for)
     facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
     facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
@@ -247,6 +243,21 @@ def _print_status(found: Any, mode: str) -> None:
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
+    held = f"{slot.retained_bytes} bytes held"
+    if slot.creating:
+        made = f"{slot.name} (being made by process {slot.active_pid})"
+        return [("slot", made), ("waits for", waits_for or "nobody"), ("WAL", held)]
+    facts: list[tuple[str, object]] = [
+        ("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+    ]
+    if slot.invalidation_reason:
+        facts.append(("invalidated", slot.invalidation_reason))
+    lag = "not known on a standby" if slot.lag_bytes is None else f"{slot.lag_bytes} bytes"
+    confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, lag {lag}"
+    return [*facts, ("WAL", f"{confirmed}, {held}")]
 
 
 def _why(reason: Any) -> str:
@@ -323,12 +334,16 @@ def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> No
         print(json.dumps([asdict(position) for position in found], indent=2))
         return
     print_table(
-        ("partition", "next offset", "behind", "applied LSN", "handover offset"),
+        ("partition", "next offset", "unread", "applied LSN", "snapshot"),
         (
-            (p.partition_id, p.next_offset, p.behind, p.applied_lsn, p.handover_offset)
+            (p.partition_id, p.next_offset, _or_dash(p.unread), p.applied_lsn, _or_dash(p.snapshot))
             for p in found
         ),
     )
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
 
 
 @offsets.command("seek")
@@ -345,36 +360,39 @@ def offsets_seek(
     ] = None,
     yes: YesOption = False,
 ) -> None:
-    """Let a stopped group go on at another place: what lies behind it is delivered, again if need be."""
+    """Let a stopped group go on at another position: what comes after it is delivered, again if need be."""
     from relay.cursors import plan_seek, seek
 
     settings = load(config)
     move = plan_seek(settings, to, partition)
-    print(
-        f"group {settings.group} goes on at c_offset {move.offset}: {move.again} events will be delivered again, "
-        f"{move.skipped} will be passed over"
+    effect = (
+        "the WAL does not tell how many events this affects"
+        if move.again is None
+        else f"{move.again} events will be delivered again, {move.skipped} will be passed over"
     )
+    print(f"group {settings.group} goes on {move.goal.text}: {effect}")
+    if any(move.given_up):
+        print(
+            f"of what is delivered again, {move.given_up.dead} dead transactions are discarded and "
+            f"{move.given_up.waiting} that wait are forgotten"
+        )
     if not yes:
         typer.confirm("Go on?", abort=True)
-    seek(settings, move.offset, partition)
+    seek(settings, move.goal, partition)
 
 
 @offsets.command("repartition")
 def offsets_repartition(
     partitions: Annotated[int, typer.Option(min=1, max=1024, help="How many from now on.")],
     config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""
     from relay.cursors import repartition
 
     settings = load(config)
-    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-    offset = repartition(settings, partitions, admin)
+    repartition(settings, partitions)
     print(
-        f"group {settings.group} has {partitions} partitions, all at c_offset {offset}: set partitions: {partitions} "
-        "in the configuration"
+        f"group {settings.group} has {partitions} partitions: set partitions: {partitions} in the configuration"
     )
 
 

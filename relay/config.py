@@ -74,6 +74,8 @@ class Source(Section):
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
+    offsets: Literal["sequence", "gapless"] = "sequence"
+    """Where c_offset comes from."""
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
 

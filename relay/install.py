@@ -15,14 +15,19 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
 from relay.config import OWN_OUTBOX, Settings
+from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import reach, require_logical_wal, require_slot, require_table
+from relay.preflight import left_behind, reach, require_logical_wal, require_slot, require_table
+from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
+from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
+from relay.source.open_transactions import telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
-from relay.source.slot import drop_publication, ensure_publication, ensure_slot
-from relay.store import migrations, offsets, streams
+from relay.source.server import durable_sight, sight
+from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
+from relay.store import groups, migrations, offsets, snapshots, streams
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +75,8 @@ def initialise(
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
-            return _Installation(settings, source, target, _Start(start)).run(warn)
+            dsn = source_dsn or settings.source_dsn
+            return _Installation(settings, source, target, dsn, _Start(start)).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -149,25 +155,24 @@ class _Start:
                 "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
             )
 
-    def offset(self, source: Connection, settings: Settings) -> int:
-        """The first c_offset that the group is to see. Raises ConfigurationError where rows have no offset."""
-        rows = OutboxRows(settings)
+    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
+        """The snapshots that the group begins with, and the position in the difference from the first to the second.
+
+        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        """
+        if settings.source.mode == "wal":
+            return [], offsets.FIRST
+        now = sight(source).snapshot
         if self.asked in (None, "now"):
-            return rows.next_offset(source) if settings.source.mode != "wal" else _counter(source)
-        rows.require_offsets(source)
-        if self.asked == "beginning":
-            return min(1, rows.first_offset(source))
-        return int(self.asked or 1)
+            return [now], offsets.FIRST
+        OutboxRows(settings).require_offsets(source, "run `relay init` again")
+        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
+        return [BEGINNING, now], first
 
-    @property
-    def handover(self) -> int:
-        """What goes before an offset that was asked for is skipped if the slot should bring it."""
-        return int(self.asked) if self.asked and self.asked.isdecimal() else 1
-
-
-def _counter(source: Connection) -> int:
-    row = source.execute("select next_offset from relay.log_counter where id = 1").fetchone()
-    return int(row[0]) if row else 1
+    def __str__(self) -> str:
+        if self.asked is None:
+            return "now"
+        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked
 
 
 @dataclass(slots=True)
@@ -177,11 +182,13 @@ class _Installation:
     settings: Settings
     source: Connection
     target: Connection
+    source_dsn: str
     start: _Start
     done: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
         settings, source = self.settings, self.source
+        require_numbered(source, settings.source)
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
             removal = _repeating(self._install_whole)
@@ -190,13 +197,43 @@ class _Installation:
             if settings.source.mode != "wal" and not has_index(source, settings):
                 undo.callback(_quietly, lambda: drop_index(source, settings))
                 ensure_index(source, settings)
-                self.done.append(
-                    f"index of {settings.source.table} for polling {settings.partitions} partitions"
-                )
-            if streaming and ensure_slot(source, settings.source.slot):
+                self.done.append(f"index of {settings.source.table} on c_xid, for polling")
+            if settings.source.mode != "wal":
+                # What the group takes for applied must not be lost, and published again, in a crash.
+                durable_sight(source)
+            if streaming and self._ensure_slot(warn):
+                self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
+        if settings.source.mode == "poll":
+            for text in left_behind(source, settings):
+                warn(text)
         return self.done
+
+    def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
+        name = self.settings.source.slot
+
+        def tell(oldest: str) -> None:
+            warn(
+                f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
+                f"is {oldest}: end it, or wait"
+            )
+
+        with telling_whom_it_waits_for(self.source_dsn, tell):
+            return ensure_slot(self.source, name)
+
+    def _join_slot(self) -> None:
+        """Let the group poll what was committed before its slot was there."""
+        group = self.settings.group
+        seen = durable_sight(self.source)
+        state = slot_state(self.source, self.settings.source.slot)
+        links = snapshots.chain(self.target, group)
+        if (
+            links
+            and state
+            and snapshots.append(self.target, group, links[-1], seen.snapshot, seen.lsn)
+        ):
+            groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
 
     def _can_stream(self, warn: Callable[[str], None]) -> bool:
         """Whether there can be a slot. Raises ConfigurationError if not and polling cannot stand in for it."""
@@ -239,6 +276,7 @@ class _Installation:
         removal += self._stream()
         removal += self._begin()
         # Last, since publishers wait from here to the commit.
+        self._set_gapless()
         self._set_notify()
         return removal
 
@@ -257,7 +295,8 @@ class _Installation:
         if not settings.source.owns_table:
             require_table(source, settings)
             require_readable(source, settings.source)
-            _adopt(source, settings)
+            _attach(source, settings)
+            _let_read(source, settings)
             return []
         existed = _exists(source, OWN_OUTBOX)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
@@ -266,8 +305,8 @@ class _Installation:
         self._apply(source, "outbox", "source.dsn")
         # Again, because somebody may have created the table in between.
         self._examine_outbox(adopting)
+        _attach(source, settings)
         _limit_event_bytes(source, settings.source.max_event_bytes)
-        _raise_counter(source, settings)
         return [] if existed else [_removal_of_outbox(source)]
 
     def _examine_outbox(self, adopting: bool) -> None:
@@ -299,6 +338,14 @@ class _Installation:
             return
         self.done.append(f"trigger {TRIGGER} {'on' if listens else 'removed from'} {of.table}")
 
+    def _set_gapless(self) -> None:
+        of = self.settings.source
+        gapless = of.offsets == "gapless"
+        if set_gapless(self.source, of, gapless):
+            self.done.append(
+                f"c_offset of {of.table} {'without gaps' if gapless else 'from a sequence'}"
+            )
+
     def _begin(self) -> list[_Removal]:
         """The offsets of a new group."""
         target, settings = self.target, self.settings
@@ -307,15 +354,13 @@ class _Installation:
         )
         self.start.require_possible(target, settings)
         # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
-        first = self.start.offset(self.source, settings)
-        created = offsets.create(
-            target, settings.group, settings.partitions, first, self.start.handover
-        )
-        if not created:
+        if offsets.partition_count(target, settings.group):
             return []
-        self.done.append(
-            f"group {settings.group} with {created} partitions, from c_offset {first} on"
-        )
+        chain, polled = self.start.chain(self.source, settings)
+        links = snapshots.begin(target, settings.group, chain)
+        first = links[0].id if links else None
+        created = offsets.create(target, settings.group, settings.partitions, first, polled)
+        self.done.append(f"group {settings.group} with {created} partitions, from {self.start} on")
         return [lambda: offsets.remove(target, settings.group)]
 
 
@@ -358,34 +403,22 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
     )
 
 
-def _adopt(source: Connection, settings: Settings) -> None:
-    """Give an outbox that was there before what relay's own has: offsets, the service's right to read."""
-    table = sql.Identifier(*settings.source.table_name)
+def _attach(source: Connection, settings: Settings) -> None:
+    """Give an outbox what polling needs and lacks. Raises ConfigurationError where that cannot be."""
+    if settings.source.mode == "wal":
+        return
+    table = sql.Identifier(*settings.source.table_name).as_string(source)
     source.execute(
-        sql.SQL("select relay.attach({}::regclass, {})").format(
-            sql.Literal(table.as_string(source)), settings.source.mapping["c_offset"]
-        )
+        "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
     )
-    if settings.source.mode != "wal":
-        _raise_counter(source, settings)
+    OutboxRows(settings).require_marked(source)
+
+
+def _let_read(source: Connection, settings: Settings) -> None:
+    """Give the service the right to read an outbox that is not relay's own."""
     if source.execute("select from pg_roles where rolname = 'relay'").rowcount:
+        table = sql.Identifier(*settings.source.table_name)
         source.execute(sql.SQL("grant select on {} to relay").format(table))
-
-
-def _raise_counter(source: Connection, settings: Settings) -> None:
-    """Let offsets go on after those that rows have already, from before relay was installed."""
-    source.execute(
-        sql.SQL(
-            """
-            update relay.log_counter as counter set next_offset = newest.c_offset + 1
-              from (select max({}) as c_offset from {}) as newest
-             where counter.id = 1 and counter.next_offset <= newest.c_offset
-            """
-        ).format(
-            sql.Identifier(settings.source.mapping["c_offset"]),
-            sql.Identifier(*settings.source.table_name),
-        )
-    )
 
 
 def _let_replicate(source: Connection) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from threading import Event
@@ -20,10 +20,14 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
+from relay.source.gapless import TRIGGER as COUNTING
+from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
+from relay.source.open_transactions import oldest_open
+from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
-from relay.store import admission, deferred, migrations, offsets, spark_batches
+from relay.store import admission, deferred, migrations, offsets, spark_batches, streams
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ OLDEST_SERVER = 140000
 Connection = psycopg.Connection[Any]
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that an outbox must have a column for; polling needs c_offset as well, and relay's own has all of them."""
+"""Fields that an outbox must have a column for; relay's own has all of them."""
 
 
 class Level(StrEnum):
@@ -197,9 +201,7 @@ def _required_fields(settings: Settings) -> tuple[str, ...]:
     if settings.source.owns_table:
         # relay.publish fills all of them; `relay init` adds deliver_at by itself.
         return tuple(field for field in FIELDS if field != "deliver_at")
-    if settings.source.mode == "wal":
-        return REQUIRED_FIELDS
-    return (*REQUIRED_FIELDS, "c_offset")
+    return REQUIRED_FIELDS
 
 
 def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
@@ -227,9 +229,14 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         level = Level.WARNING if problem.readable else Level.ERROR
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
+        yield _marks(conn, settings)
         yield _index(conn, settings)
+    yield _offsets(conn, settings)
     yield _notify(conn, settings)
-    if source.mode != "poll":
+    if source.mode == "poll":
+        for text in left_behind(conn, settings):
+            yield Finding(Level.WARNING, "slot", text)
+    else:
         for finding in _stream(conn, settings):
             # What keeps the WAL away is no reason to stop where polling steps in.
             spared = source.mode == "auto" and finding.level is Level.ERROR
@@ -243,14 +250,49 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from _slot(conn, settings)
 
 
+def _marks(conn: Connection, settings: Settings) -> Finding:
+    rows = OutboxRows(settings)
+
+    def require(conn: Connection) -> None:
+        rows.require_marked(conn)
+        rows.require_own_xids(conn)
+
+    return _caught("positions", "its rows tell which transaction inserted them", require, conn)
+
+
 def _index(conn: Connection, settings: Settings) -> Finding:
     if has_index(conn, settings):
-        return Finding(Level.OK, "index", "polling reads only the rows of its partitions")
+        return Finding(Level.OK, "index", "polling reads only rows that are new to it")
     return Finding(
         Level.WARNING,
         "index",
-        f"source.table: {settings.source.table} has no index for polling {settings.partitions} partitions, so every "
-        "task reads the rows of all: run `relay init`",
+        f"source.table: {settings.source.table} has no index on c_xid, so polling reads the whole table for each "
+        "window: run `relay init`",
+    )
+
+
+def _offsets(conn: Connection, settings: Settings) -> Finding:
+    source = settings.source
+    try:
+        require_numbered(conn, source)
+    except ConfigurationError as error:
+        return _error("offsets", error)
+    wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
+    if wanted == counts:
+        text = "numbers have no gaps, publishers take turns" if wanted else "publishers do not wait"
+        return Finding(Level.OK, "offsets", text)
+    if wanted:
+        return Finding(
+            Level.WARNING,
+            "offsets",
+            f"source.offsets: it is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
+            "run `relay init`",
+        )
+    return Finding(
+        Level.WARNING,
+        "offsets",
+        f"source.offsets: it is sequence, but by the trigger {COUNTING} of {source.table} publishers still take turns: "
+        "run `relay init`, which removes it, or set source.offsets: gapless",
     )
 
 
@@ -314,7 +356,8 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
-        yield _caught("slot", f"{name} is there", require_ours, state, conn.info.dbname)
+        there = f"{name} is {'being made' if state.creating else 'there'}"
+        yield _caught("slot", there, require_ours, state, conn.info.dbname)
         if state.lost:
             yield Finding(
                 Level.ERROR,
@@ -322,7 +365,14 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
                 "auto, which recreates it and reads by polling what it lacks",
             )
-    if state is not None and state.active:
+    if state is not None and state.creating:
+        yield Finding(
+            Level.WARNING,
+            "slot",
+            f"source.slot: {name!r} is still being made by process {state.active_pid}, which waits for all "
+            f"transactions that run; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
+        )
+    elif state is not None and state.active:
         yield Finding(
             Level.WARNING,
             "slot",
@@ -330,6 +380,22 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
+
+
+def left_behind(conn: Connection, settings: Settings) -> Iterator[str]:
+    """A line for each slot that a group which only polls has from a former mode, and nobody reads."""
+    slots: list[str] = []
+    # A role of an administrator's own making need not have the right.
+    with suppress(psycopg.errors.InsufficientPrivilege):
+        slots = streams.slots_of(conn, settings.group)
+    for slot in slots:
+        state = slot_state(conn, slot)
+        if state is not None and state.database == conn.info.dbname and not state.active:
+            yield (
+                f"source.mode: it is poll, but the slot {slot!r} of the group {settings.group!r} is still there, and "
+                f"holds WAL for ever ({state.retained_bytes} bytes now): run "
+                f"`select pg_drop_replication_slot('{slot}')`, or set source.mode: auto again"
+            )
 
 
 def require_slot(conn: Connection, settings: Settings) -> None:

@@ -138,7 +138,8 @@ class Service:
             self._summary.close()
             self._last_resort.cancel()
         self._raise_faults()
-        log.info("stopped", extra={"lsn": str(self._source.flushed)})
+        flushed = self._source.flushed
+        log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
 
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
@@ -169,7 +170,7 @@ class Service:
         started = time.monotonic()
         outcome = self._pipeline.run(batch)
         self._source.ack(batch, outcome)
-        if self._unflushed and batch.window is None:
+        if self._unflushed and batch.window is None and not outcome.busy:
             self._unflushed.add(batch.end, outcome.reached)
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)

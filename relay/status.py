@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -12,14 +12,28 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
-from relay.source.rows import OutboxRows, prefer_index
+from relay.source.applied import applied_in
+from relay.source.open_transactions import oldest_open
+from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_reader, slot_state
-from relay.store import brakes, dead_letters, deferred, groups, offsets, presence, spark_batches
+from relay.store import (
+    brakes,
+    dead_letters,
+    deferred,
+    groups,
+    offsets,
+    presence,
+    snapshots,
+    spark_batches,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A picture of the group at one moment."""
+    """A picture of the group at one moment.
+
+    `slot_waits_for` is the oldest open transaction while the slot is being made, in words.
+    """
 
     source_mode: str
     source_reason: str | None
@@ -28,6 +42,7 @@ class Status:
     instances: list[str]
     slot: SlotState | None
     slot_reader: str | None
+    slot_waits_for: str | None
     partitions: list[offsets.Cursor]
     dead_letters: int
     deferred: deferred.Waiting
@@ -42,8 +57,9 @@ class Status:
             "source_since": self.source_since.isoformat() if self.source_since else None,
             "active": self.active,
             "instances": self.instances,
-            "slot": None if self.slot is None else asdict(self.slot),
+            "slot": self.slot and {**asdict(self.slot), "creating": self.slot.creating},
             "slot_reader": self.slot_reader,
+            "slot_waits_for": self.slot_waits_for,
             "partitions": [
                 {
                     "partition_id": cursor.partition_id,
@@ -83,6 +99,7 @@ def read(settings: Settings) -> Status:
     with reach_source(settings) as source:
         slot = slot_state(source, settings.source.slot)
         reader = slot_reader(source, settings.source.slot)
+        oldest = oldest_open(source) if slot and slot.creating else None
     with reach_target(settings) as target:
         cursors = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
@@ -99,6 +116,7 @@ def read(settings: Settings) -> Status:
         instances=running,
         slot=slot,
         slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
+        slot_waits_for=None if oldest is None else str(oldest),
         partitions=cursors,
         dead_letters=dead,
         deferred=waiting,
@@ -108,24 +126,29 @@ def read(settings: Settings) -> Status:
 
 
 def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
-    """How old the oldest event is that no partition has read, by its event_ts; 0 if there is none.
+    """How old the oldest event is that is not applied, by its event_ts; 0 if there is none.
 
-    Raises ConfigurationError if the source cannot be reached, or the outbox has no event_ts or no c_offset.
+    Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
     """
     if not cursors:
         return 0.0
     rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
-    floors = {cursor.partition_id: cursor.next_offset for cursor in cursors}
+    with reach_target(settings) as target:
+        applied = applied_in(target, settings.group)
+        noted = snapshots.noted(target, settings.group)
+    if not applied:
+        raise _untold(settings, "c_xid")
     with reach_source(settings) as source:
-        prefer_index(source)
         try:
-            unread = rows.heads(source, floors, rows.next_offset(source) - 1)
+            unread = rows.unread(source, applied, noted)
         except psycopg.errors.UndefinedColumn:
             raise _untold(settings, "c_offset") from None
-        age = rows.age(source, unread.values()) if unread else 0.0
-    if age is None:
+    moments = [moment for _, moment in unread.values()]
+    oldest = [moment for moment in moments if moment is not None]
+    if len(oldest) < len(moments):
         raise _untold(settings, "event_ts")
-    return age
+    now = datetime.now(UTC)
+    return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
 
 
 def _untold(settings: Settings, field: str) -> ConfigurationError:

@@ -6,7 +6,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -17,11 +18,16 @@ import yaml
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
+from relay.batch import Batch, TaskOutcome
 from relay.config import Settings
 from relay.faults import RelayError
 from relay.install import initialise
+from relay.pipeline.apply import Applier
+from relay.pipeline.plan import Planner
 from relay.pipeline.session import Session
 from relay.service import Service
+from relay.source.choice import open_source
+from relay.source.wal import WalSource
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
@@ -197,6 +203,13 @@ class Outbox:
         tip = self.tip()
         wait_until(lambda: self.confirmed(tip), timeout)
 
+    def wait_compared(self, timeout: float = 30.0) -> None:
+        """Wait until the stream was compared with the outbox, so that nothing is noted any more."""
+        wait_until(
+            lambda: not self.column("select 1 from relay.applied_commits limit 1"),
+            timeout,
+        )
+
     def handled(self) -> int:
         """How many events are in the projection or among the dead letters."""
         return int(
@@ -218,7 +231,21 @@ class Outbox:
             self.wait_drained(timeout)
 
     def assert_exact(self) -> None:
-        """Projection + dead letters = outbox, nothing twice, order per host held."""
+        """Projection + dead letters = outbox, nothing twice, order of insertion per host held."""
+        self.assert_complete()
+        assert (
+            self.value(
+                """
+            select count(*) from (
+                select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken from projection
+            ) as followed where overtaken
+            """
+            )
+            == 0
+        )
+
+    def assert_complete(self) -> None:
+        """Projection + dead letters = outbox, nothing twice."""
         assert self.value("select count(*) from projection") == self.value(
             "select count(distinct id) from projection"
         )
@@ -230,16 +257,6 @@ class Outbox:
             ((select id from projection union all select event_id from relay.dead_letter_queue)
              except all select id from outbox_message_t)
             """
-        )
-        assert (
-            self.value(
-                """
-            select count(*) from (
-                select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken from projection
-            ) as followed where overtaken
-            """
-            )
-            == 0
         )
 
 
@@ -268,6 +285,50 @@ def relaying(
             # What ended the relay is the cause of what the test missed.
             raise raised[0]
     assert not thread.is_alive()
+
+
+def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
+    """Apply the slot's next batch, or only so many of its tasks, and confirm nothing."""
+    source = WalSource(settings)
+    source.start()
+    try:
+        batch = source.take(30)
+        assert batch is not None
+        outcomes = apply_some(settings, batch, tasks)
+        assert not any(outcome.busy for outcome in outcomes)
+    finally:
+        source.close()
+
+
+def work_and_die(settings: Settings, tasks: int) -> None:
+    """Apply some tasks of the first batch that relay takes, and end as a process that is killed then."""
+    source = open_source(settings)
+    source.start()
+    try:
+        apply_some(settings, next(iter(source.batches())), tasks)
+    finally:
+        source.stop()
+        source.close()
+    with psycopg.connect(settings.target_dsn) as conn:
+        # It could not say how far the slot is confirmed.
+        conn.execute(
+            "update relay.groups set confirmed_lsn = null where group_id = %s", (settings.group,)
+        )
+
+
+def apply_some(settings: Settings, batch: Batch, tasks: int | None) -> list[TaskOutcome]:
+    """Apply the first tasks of a batch, by default all; returns what became of these."""
+    with (
+        closing(Applier(settings, 1)) as applier,
+        psycopg.connect(settings.source_dsn) as conn,
+    ):
+        planned = Planner(settings.partitions, partial(_hashtext, conn)).work(batch, None)
+        return [applier.apply(task) for task in planned[:tasks]]
+
+
+def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
+    rows = conn.execute("select hashtext(host) from unnest(%s::text[]) as host", (list(hosts),))
+    return [value for (value,) in rows]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:

@@ -12,7 +12,7 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.install import administrators
-from relay.source.index import drop_indexes
+from relay.source.index import drop_index
 from relay.source.slot import drop_publication, drop_slot, slot_state
 from relay.store import migrations, presence, streams
 
@@ -179,7 +179,7 @@ def _drop(settings: Settings, removal: Removal, source: Connection, target: Conn
             transactions.enter_context(conn.transaction())
         for name in removal.publications:
             drop_publication(source, name)
-        drop_indexes(source, settings)
+        drop_index(source, settings)
         for conn in databases:
             conn.execute("drop schema if exists relay cascade")
         # A slot does not come back with a rollback: last.

@@ -26,7 +26,7 @@ STILL_SECONDS = 60.0
 CONFIRM_SECONDS = 10.0
 
 _PROGRESS = """
-    select (select next_offset - 1 from relay.log_counter) as published,
+    select (select count(*) from outbox_message_t) as published,
            (select count(*) from shop.projection) + (select count(*) from relay.dead_letter_queue) as settled
 """
 _CONFIRMED = """
@@ -77,7 +77,7 @@ class _Stage:
         drained_from = self._let_backlog_build_up()
         self._screen.step("draining the backlog")
         self._drain()
-        first_live_offset = _value(self._conn, "select next_offset from relay.log_counter")
+        first_live_offset = _value(self._conn, "select max(c_offset) + 1 from outbox_message_t")
         end = self._publish_live()
         self._drain()
         self._give_time_to_confirm(end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from relay.source.slot import SlotState
 from relay.status import Status
 
 
@@ -25,7 +26,7 @@ def failures(found: Status, group: str, limits: Limits, lag_seconds: float | Non
     if found.source_mode != "poll":
         yield from _slot(found, group)
     if limits.lag_bytes is not None and found.slot is not None:
-        yield from _lag_bytes(found.slot.lag_bytes, limits.lag_bytes)
+        yield from _lag_bytes(found.slot, limits.lag_bytes)
     waiting, dead = found.deferred.transactions, found.dead_letters
     if limits.lag_seconds is not None and (lag_seconds or 0.0) > limits.lag_seconds:
         yield f"the oldest unread event is {lag_seconds:.1f} s old, the limit is {limits.lag_seconds:g}"
@@ -41,6 +42,8 @@ def _slot(found: Status, group: str) -> Iterator[str]:
         yield "the replication slot is missing: run `relay init`"
     elif slot.lost:
         yield f"the slot {slot.name!r} can serve no more ({slot.invalidation_reason})"
+    elif slot.creating:
+        yield f"the slot {slot.name!r} is still being made, and waits for {found.slot_waits_for}"
     elif not slot.active:
         yield f"nobody reads the slot {slot.name!r}"
     elif found.slot_reader not in found.instances:
@@ -50,8 +53,11 @@ def _slot(found: Status, group: str) -> Iterator[str]:
         )
 
 
-def _lag_bytes(lag: int | None, limit: int) -> Iterator[str]:
-    if lag is None:
+def _lag_bytes(slot: SlotState, limit: int) -> Iterator[str]:
+    lag = slot.lag_bytes
+    if slot.creating:
+        yield "the lag in bytes is not known: the slot is still being made"
+    elif lag is None:
         yield "the lag in bytes is not known: the source is a standby"
     elif lag > limit:
         yield f"{lag} bytes of WAL are not confirmed, the limit is {limit}"

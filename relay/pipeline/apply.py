@@ -18,7 +18,7 @@ import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay.batch import DeadTransaction, Range, Reached, Task, TaskOutcome, Work
+from relay.batch import DeadTransaction, Range, Share, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Event, Lsn
 from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
@@ -37,8 +37,9 @@ from relay.pipeline.brake import Brake, run_of, told
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
-from relay.source.rows import OutboxRows, prepare_reading
-from relay.store import brakes, dead_letters, deferred, offsets
+from relay.snapshots import Xids, full_xids
+from relay.source.rows import OutboxRows, Wanted, prepare_reading
+from relay.store import brakes, dead_letters, deferred, offsets, snapshots
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
 from relay.store.unflushed import require_kept
@@ -156,70 +157,81 @@ class Applier:
             cursors = locked.cursors
             _require_same_source(task, locked)
             require_kept(task.floors, cursors)
-            fresh = _fresh(task, cursors)
+            if not locked.settled:
+                return TaskOutcome(task.partitions, busy=True)
+            fresh = _fresh(task, locked)
             if not len(fresh):
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             brake = Brake(self._limits, locked.streaks)
             dead, waiting, braked = self._deliver(conn, fresh, locked.holding, run, brake)
             advances = _advances(fresh, task.touched)
-            offsets.advance(conn, self._group, advances, self._durable)
+            noted = None
+            if locked.last is not None:
+                noted = np.unique(full_xids(fresh.facts["xid"], task.next_xid))
+            offsets.advance(conn, self._group, advances, noted, self._durable)
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, waiting, dead, braked)
         return replace(outcome, reached=self._reached(cursors, advances))
 
     def _reached(
         self, cursors: Mapping[int, offsets.Cursor], advances: Iterable[offsets.Advance] = ()
-    ) -> dict[int, Reached]:
+    ) -> dict[int, Lsn]:
         """Where partitions are now, if that may still be lost."""
         if self._durable:
             return {}
-        reached = {
-            partition: Reached(cursor.next_offset, cursor.applied_lsn)
-            for partition, cursor in cursors.items()
-        }
+        reached = {partition: cursor.applied_lsn for partition, cursor in cursors.items()}
         for each in advances:
             before = reached[each.partition_id]
-            reached[each.partition_id] = Reached(
-                max(before.next_offset, each.next_offset), max(before.applied_lsn, each.applied_lsn)
-            )
+            reached[each.partition_id] = max(before, each.applied_lsn)
         return reached
 
     def _apply_range(self, conn: Connection, task: Range, run: Run) -> TaskOutcome:
-        """Claim the partitions, read what is still to be applied of them, apply it and move them behind it."""
+        """Claim the partitions, read what is still to be applied of the range, apply it and move them behind it."""
         cursors = offsets.claim(conn, self._group, task.partitions)
-        if cursors is None:
+        if cursors is None or _is_early(task, cursors):
             return TaskOutcome(task.partitions, busy=True)
         floors = {
-            partition: cursor.next_offset
+            partition: cursor.polled_offset
             for partition, cursor in cursors.items()
-            if cursor.next_offset <= task.upto
+            if cursor.snapshot_id == task.snapshot_id and cursor.polled_offset < task.upto
         }
         if not floors:
             return TaskOutcome(task.partitions)
+        noted = snapshots.noted_in(conn, self._group, floors)
         events = waiting = 0
         dead: list[DeadTransaction] = []
         braked: list[str] = []
-        with (
-            self._source.connection() as source,
-            # Closed before the connection is: a COPY that is under way would keep that from being returned.
-            closing(self._rows.commits(source, floors, task.upto, task.by_reference)) as found,
-        ):
-            for transactions in self._portions(found):
-                events += transactions.events
-                left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
-                dead += buried
-                if not len(left):
-                    continue
-                hosts = left.distinct_hosts
-                locked = offsets.lock(conn, self._group, list(floors), hosts)
-                brake = Brake(self._limits, locked.streaks)
-                buried, parked, stopped = self._deliver(conn, left, locked.holding, run, brake)
-                waiting += parked
-                dead += buried
-                braked += stopped
-        offsets.hand_over(conn, self._group, list(floors), task.upto + 1, self._durable)
+        for transactions in self._portions(self._of_range(task, floors, noted)):
+            events += transactions.events
+            left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
+            dead += buried
+            if not len(left):
+                continue
+            hosts = left.distinct_hosts
+            locked = offsets.lock(conn, self._group, list(floors), hosts)
+            brake = Brake(self._limits, locked.streaks)
+            buried, parked, stopped = self._deliver(conn, left, locked.holding, run, brake)
+            waiting += parked
+            dead += buried
+            braked += stopped
+        offsets.polled(conn, self._group, _ends(task, floors), task.upto, self._durable)
         return _outcome(task, events, 0, waiting, dead, braked)
+
+    def _of_range(
+        self, task: Range, floors: Mapping[int, int], noted: Mapping[int, Xids]
+    ) -> Iterator[Transactions]:
+        """The transactions that are still to be applied; first those from before the outbox had c_xid."""
+        for unmarked in (True, False):
+            wanted = _wanted(task.shares, unmarked, floors, {} if unmarked else noted)
+            if not len(wanted.xids):
+                continue
+            with (
+                self._source.connection() as source,
+                # Closed before the connection is: a COPY that is under way would keep that from being returned.
+                closing(self._rows.commits(source, wanted, unmarked, task.by_reference)) as found,
+            ):
+                yield from found
 
     def _bury_by_reference(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
@@ -489,37 +501,93 @@ def _require_same_source(task: Task, locked: offsets.Locked) -> None:
         )
 
 
-def _fresh(task: Task, cursors: Mapping[int, offsets.Cursor]) -> Transactions:
+def _fresh(task: Task, locked: offsets.Locked) -> Transactions:
     """The transactions that are not in the target yet.
 
-    The commit's position says so, or its offset where another way than this WAL was taken before. Partitions that a
-    transaction touches moved together when it was applied, so they agree.
+    The commit's position says so, and for what was polled the snapshot that sees it. Partitions that a transaction
+    touches moved together when it was applied, so they agree.
     """
-    end, last = task.transactions.facts["end_lsn"], task.transactions.facts["last_offset"]
-    floors = {partition: cursor.handover_offset for partition, cursor in cursors.items()}
-    furthest = max(cursor.applied_lsn for cursor in cursors.values())
+    facts = task.transactions.facts
+    seen = None
+    if locked.last is not None:
+        seen = locked.last.snapshot.sees(full_xids(facts["xid"], task.next_xid))
+    end = facts["end_lsn"]
+    furthest = max(cursor.applied_lsn for cursor in locked.cursors.values())
     # As a rule everything is new, and then no partition has to be looked at by itself.
-    if end[0] > furthest and last.min() >= max(floors.values()):
+    if end[0] > furthest and (seen is None or not seen.any()):
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
     for partitions, here in _by_partitions(task.transactions, task.touched):
         for partition in partitions:
-            by_offset = (last > 0) & (last < floors[partition])
-            fresh |= here & (end > cursors[partition].applied_lsn) & ~by_offset
+            fresh |= here & (end > locked.cursors[partition].applied_lsn)
+    if seen is not None:
+        fresh &= ~seen
     return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
 
 
 def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
-    reached: dict[int, tuple[int, Lsn]] = {}
+    reached: dict[int, tuple[Lsn, int]] = {}
     for partitions, here in _by_partitions(fresh, touched):
         following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
         end = Lsn(fresh.facts["end_lsn"][here].max())
         for partition in partitions:
-            next_offset, lsn = reached.get(partition, (1, Lsn(0)))
-            reached[partition] = (max(next_offset, following), max(lsn, end))
+            lsn, next_offset = reached.get(partition, (Lsn(0), 1))
+            reached[partition] = (max(lsn, end), max(next_offset, following))
     return [
         offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
     ]
+
+
+def _is_early(task: Range, cursors: Mapping[int, offsets.Cursor]) -> bool:
+    """Whether somebody has not applied yet what comes before the range."""
+    return any(
+        (cursor.snapshot_id or 0, cursor.polled_offset) < (task.snapshot_id, task.floors[partition])
+        for partition, cursor in cursors.items()
+    )
+
+
+def _wanted(
+    shares: Iterable[Share],
+    unmarked: bool,
+    floors: Mapping[int, int],
+    noted: Mapping[int, Xids],
+) -> Wanted:
+    """What of shares is still to be applied in the partitions that have floors, in order."""
+    parts: list[Wanted] = []
+    for share in shares:
+        if share.unmarked != unmarked:
+            continue
+        masks = {
+            partition: _unread(share, floors.get(partition), noted.get(partition))
+            for partition in share.partitions
+        }
+        first, *others = masks.values()
+        if all((first == other).all() for other in others):
+            masks = {-1: first}
+        for partition, mask in masks.items():
+            xids = share.xids[mask]
+            parts.append(Wanted(xids, share.positions[mask], np.full(len(xids), partition)))
+    if len(parts) <= 1:
+        return parts[0] if parts else Wanted(*(np.zeros(0, np.int64),) * 3)
+    return Wanted(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _unread(share: Share, floor: int | None, noted: Xids | None) -> Mask:
+    if floor is None:
+        return np.zeros(len(share.xids), np.bool_)
+    unread: Mask = share.positions > floor
+    return unread if noted is None else unread & ~np.isin(share.xids, noted)
+
+
+def _ends(task: Range, floors: Mapping[int, int]) -> dict[int, int]:
+    """The greatest position of the range's transactions in each partition."""
+    ends: dict[int, int] = {}
+    for share in task.shares:
+        for partition in share.partitions:
+            if partition in floors:
+                last = int(share.positions[-1])
+                ends[partition] = max(ends.get(partition, last), last)
+    return ends
 
 
 def _by_partitions(

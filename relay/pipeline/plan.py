@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relay.batch import Batch, Range, Task, Window, Work
+from relay.batch import Batch, Range, Share, Task, Window, Work
 from relay.transactions import Places, Transactions
 
 Hash = Callable[[Sequence[str]], Sequence[int]]
@@ -40,24 +40,34 @@ class Planner:
         if batch.window:
             return self.ranges(batch.window)
         return [
-            replace(task, source_epoch=batch.source_epoch)
+            replace(task, source_epoch=batch.source_epoch, next_xid=batch.next_xid)
             for task in self.plan(batch.transactions, lanes)
         ]
 
     def ranges(self, window: Window) -> list[Range]:
         """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""
-        root = _joined([partitions for partitions, _ in window.spread])
-        members: dict[int, set[int]] = {}
-        events: dict[int, int] = {}
-        for partitions, count in window.spread:
-            first = root(partitions[0])
-            members.setdefault(first, set()).update(partitions)
-            events[first] = events.get(first, 0) + count
-        found = [
-            Range(tuple(sorted(joined)), window.upto, events[first], window.by_reference)
-            for first, joined in members.items()
-            if min(joined) in self._own
-        ]
+        root = _joined([share.partitions for share in window.shares])
+        joined: dict[int, list[Share]] = {}
+        for share in window.shares:
+            joined.setdefault(root(share.partitions[0]), []).append(share)
+        found = []
+        for shares in joined.values():
+            partitions = tuple(sorted({p for share in shares for p in share.partitions}))
+            if partitions[0] not in self._own:
+                continue
+            floors = {partition: window.floors[partition] for partition in partitions}
+            events = sum(share.events for share in shares)
+            found.append(
+                Range(
+                    partitions,
+                    window.snapshot_id,
+                    window.upto,
+                    shares,
+                    floors,
+                    events,
+                    window.by_reference,
+                )
+            )
         random.shuffle(found)
         return found
 

@@ -13,8 +13,9 @@ import psycopg
 from psycopg_pool import ConnectionPool
 from tenacity import RetryCallState
 
-from relay.batch import Batch, Outcome, Reached, Task, TaskOutcome, Work
+from relay.batch import Batch, Outcome, Task, TaskOutcome, Work
 from relay.config import Settings
+from relay.events import Lsn
 from relay.faults import (
     Action,
     Braked,
@@ -51,7 +52,7 @@ class Engine(Protocol):
         """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
 
 
-Floors = Callable[[Iterable[int]], Mapping[int, Reached]]
+Floors = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
 
 class Pipeline:

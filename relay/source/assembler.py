@@ -108,6 +108,10 @@ class Assembler:
         """The whole commits with rows since the last time, in order."""
         return self._grouping.fetch()
 
+    def foreign(self) -> int:
+        """How many rows with another transaction's c_xid were left out since the last time."""
+        return self._grouping.foreign()
+
     def _learn(self, relation: Message) -> None:
         if not isinstance(relation, Relation):
             return

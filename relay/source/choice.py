@@ -15,22 +15,22 @@ from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
+from relay.snapshots import full_xids
 from relay.source.assembler import Begun
 from relay.source.interval import Interval
 from relay.source.poll import BUSY_SECONDS, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
+from relay.source.server import Sight
 from relay.source.wal import WalSource
-from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3.0
 """How long the replication connection may fail before polling steps in."""
-AUDIT_SECONDS = 10.0
-"""How often an idle stream is compared with the outbox."""
-
-
-_NEVER = np.iinfo(np.int64).min
+AUDIT_SECONDS = 5.0
+"""How often the stream is compared with the outbox."""
+RECONNECT_SECONDS = 15.0
+"""How often streaming begins again, at most, because commits are missing."""
 
 
 class Source(Protocol):
@@ -70,8 +70,8 @@ def open_source(settings: Settings) -> Source:
 class StreamSource:
     """The WAL, and in mode `auto` polling for what it does not have: rows older than the slot, or all while it is away.
 
-    The gapless c_offset shows what is missing: a commit that does not follow on the one before, and at an idle stream
-    an outbox with more than was applied. Both ways move the same cursors, so what came one way is skipped on the other.
+    Both ways move the same cursors. A snapshot whose commits have all come from the WAL takes the place of the one
+    before; what it shows that did not come is polled.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -83,12 +83,13 @@ class StreamSource:
         self._poller = Poller(settings)
         self._stopping = Event()
         self._progressed = True
+        self._refused = False
         self._mode = ""
-        self._expected: int | None = None
         self._connections = 0
-        self._checkpoint: tuple[int, Lsn] | None = None
+        self._incomplete = False
+        self._sight: Sight | None = None
         self._next_audit = 0.0
-        self._audited = False
+        self._next_reconnect = 0.0
 
     def guard(self) -> None:
         """A process may have died of what comes now. Before `start`."""
@@ -118,100 +119,144 @@ class StreamSource:
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """The batch is committed; a polled one as far as it could be claimed."""
-        if batch.window is None:
-            self._wal.ack(batch, outcome)
         self._progressed = any(not task.busy for task in outcome.tasks)
+        if batch.window is not None:
+            return
+        self._refused = outcome.busy
+        if not outcome.busy:
+            self._wal.ack(batch, outcome)
 
     def confirm(self, end: Lsn) -> None:
         """Everything up to a position is durable."""
         self._wal.confirm(end)
 
     def batches(self) -> Iterator[Batch]:
-        """Whole commits as they come, each behind what it follows on. Ends after `stop()`. Raises RelayError."""
+        """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
         while not self._stopping.is_set():
             batch = self._wal.take(self._pause())
-            self._look_at_connection()
             if batch is not None:
+                yield from self._missing()
                 self._enter("wal")
-                yield from self._missing_before(batch)
-                if not self._stopping.is_set():
-                    yield batch
+                yield from self._streamed(batch)
+                yield from self._audit()
             elif self._wal.stuck is not None:
                 yield from self._around(self._wal.stuck)
             elif self._wal.outage is not None:
                 yield from self._polled()
-            elif self._connections:
+            elif self._wal.connections:
+                yield from self._missing()
                 self._enter("wal")
-                yield from self._missing_when_idle()
+                yield from self._audit()
 
     def _pause(self) -> float:
         if self._mode == "poll" and self._wal.outage is not None:
             return 0.0  # the interval between polls is the wait
-        return 0.2 if self._checkpoint else 1.0
+        return 0.2 if self._sight else 1.0
 
-    def _look_at_connection(self) -> None:
-        if self._wal.connections != self._connections:
-            self._connections = self._wal.connections
-            self._expected = None
-            self._checkpoint = None
-            self._next_audit = 0.0
-            self._audited = False
+    def _streamed(self, batch: Batch) -> Iterator[Batch]:
+        """A batch of the WAL; again, where a difference was open, after that is polled."""
+        while not self._stopping.is_set():
+            yield batch
+            if not self._refused:
+                return
+            self._require_polling()
+            yield from self._windows(opening=False)
 
-    def _missing_before(self, batch: Batch) -> Iterator[Batch]:
-        """What the outbox has below a commit of the batch that does not follow on the one before."""
-        floor = _NEVER if self._expected is None else self._expected
-        gap, self._expected = _gap(batch.transactions, floor)
-        if gap:
-            yield from self._missing(gap)
+    def _missing(self) -> Iterator[Batch]:
+        """What is to be polled before a stream that has just begun."""
+        if self._wal.connections == self._connections:
+            return
+        self._connections = self._wal.connections
+        incomplete = self._wal.incomplete
+        self._sight = None
+        self._next_audit = 0.0
+        if not self._polls and self._poller.last() is None:
+            return
+        windows = self._windows(opening=incomplete)
+        yield from self._said(windows) if incomplete else windows
+        if not self._stopping.is_set():
+            self._wal.complete()
 
-    def _missing_when_idle(self) -> Iterator[Batch]:
-        """What the outbox has although the stream has passed it: nothing, as a rule."""
-        if not self._polls or time.monotonic() < self._next_audit:
+    def _audit(self) -> Iterator[Batch]:
+        """From time to time a snapshot whose commits have all come takes the place of the last one.
+
+        What it shows that has not come is polled: as a rule nothing.
+        """
+        now = time.monotonic()
+        if now < self._next_audit:
             return
         try:
-            self._checkpoint = self._checkpoint or self._poller.checkpoint()
+            self._sight = self._sight or self._poller.sight()
+            if self._wal.flushed < self._sight.lsn:
+                return
+            whole = self._poller.adopt(self._sight, opening=self._polls)
+            self._wal.next_xid = self._sight.snapshot.xmax
         except psycopg.Error as error:
-            self._next_audit = time.monotonic() + AUDIT_SECONDS
+            self._next_audit = now + AUDIT_SECONDS
             log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
             return
-        following, position = self._checkpoint
-        if self._wal.received >= position and self._wal.empty:
-            self._checkpoint = None
-            self._next_audit = time.monotonic() + AUDIT_SECONDS
-            # At first there may be rows older than the slot; later the stream itself has left something out.
-            yield from self._missing(following, suspicious=self._audited)
-            self._audited = True
+        self._sight = None
+        self._next_audit = now + AUDIT_SECONDS
+        if whole:
+            return
+        self._require_polling()
+        yield from self._said(self._windows(opening=False))
+        self._next_audit = 0.0
+        if now >= self._next_reconnect:
+            # It may go by a publication that is no longer there.
+            self._next_reconnect = now + RECONNECT_SECONDS
+            log.warning(
+                "the stream has left out commits that the outbox shows, now polled: see the publication's row filter"
+            )
+            self._wal.reconnect()
 
-    def _missing(self, before: int, suspicious: bool = False) -> Iterator[Batch]:
-        said = False
-        while not self._stopping.is_set() and (window := self._poller.look(before)):
-            if not self._polls:
-                raise RelayError(
-                    f"the slot {self._settings.source.slot!r} does not have all events below c_offset {before} that "
-                    f"group {self._settings.group!r} has still to get: set source.mode to auto, which reads them by "
-                    "polling, or pass over them with `relay offsets seek`"
-                )
-            if not said:
-                said = True
-                log.info("reading by polling what the slot does not have", extra={"before": before})
+    def _said(self, windows: Iterator[Batch]) -> Iterator[Batch]:
+        """Windows, with a line in the log if there are any."""
+        for number, window in enumerate(windows):
+            if not number:
+                log.info("reading by polling what the slot does not have")
+            yield window
+
+    def _require_polling(self) -> None:
+        """Raise RelayError where nothing may be polled."""
+        if not self._polls:
+            raise RelayError(
+                f"the slot {self._settings.source.slot!r} does not have all events that group {self._settings.group!r} "
+                "has still to get: set source.mode to auto, which reads them by polling, or pass over them with "
+                "`relay offsets seek`"
+            )
+
+    def _windows(self, opening: bool) -> Iterator[Batch]:
+        """What is left of the differences that are open, and with `opening` of one more up to now."""
+        if opening:
+            yield from self._windows(opening=False)
+        while not self._stopping.is_set() and (window := self._poller.window(opening)):
+            opening = False
             yield window
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
-        if said and suspicious:
-            self._wal.reconnect()
 
     def _around(self, commit: Begun) -> Iterator[Batch]:
         """What the outbox has up to a commit that cannot be received, by polling that leaves large rows where they are.
 
         Everything that came before it is applied already. Whatever commits meanwhile may come both ways.
         """
-        following = self._poller.following(commit.xid)
-        if following is None:
-            self._stopping.wait(BUSY_SECONDS)
-            return
+        last = self._poller.last()
+        if last is None:
+            raise RelayError(
+                f"the commit at {commit.lsn} cannot be received for want of memory, and only polling can go around it, "
+                "which this group cannot: give relay more memory"
+            )
         self._enter("poll", "a commit is too large to be received")
+        xid = full_xids(np.array([commit.xid]), self._wal.next_xid)
+        if not last.snapshot.sees(xid).all():
+            if (window := self._poller.window(by_reference=True)) is not None:
+                yield window
+            if window is None or not self._progressed:
+                self._stopping.wait(BUSY_SECONDS)
+            return
         while not self._stopping.is_set() and (
-            window := self._poller.look(following, by_reference=True)
+            window := self._poller.window(opening=False, by_reference=True)
         ):
             yield window
             if not self._progressed:
@@ -227,7 +272,7 @@ class StreamSource:
             self._stopping.wait(0.1)
             return
         self._enter("poll", outage.reason)
-        window = self._poller.look()
+        window = self._poller.window()
         if window is None:
             self._interval.wait()
             return
@@ -248,22 +293,3 @@ class StreamSource:
             extra={"reason": reason} if reason else {},
         )
         note_mode(self._settings, mode, reason)
-
-
-def _gap(transactions: Transactions, expected: int) -> tuple[int, int | None]:
-    """The first c_offset of the last commit that does not follow on those before, or 0, and what is expected next.
-
-    A transaction without offsets says nothing. Those of one commit may come in any order.
-    """
-    facts = transactions.facts[transactions.facts["last_offset"] != 0]
-    if not len(facts):
-        return 0, None if expected == _NEVER else expected
-    if len(facts) == 1:  # at the head of the stream, where each array operation is felt
-        start, end = int(facts["first_offset"][0]), int(facts["last_offset"][0])
-        return start if start > expected else 0, max(expected, end + 1)
-    commits = np.flatnonzero(np.diff(facts["end_lsn"], prepend=0))
-    first = np.minimum.reduceat(facts["first_offset"], commits)
-    last = np.maximum.reduceat(facts["last_offset"], commits)
-    reached = np.maximum.accumulate(np.concatenate(([expected], last + 1)))
-    gaps = first[first > reached[:-1]]
-    return int(gaps[-1]) if len(gaps) else 0, int(reached[-1])

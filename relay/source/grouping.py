@@ -218,6 +218,7 @@ class _Groups:
         self._xid = xid
         self._taken = _Offsets() if layout.partitioned else None
         self._columns = layout.columns
+        self.foreign = 0
         self._groups: dict[tuple[bytes | None, ...], _Group] = {}
         self._spool: Spool | None = None
         self._size = 0
@@ -236,6 +237,7 @@ class _Groups:
             rows, *layout.peek(rows), strict=True
         ):
             if xid != self._xid and xid and self._xid:
+                self.foreign += 1
                 continue
             if self._taken is not None and offset and not self._taken.add(offset):
                 continue
@@ -322,6 +324,7 @@ class Grouping:
         self._mapping = mapping
         self._max_bytes = max_bytes
         self._spool_directory = spool_directory
+        self._foreign = 0
         self.clear()
 
     def clear(self) -> None:
@@ -370,6 +373,14 @@ class Grouping:
         finished, self._finished = self._finished, []
         return finished
 
+    def foreign(self) -> int:
+        """How many rows with another transaction's c_xid were left out since the last time.
+
+        Those of a partitioned table do not count: an update moves a row from one partition to another.
+        """
+        found, self._foreign = self._foreign, 0
+        return found
+
     def _fits(self, rows: Rows) -> bool:
         """Whether no commit can be too large to be looked at together with others."""
         return self._placed is None and self._open_size + rows.size <= self._max_bytes
@@ -382,8 +393,8 @@ class Grouping:
             return self._keep(rows, end)
         self._look()
         self._place(rows)
-        if len(end) and self._placed is not None:
-            self._finish(self._placed, end[0])
+        if len(end) and self._placed is not None and self._layout is not None:
+            self._finish(self._layout, self._placed, end[0])
             self._placed = None
         return None
 
@@ -438,6 +449,7 @@ class Grouping:
         rows = rows.part(0, last)
         survey = self._layout.survey(rows, ends)
         if survey is not None and survey.old is not None:
+            self._count(self._layout, int(survey.old.sum()))
             rows, ends = _without(rows, ends, survey.old)
             survey = self._layout.survey(rows, ends) if len(ends) else None
         if survey is None:
@@ -459,10 +471,15 @@ class Grouping:
             stop = int(end["rows"])
             groups = _Groups(self._mapping, layout, int(end["xid"]))
             groups.place(layout, rows.part(start, stop))
-            self._finish(groups, end)
+            self._finish(layout, groups, end)
             start = stop
 
-    def _finish(self, groups: _Groups, end: Ends) -> None:
+    def _count(self, layout: Layout, foreign: int) -> None:
+        if not layout.partitioned:
+            self._foreign += foreign
+
+    def _finish(self, layout: Layout, groups: _Groups, end: Ends) -> None:
+        self._count(layout, groups.foreign)
         commit = groups.received(end)
         if len(commit):
             self._finished.append(commit)

@@ -51,6 +51,11 @@ class History:
         """Every timeline of the history."""
         return frozenset(each.timeline for each in self.switches) | {self.timeline}
 
+    def since(self, timeline: int) -> History:
+        """The same from a timeline on, where nothing is known of what led to that."""
+        kept = tuple(each for each in self.switches if each.timeline >= timeline)
+        return History(self.timeline, kept)
+
     def shared_until(self, other: History) -> Lsn | None:
         """The position up to which both histories have the same WAL; None if one is not left by the other at all."""
         shared = Lsn(0)

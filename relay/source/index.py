@@ -1,30 +1,29 @@
-"""The index by which polling reads only the rows of its partitions.
+"""The index on c_xid, by which polling reads only what lies between two snapshots.
 
-Source: PostgreSQL documentation, "Indexes on Expressions" and "CREATE INDEX".
+Source: PostgreSQL documentation, "CREATE INDEX".
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import psycopg
 from psycopg import sql
 
 from relay.config import Settings
-from relay.source.rows import partition_expression
+from relay.events import INSERTED_BY
 
 Connection = psycopg.Connection[Any]
 
 
 def has_index(conn: Connection, settings: Settings) -> bool:
-    """Whether the index for the configured number of partitions is there and whole."""
+    """Whether there is a whole index that begins with c_xid."""
     found = conn.execute(
         """
-        select from pg_index i join pg_class c on c.oid = i.indexrelid
-         where i.indrelid = to_regclass(%s) and c.relname = %s and i.indisvalid
+        select from pg_index i join pg_attribute a on a.attrelid = i.indrelid and a.attnum = i.indkey[0]
+         where i.indrelid = to_regclass(%s) and a.attname = %s and i.indisvalid and i.indpred is null
         """,
-        (sql.Identifier(*settings.source.table_name).as_string(conn), _name(settings)),
+        (sql.Identifier(*settings.source.table_name).as_string(conn), INSERTED_BY),
     )
     return found.rowcount > 0
 
@@ -50,35 +49,27 @@ def ensure_index(conn: Connection, settings: Settings) -> bool:
         )
     )
     conn.execute(
-        sql.SQL("create index {} {} on {} ({}, {})").format(
+        sql.SQL("create index {} {} on {} ({})").format(
             concurrently,
             sql.Identifier(_name(settings)),
             sql.Identifier(schema, table),
-            partition_expression(settings.source.mapping["host_id"], settings.partitions),
-            sql.Identifier(settings.source.mapping["c_offset"]),
+            sql.Identifier(INSERTED_BY),
         )
     )
     return True
 
 
-def drop_indexes(conn: Connection, settings: Settings) -> int:
-    """Drop the indexes for every number of partitions; returns how many there were. Raises psycopg.Error."""
-    schema, table = settings.source.table_name
-    names = conn.execute(
-        "select indexname from pg_indexes where schemaname = %s and tablename = %s and indexname ~ %s",
-        (schema, table, rf"^{re.escape(table[:40])}_relay_\d+$"),
-    ).fetchall()
-    for (name,) in names:
-        conn.execute(sql.SQL("drop index {}").format(sql.Identifier(schema, name)))
-    return len(names)
-
-
-def drop_index(conn: Connection, settings: Settings) -> None:
-    """Drop the index for the configured number of partitions if it is there. Raises psycopg.Error."""
+def drop_index(conn: Connection, settings: Settings) -> bool:
+    """Drop the index that relay has made; returns whether it was there. Raises psycopg.Error."""
     schema, _ = settings.source.table_name
-    conn.execute(sql.SQL("drop index if exists {}").format(sql.Identifier(schema, _name(settings))))
+    name = sql.Identifier(schema, _name(settings))
+    found = conn.execute("select to_regclass(%s)", (name.as_string(conn),)).fetchone()
+    if not found or found[0] is None:
+        return False
+    conn.execute(sql.SQL("drop index {}").format(name))
+    return True
 
 
 def _name(settings: Settings) -> str:
     _, table = settings.source.table_name
-    return f"{table[:40]}_relay_{settings.partitions}"
+    return f"{table[:40]}_relay_c_xid"

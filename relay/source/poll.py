@@ -1,181 +1,249 @@
-"""The polling path: windows of committed rows, planned from the group's cursors and the outbox.
+"""The polling path: the differences between snapshots of the source, in windows.
 
-Whoever applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances
-share a group, and executors read their own ranges.
+A group has a chain of snapshots, and each partition stands at one of them: everything that it sees is applied. Whoever
+applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances share a
+group, and executors read their own ranges.
+
+Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are differences.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Any
 
+import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
 from relay.batch import Batch, Outcome, Window
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import RelayError, describe
+from relay.faults import ConfigurationError, RelayError, TransientFault, describe
 from relay.patience import say_once, until_it_works
-from relay.source.history import History
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
-from relay.source.rows import OutboxRows, is_standby, is_visible, prepare_reading, server_of
-from relay.store import groups, offsets
+from relay.source.rows import Difference, OutboxRows, Portion, prepare_reading
+from relay.source.server import Sight, durable_sight, sight
+from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
+from relay.store.snapshots import Link
 from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has something to do."""
-AHEAD_LOOKS = 25
-AHEAD_SECONDS = 0.2
-"""A row can be relayed from the WAL before other sessions see it, so a cursor may be ahead for a moment."""
+_FAR = 1 << 24
+"""How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A difference that is being polled: what is left of it, and up to where its portions reach in each partition."""
+
+    before: Link
+    after: Link
+    portions: Iterator[Portion]
+    reached: dict[int, int] = field(default_factory=dict)
+
+    def window(self, portion: Portion) -> Window:
+        """A portion, with what partitions must have reached before it."""
+        members = {p for share in portion.shares for p in share.partitions}
+        floors = {p: self.reached.get(p, offsets.FIRST) for p in members}
+        self.reached.update(dict.fromkeys(members, portion.upto))
+        return Window(self.before.id, portion.upto, portion.shares, floors, portion.left)
 
 
 class Poller:
-    """Looks for what the group has still to apply of the rows that are committed.
+    """Finds what the group has still to apply of the rows that are committed.
 
-    Raises RelayError if the outbox is behind the group, Interrupted by `stop`.
+    Raises RelayError if the source is older than the group, Interrupted by `stop`.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
+        # One connection holds the plan of a difference, the other answers.
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.source_dsn, 1, prepare_reading
+            settings.source_dsn, 2, prepare_reading
         )
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
-        self._floors: dict[int, int] = {}
+        self._plan: _Plan | None = None
         self._stopping = Event()
-        self._retrying = until_it_works(self._stopping, say_once(log, "cannot look for events yet"))
-        self._looks = 0
+        self._retrying = until_it_works(self._stopping, say_once(log, "cannot poll yet"))
+        self._windows = 0
         self._recognition = Recognition(settings)
-        self._examined: tuple[str, int] | None = None
+        self._checked = False
 
     def stop(self) -> None:
-        """End waiting; a look that cannot be had returns None."""
+        """End waiting; a window that cannot be had is None."""
         self._stopping.set()
 
     def close(self) -> None:
         """Close the connections."""
         self.stop()
+        self._drop_plan()
         self._source.close()
         self._target.close()
 
-    def checkpoint(self) -> tuple[int, Lsn]:
-        """A c_offset, and the position in the WAL behind the commits of all rows below it. Raises psycopg.Error."""
+    def sight(self) -> Sight:
+        """What the source shows now. Raises psycopg.Error."""
         with self._source.connection() as conn:
-            return self._rows.checkpoint(conn)
+            return sight(conn)
 
-    def following(self, xid: int) -> int | None:
-        """The c_offset after those of a commit and all before it; None while it is not visible, or after `stop`.
+    def last(self) -> Link | None:
+        """The group's last snapshot; None where only the WAL is read. Raises psycopg.Error."""
+        with self._target.connection() as conn:
+            links = snapshots.chain(conn, self._settings.group)
+        return links[-1] if links else None
 
-        Waits for as long as a database is away.
+    def adopt(self, seen: Sight, opening: bool) -> bool:
+        """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
+
+        False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
+        Raises psycopg.Error.
+        """
+        group = self._settings.group
+        with self._target.connection() as target, self._source.connection() as source:
+            cursors, links = offsets.standing(target, group)
+            if not links:
+                return True
+            last = links[-1]
+            if any(cursor.snapshot_id != last.id for cursor in cursors):
+                return False
+            if not seen.snapshot.covers(last.snapshot):
+                return True
+            found = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
+            noted = snapshots.noted_in(target, group, range(self._settings.partitions))
+            none = np.zeros(0, np.int64)
+            if not all(np.isin(found[each], noted.get(each, none)).all() for each in found):
+                if opening:
+                    snapshots.append(target, group, last, seen.snapshot, seen.lsn)
+                return False
+            if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
+                snapshots.replace(target, group, last, seen.snapshot)
+            return True
+
+    def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
+        """The next window; None if nothing is left or after `stop`.
+
+        Of the differences that are open, or with `opening` also of a new one up to now. `by_reference`: rows above
+        `source.max_event_bytes` are not to be read. Waits for as long as a database is away.
         """
         try:
-            return self._retrying(self._following, xid)
-        except psycopg.Error:
+            return self._retrying(self._window, opening, by_reference)
+        except (psycopg.Error, TransientFault):
             if self._stopping.is_set():
                 return None
             raise
 
-    def _following(self, xid: int) -> int | None:
-        with self._source.connection() as conn:
-            return self._rows.next_offset(conn) if is_visible(conn, xid) else None
-
-    def look(self, before: int | None = None, by_reference: bool = False) -> Batch | None:
-        """The next window, ending below the c_offset `before`; None if nothing is left there or after `stop`.
-
-        `by_reference`: rows above `source.max_event_bytes` are not to be read. Waits for as long as a database is away.
-        """
+    def _window(self, opening: bool, by_reference: bool) -> Batch | None:
         try:
-            return self._retrying(self._look, before, by_reference)
-        except psycopg.Error:
-            if self._stopping.is_set():
-                return None
+            while not self._stopping.is_set():
+                plan = self._plan or self._begin(opening)
+                if plan is None:
+                    return None
+                self._plan = plan
+                for portion in plan.portions:
+                    window = plan.window(portion)
+                    if any(p in self._own for share in portion.shares for p in share.partitions):
+                        return self._batch(window, by_reference)
+                self._complete(plan)
+        except BaseException:
+            self._drop_plan()
             raise
+        return None
 
-    def _look(self, before: int | None, by_reference: bool) -> Batch | None:
-        with self._source.connection() as source:
-            cursors, tip = self._cursors(source)
-            if before is not None:
-                tip = min(tip, before - 1)
-            floors = {
-                cursor.partition_id: max(
-                    cursor.next_offset, self._floors.get(cursor.partition_id, cursor.next_offset)
-                )
-                for cursor in cursors
-            }
-            pending = {partition: floor for partition, floor in floors.items() if floor <= tip}
-            heads = self._rows.heads(source, pending, tip) if pending else {}
-            # What lies below is known to hold nothing, and need not be searched again.
-            self._floors.update({p: heads.get(p, tip + 1) for p in pending})
-            own = [head for partition, head in heads.items() if partition in self._own]
-            if not own:
-                return None
-            window = self._window(source, heads, min(own), tip)
-            if by_reference:
-                large = self._rows.large(source, min(own), window.upto)
-                window = replace(window, by_reference=tuple(large))
-        self._looks += 1
+    def _batch(self, window: Window, by_reference: bool) -> Batch:
+        if by_reference:
+            with self._source.connection() as conn:
+                large = self._rows.large(conn, window.shares)
+            window = replace(window, by_reference=tuple(large))
+        self._windows += 1
         return Batch(
-            number=self._looks,
+            number=self._windows,
             transactions=Transactions.none(),
             end=Lsn(0),
-            events=sum(events for _, events in window.spread),
+            events=sum(share.events for share in window.shares),
             size=0,
             window=window,
         )
 
-    def _window(
-        self, source: psycopg.Connection[Any], heads: dict[int, int], low: int, tip: int
-    ) -> Window:
-        size = self._settings.poll.batch_size
-        most = self._settings.batch.max_events
-        if tip - low >= max(size, most):
-            # Far behind: about as many rows for each partition as a batch may have.
-            size = max(size, most * self._settings.partitions)
-        upto = self._rows.boundary(source, low, min(tip, low + size - 1), tip, size)
-        reached = {partition: head for partition, head in heads.items() if head <= upto}
-        spread = self._rows.spread(source, reached, low, upto)
-        return Window(upto, spread, rows=upto - low + 1, left=tip - upto)
+    def _begin(self, opening: bool) -> _Plan | None:
+        """Plan the first difference that is open, or open one."""
+        group = self._settings.group
+        with self._target.connection() as target:
+            cursors, links = offsets.standing(target, group)
+            origin = groups.origin(target, group)
+        if not links:
+            raise _unchained(self._settings)
+        with self._source.connection() as source:
+            self._recognition.follow_polled(source, origin)
+            self._require_own_xids(source)
+        own = [c.snapshot_id or 0 for c in cursors if c.partition_id in self._own]
+        before = links[_index(links, min(own))]
+        if before == links[-1]:
+            opened = self._open(before) if opening else None
+            if opened is None:
+                return None
+            links.append(opened)
+        after = links[_index(links, before.id) + 1]
+        polled = min(c.polled_offset for c in cursors if c.snapshot_id == before.id)
+        return _Plan(before, after, self._portions(before, after, polled))
 
-    def _cursors(self, source: psycopg.Connection[Any]) -> tuple[list[offsets.Cursor], int]:
-        """Every partition's cursor, and the newest committed c_offset."""
-        for _ in range(AHEAD_LOOKS):
-            with self._target.connection() as target:
-                cursors = offsets.all_cursors(target, self._settings.group)
-                origin = groups.origin(target, self._settings.group)
-            self._require_history(source, origin)
-            following = self._rows.next_offset(source)
-            ahead = [cursor for cursor in cursors if cursor.next_offset > following]
-            # A standby only lags.
-            if not ahead or is_standby(source):
-                return cursors, following - 1
-            self._stopping.wait(AHEAD_SECONDS)
-        raise RelayError(_behind(self._settings, ahead[0], following))
+    def _portions(self, before: Link, after: Link, polled: int) -> Iterator[Portion]:
+        between = Difference(before.snapshot, after.snapshot)
+        with self._source.connection() as conn:
+            yield from self._rows.plan(conn, between, polled)
 
-    def _require_history(self, source: psycopg.Connection[Any], origin: groups.Origin) -> None:
-        """Raise RelayError if the server is on a timeline that lacks what was applied from the WAL."""
-        if origin.timeline is None or not origin.applied:
+    def _open(self, last: Link) -> Link | None:
+        """Add what the source shows now to the chain; None if it shows nothing new, or not enough yet."""
+        with self._source.connection() as source:
+            if not self._is_newer(source, sight(source), last):
+                return None
+            seen = durable_sight(source)
+        with self._target.connection() as target:
+            group = self._settings.group
+            # None if another instance has just gone on: what it has added is next.
+            return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
+
+    def _is_newer(self, source: psycopg.Connection[Any], seen: Sight, last: Link) -> bool:
+        # A standby may lag.
+        return seen.snapshot.covers(last.snapshot) and not self._rows.is_empty(
+            source, Difference(last.snapshot, seen.snapshot)
+        )
+
+    def _complete(self, plan: _Plan) -> None:
+        """Nothing is left of a plan: let the partitions go on of which everything is applied."""
+        ends = {p: plan.reached.get(p, offsets.FIRST) for p in self._own}
+        self._plan = None
+        with self._target.connection() as target:
+            group = self._settings.group
+            if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
+                snapshots.prune(target, group)
+                return
+        # Another instance is at it.
+        self._stopping.wait(BUSY_SECONDS)
+
+    def _drop_plan(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            with suppress(psycopg.Error):
+                plan.portions.close()  # type: ignore[attr-defined]
+
+    def _require_own_xids(self, source: psycopg.Connection[Any]) -> None:
+        """Raise ConfigurationError, once, if rows were marked by another cluster."""
+        if self._checked:
             return
-        identifier, timeline, standby = server_of(source)
-        known = History.parse(origin.timeline, origin.history or "")
-        if (
-            identifier != origin.identifier
-            or timeline == known.timeline
-            or (standby and timeline in known.timelines)
-            or self._examined == (identifier, timeline)
-        ):
-            return
-        self._recognition.require_valid()
-        self._examined = identifier, timeline
+        self._rows.require_marked(source)
+        self._rows.require_own_xids(source)
+        self._checked = True
 
 
 class PollSource:
@@ -196,7 +264,9 @@ class PollSource:
 
     def start(self) -> None:
         """Nothing runs in the background."""
-        note_mode(self._settings, "poll", "source.mode is poll")
+        reason = "source.mode is poll"
+        log.info("polling", extra={"reason": reason})
+        note_mode(self._settings, "poll", reason)
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
@@ -220,7 +290,7 @@ class PollSource:
         Raises RelayError.
         """
         while not self._stopping.is_set():
-            batch = self._poller.look()
+            batch = self._poller.window()
             if batch is None:
                 self._interval.wait()
                 continue
@@ -246,11 +316,20 @@ def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
         log.debug("cannot note the way of reading", extra={"fault": describe(error)})
 
 
-def _behind(settings: Settings, cursor: offsets.Cursor, following: int) -> str:
-    return (
-        f"the outbox is behind group {settings.group!r}: partition {cursor.partition_id} has applied up to c_offset "
-        f"{cursor.next_offset - 1}, but the next one to be given is {following}; the source was restored from an older "
-        f"backup, or failed over with a loss. Either set relay.log_counter.next_offset to {cursor.next_offset} in the "
-        "source, so that new events are numbered behind those that were relayed, or `relay offsets seek --to end` to "
-        "take what is published from now on as new"
+def _index(links: Sequence[Link], number: int) -> int:
+    """The index of the snapshot with that number. Raises RelayError if there is none."""
+    for index, link in enumerate(links):
+        if link.id == number:
+            return index
+    raise RelayError(
+        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one was "
+        "changed or restored without the other: restore both, or `relay offsets seek` to where relay is to go on"
+    )
+
+
+def _unchained(settings: Settings) -> ConfigurationError:
+    return ConfigurationError(
+        f"group: {settings.group!r} has only a position in the WAL, since it began with source.mode: wal: run "
+        "`relay init` with the new mode, run relay with source.mode: wal until it is idle, stop it, and give it a "
+        "position in the outbox, `relay offsets seek --to LSN` with what the slot has confirmed (`relay status`)"
     )

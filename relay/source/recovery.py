@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,9 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
 from relay.source.history import History
+from relay.source.open_transactions import oldest_open, telling_whom_it_waits_for
+from relay.source.rows import OutboxRows
+from relay.source.server import server_of, sight
 from relay.source.slot import (
     create_slot,
     drop_slot,
@@ -37,12 +41,13 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A server: its identifier, its timelines, where its WAL ends now, and whether it is a hot standby."""
+    """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
 
     identifier: str
     history: History
     position: Lsn = field(compare=False)
     standby: bool = field(compare=False)
+    next_xid: int = field(compare=False)
 
 
 def open_replication(settings: Settings) -> Connection:
@@ -69,12 +74,16 @@ def identify(conn: Connection) -> System:
     Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
     """
     # A standby that is promoted meanwhile has a position that is at least as great.
-    (standby,) = conn.execute("select pg_is_in_recovery()").fetchone() or (False,)
+    (found,) = conn.execute(
+        "select pg_is_in_recovery(), pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+    )
+    standby, next_xid = found
     row = conn.execute("IDENTIFY_SYSTEM").fetchone()
     if row is None:
         raise psycopg.OperationalError("the server does not identify itself")
     timeline = int(row[1])
-    return System(str(row[0]), _history(conn, timeline), Lsn.parse(str(row[2])), standby)
+    position = Lsn.parse(str(row[2]))
+    return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
 
 
 def _history(conn: Connection, timeline: int) -> History:
@@ -104,6 +113,9 @@ class Sighting:
     group: str
     origin: groups.Origin
     system: System
+    table: str = ""
+    restored: bool = False
+    """Whether the server is another one, with rows that came from elsewhere."""
 
     @property
     def foreign(self) -> bool:
@@ -115,23 +127,30 @@ class Sighting:
         """Whether the positions belong to this very history."""
         return (
             self.origin.identifier == self.system.identifier
-            and self._history == self.system.history
+            and _known(self.origin) == self.system.history
         )
-
-    @property
-    def _history(self) -> History:
-        return History.parse(self.origin.timeline or 1, self.origin.history or "")
 
     def require_valid(self) -> None:
         """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
         origin, system = self.origin, self.system
+        self._require_newer()
+        if self.restored:
+            raise RelayError(
+                f"the source is another server, and rows of {self.table} were inserted there by other transactions "
+                "than those that their c_xid names: by a dump or by logical replication. relay cannot know which "
+                f"events are new to group {self.group!r}: restore the target to a state from before, or `relay offsets "
+                "seek` to where relay is to go on, as --to end or a time"
+            )
         if origin.identifier is None or self.foreign:
             return
-        shared = self._history.shared_until(system.history)
+        known = _known(origin)
+        # A role that may only poll is not told what led to the first timeline that it sees.
+        history = system.history if origin.history else system.history.since(known.timeline)
+        shared = known.shared_until(history)
         limit = system.position if shared is None else min(shared, system.position)
-        if origin.applied <= limit:
+        if max(origin.applied, origin.polled) <= limit:
             return
-        if system.standby and system.history.timeline in self._history.timelines:
+        if system.standby and system.history.timeline in known.timelines:
             raise Unavailable("the server is a standby that does not have yet what was applied")
         ours = (
             f"its WAL ends at {limit}"
@@ -139,13 +158,38 @@ class Sighting:
             else f"its timeline {system.history.timeline} has in common with timeline {origin.timeline}, which they "
             f"came from, only what lies up to {limit}"
         )
-        raise RelayError(
-            f"the source has lost events that group {self.group!r} has applied: they reach up to {origin.applied}, but "
-            f"{ours}: a failover with a loss, a former primary, or an older backup. New events take over positions and "
-            "c_offsets of the lost ones, so relay does not go on until you decide: restore the target to a state from "
-            "before the loss; or keep what was applied, and go on with what the source has published since, by "
-            f"`relay offsets seek --to {limit}`, or --to the time of the loss where the slot does not reach back"
+        lost = (
+            f"has lost events that group {self.group!r} has applied: they reach up to {origin.applied}"
+            if origin.applied > limit
+            else f"may have lost events that group {self.group!r} has polled: they lie below {origin.polled}"
         )
+        raise RelayError(
+            f"the source {lost}, but {ours}: a failover with a loss, a former primary, or an older backup. New events "
+            "take over positions and c_offsets of the lost ones, so relay does not go on until you decide: restore the "
+            "target to a state from before the loss; or keep what was applied, and go on with what the source has "
+            f"published since, by `relay offsets seek --to {limit}`, or --to the time of the loss where the slot does "
+            "not reach back"
+        )
+
+    def _require_newer(self) -> None:
+        """Raise RelayError if transactions that were applied are still to come on this server.
+
+        On a server that pg_upgrade has made, transaction ids go on.
+        """
+        if self.system.standby or self.system.next_xid >= self.origin.xmax:
+            return
+        former = f", which came from {self.origin.identifier}," if self.foreign else ""
+        raise RelayError(
+            f"the source{' is another server and' if self.foreign else ''} gives {self.system.next_xid} as the next "
+            f"transaction, but group {self.group!r}{former} has applied what came before {self.origin.xmax}: it was "
+            "restored from an older backup or a dump, or failed over with a loss, and relay cannot know which events "
+            "are new. Restore the target to a state from before, or `relay offsets seek` to where relay is to go on, "
+            "as --to end or a time"
+        )
+
+
+def _known(origin: groups.Origin) -> History:
+    return History.parse(origin.timeline or 1, origin.history or "")
 
 
 class Recognition:
@@ -161,33 +205,76 @@ class Recognition:
         """
         with connect(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
-        return Sighting(self._settings.group, origin, identify(conn))
+        return self._sighting(conn, origin, identify(conn))
 
-    def require_valid(self) -> None:
-        """Look by a connection of its own, and raise RelayError if the source has lost what was applied.
+    def _sighting(self, conn: Connection, origin: groups.Origin, system: System) -> Sighting:
+        settings = self._settings
+        found = Sighting(settings.group, origin, system)
+        if not found.foreign or not origin.xmax:
+            return found
+        restored = OutboxRows(settings).are_restored(conn)
+        return replace(found, table=settings.source.table, restored=restored)
 
-        Raises TransientFault or psycopg.Error while that cannot be told.
+    def follow(self, sighting: Sighting, incomplete: bool) -> int:
+        """Remember the source that was seen, for who holds its slot; returns the group's epoch.
+
+        On another timeline LSNs stay valid up to where it was left. On another server, which pg_upgrade has made of the
+        former, the snapshots decide what is new. `incomplete`: whoever reads the slot next is to poll first, as long as
+        nobody says otherwise. Raises RelayError if events that were applied are lost, and psycopg.Error if the target
+        does not answer.
+        """
+        epoch = self._remember(sighting)
+        with connect(self._settings.target_dsn) as target:
+            groups.note_confirmed(target, sighting.group, Lsn(0) if incomplete else None)
+        return epoch
+
+    def follow_polled(self, source: Connection, origin: groups.Origin) -> None:
+        """Remember the source that a connection polls, as `follow` does; `origin` was read before.
+
+        Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that cannot be
+        told.
+        """
+        identifier, timeline, standby = server_of(source)
+        known, ours = _known(origin), identifier == origin.identifier
+        if ours and standby and timeline in known.timelines:
+            # It may lag, which the snapshots tell.
+            return
+        seen = sight(source)
+        history = known if ours and timeline == known.timeline else History(timeline)
+        system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
+        sighting = self._sighting(source, origin, system)
+        if not sighting.same and timeline > 1:
+            sighting = replace(sighting, system=replace(system, history=self._told(sighting)))
+        try:
+            self._remember(sighting)
+        except Unavailable as error:
+            raise TransientFault(str(error)) from None
+
+    def _told(self, sighting: Sighting) -> History:
+        """The history of a polled server's timeline, which only a replication connection tells.
+
+        Its last timeline only if the role may not have one, and there is nothing yet to compare it with.
         """
         try:
             with open_replication(self._settings) as conn:
-                self.look(conn).require_valid()
-        except Unavailable as error:
-            raise TransientFault(str(error)) from None
+                found = identify(conn)
         except psycopg.OperationalError as error:
             if not refused_for_good(error):
                 raise
+            if sighting.origin.identifier is None:
+                return sighting.system.history
             raise RelayError(
                 "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
                 f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
                 "attribute, or decide with `relay offsets seek`"
             ) from None
+        # A standby that has just followed its primary tells the former timeline for a while.
+        if not found.standby and found.history.timeline != sighting.system.history.timeline:
+            raise TransientFault("source.dsn: the servers behind it are on different timelines")
+        return found.history
 
-    def follow(self, sighting: Sighting) -> int:
-        """Remember the source that was seen, for who holds its slot; returns the group's epoch.
-
-        On another timeline LSNs stay valid up to where it was left. On another server c_offset decides what is new.
-        Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
-        """
+    def _remember(self, sighting: Sighting) -> int:
+        """Let the group's LSNs belong to the source that was seen; returns the group's epoch."""
         sighting.require_valid()
         if sighting.same:
             return sighting.origin.epoch
@@ -206,14 +293,23 @@ class Recognition:
                 str(system.history),
                 reset=now.foreign,
             )
+            if now.foreign or (now.origin.identifier is None and now.origin.confirmed is None):
+                # Whatever the slot has, it may lack something.
+                groups.note_confirmed(target, sighting.group, Lsn(0))
         if now.foreign:
-            log.warning("the source is another server: c_offset decides what is new")
+            log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:
             log.info(
                 "the source is on another timeline, which has everything that was applied",
                 extra={"timeline": system.history.timeline, "before": now.origin.timeline},
             )
         return epoch
+
+    def leave(self, confirmed: Lsn | None) -> None:
+        """Remember how far the slot is confirmed, before somebody else can read it; None while it is read."""
+        # Not knowing it, the next reader notices later whether somebody has advanced the slot.
+        with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
+            groups.note_confirmed(target, self._settings.group, confirmed)
 
 
 class Recovery:
@@ -225,11 +321,15 @@ class Recovery:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def restore(self, conn: Connection, undecodable: bool) -> bool:
+    def restore(
+        self, conn: Connection, undecodable: bool, creating: Callable[[str | None], None]
+    ) -> bool:
         """Make publication and slot if they cannot serve; returns whether there is a new slot.
 
-        `undecodable`: the slot stands in WAL from before the publication. Raises Unavailable if the server cannot
-        have a slot, RelayError if the slot is lost again and again, ConfigurationError if it is not ours.
+        `undecodable`: the slot stands in WAL from before the publication. `creating` is called before a slot is made,
+        which takes until the transactions that run have ended, and from time to time meanwhile, in another thread, with
+        the oldest of these. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost again
+        and again, ConfigurationError if it is not ours.
         """
         source = self._settings.source
         state = slot_state(conn, source.slot)
@@ -251,9 +351,14 @@ class Recovery:
             reason = "it was missing" if state is None else state.invalidation_reason
             try:
                 ensure_publication(conn, source)
+                # If this process dies now, the next one polls first as well.
+                groups.note_confirmed(target, self._settings.group, Lsn(0))
                 if state is not None:
                     drop_slot(conn, source.slot)
-                create_slot(conn, source.slot)
+                oldest = oldest_open(conn)
+                creating(None if oldest is None else str(oldest))
+                with telling_whom_it_waits_for(self._settings.source_dsn, creating):
+                    create_slot(conn, source.slot)
                 # A role of an administrator's own making need not have the right.
                 with suppress(psycopg.errors.InsufficientPrivilege):
                     streams.record(conn, source.slot, self._settings.group)

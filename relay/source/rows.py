@@ -1,42 +1,72 @@
-"""Reads the outbox as a table, by c_offset: what there is, where a range may end, and the rows themselves.
-
-Reading by c_offset is sound because c_offset order is commit order: the counter's row is locked until the publisher
-commits, so when a row is visible, every row with a smaller c_offset is.
-"""
+"""Reads the outbox as a table: which transactions lie between two snapshots, and their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, LiteralString
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, LiteralString, NamedTuple
 
+import numpy as np
 import psycopg
 from psycopg import sql
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
+from relay.batch import Share
 from relay.config import Settings
-from relay.events import INSERTED_BY, Lsn
-from relay.faults import ConfigurationError, RelayError, first_line, is_transient
+from relay.events import INSERTED_BY
+from relay.faults import ConfigurationError, RelayError, TransientFault, first_line, is_transient
 from relay.paths import JSON_FIELDS
+from relay.snapshots import BEGINNING, Snapshot, Xids
+from relay.source.applied import Applied
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
+from relay.source.server import sight
 from relay.source.translation import Encoding, Translation
+from relay.store import arrays
 from relay.store.connections import pin_text_form
-from relay.transactions import Rows, Transactions
+from relay.store.snapshots import xids_of
+from relay.transactions import Places, Rows, Transactions
 
 Connection = psycopg.Connection[Any]
 _FETCHED_AT_ONCE = 1_000
 _FETCHED_BYTES = 1 << 20
 """How many rows, and bytes of them, are grouped together."""
 
-Floors = Mapping[int, int]
-"""The least c_offset of each partition that is still to be applied."""
-
-
 _MOST_COMPRESSED = 4096
 """How many times smaller than its text a value may be stored: compressed, and with numbers such as 1e9999."""
+
+UNMARKED = "2"
+"""Stands for the c_xid of a row from before there was one: FrozenTransactionId, which every snapshot sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The transactions that one snapshot sees and an older one does not: the same for ever."""
+
+    before: Snapshot
+    after: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Transactions of a difference that are applied together: up to a position, and how many events come later."""
+
+    upto: int
+    left: int
+    shares: tuple[Share, ...]
+
+
+class Wanted(NamedTuple):
+    """Transactions to be read, in order: `partitions` has -1 where the rows of all partitions are wanted."""
+
+    xids: Xids
+    positions: Places
+    partitions: Places
 
 
 class _Raw(Loader):
@@ -46,27 +76,11 @@ class _Raw(Loader):
         return bytes(data)
 
 
-def partition_expression(host_column: str, partitions: int) -> sql.Composed:
-    """The partition of a row, in the very words of the index that `relay init` makes."""
-    return sql.SQL("mod(abs(hashtext({}::text)::bigint), {})").format(
-        sql.Identifier(host_column), sql.Literal(partitions)
-    )
-
-
-def prefer_index(conn: Connection) -> None:
-    """Let a connection read a partition through its index: the planner counts nearly each row as a page of its own.
-
-    But the rows of a partition are as close together as those of the table, since both grow by c_offset: several share
-    a page. Measured on a range of 10,000 rows, one partition of eight: 0.5 ms through the index, 3.0 ms by c_offset and
-    filter; at 1.1 the planner chose the latter, from 0.5 downwards the former.
-    """
-    conn.execute("set random_page_cost = 0.3")
-
-
 def prepare_reading(conn: Connection) -> None:
     """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
     pin_text_form(conn)
-    prefer_index(conn)
+    # Rows that were inserted together lie together, which the planner does not know: it counts a page for each.
+    conn.execute("set random_page_cost = 0.3")
 
 
 @contextmanager
@@ -83,56 +97,21 @@ def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
             conn.execute("set client_encoding to utf8")
 
 
-def server_of(conn: Connection) -> tuple[str, int, bool]:
-    """The server's system identifier, its timeline, and whether it is a standby.
-
-    A standby that has just followed another timeline may still tell the former one.
-    """
-    (found,) = conn.execute(
-        """
-        select s.system_identifier::text,
-               case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline)
-                    else ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int end,
-               standby
-          from pg_control_system() as s, pg_control_checkpoint() as c, pg_control_recovery() as r,
-               pg_is_in_recovery() as standby
-        """
-    )
-    identifier, timeline, standby = found
-    return identifier, timeline, standby
-
-
-def is_standby(conn: Connection) -> bool:
-    """Whether the server is in recovery."""
-    row = conn.execute("select pg_is_in_recovery()").fetchone()
-    return bool(row and row[0])
-
-
-def is_visible(conn: Connection, xid: int) -> bool:
-    """Whether sessions see what a transaction has committed; `xid` as the WAL tells it, without its epoch."""
-    row = conn.execute("select pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
-    following = int(row[0]) if row else 0
-    full = following & ~0xFFFFFFFF | xid
-    if full >= following:
-        # It is not below the next one: of the epoch before, or newer than the snapshot.
-        full -= 1 << 32
-    if full < 0:
-        return False
-    found = conn.execute(
-        "select pg_visible_in_snapshot(%s::text::xid8, pg_current_snapshot())", (str(full),)
-    ).fetchone()
-    return bool(found and found[0])
-
-
 class OutboxRows:
-    """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
+    """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error.
+
+    A transaction's position in a difference is the greatest c_offset of its rows: whoever publishes after another's
+    commit has a greater one.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._mapping = settings.source.mapping
         self._table = sql.Identifier(*settings.source.table_name)
         self._offset = sql.Identifier(self._mapping["c_offset"])
-        self._partition = partition_expression(self._mapping["host_id"], settings.partitions)
+        self._partition = sql.SQL(
+            "mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int"
+        ).format(sql.Identifier(self._mapping["host_id"]), sql.Literal(settings.partitions))
         self._known: frozenset[str] | None = None
 
     def columns(self, conn: Connection) -> list[tuple[str, int]]:
@@ -146,32 +125,23 @@ class OutboxRows:
         ]
 
     def next_offset(self, conn: Connection) -> int:
-        """One more than the c_offset of the newest committed row; stays when rows are pruned."""
+        """One more than the greatest c_offset there is; 1 without rows."""
         row = conn.execute(
-            sql.SQL(
-                """
-                select greatest((select next_offset from relay.log_counter where id = 1),
-                                (select max({offset}) + 1 from {table}))
-                """
-            ).format(offset=self._offset, table=self._table)
+            sql.SQL("select max({}) + 1 from {}").format(self._offset, self._table)
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else 1
 
-    def checkpoint(self, conn: Connection) -> tuple[int, Lsn]:
-        """`next_offset`, and a position in the WAL behind the commits of all rows below it."""
-        following = self.next_offset(conn)
-        row = conn.execute(
-            "select case when pg_is_in_recovery() then pg_last_wal_replay_lsn()"
-            " else pg_current_wal_insert_lsn() end::text"
-        ).fetchone()
-        return following, Lsn.parse(row[0] if row else "0/0")
-
-    def first_offset(self, conn: Connection) -> int:
-        """The c_offset of the oldest row that is still there; that of the next one if there is none."""
-        row = conn.execute(
-            sql.SQL("select min({}) from {}").format(self._offset, self._table)
-        ).fetchone()
-        return int(row[0]) if row and row[0] is not None else self.next_offset(conn)
+    def split_at(self, conn: Connection, offset: int) -> list[int]:
+        """The transactions with rows both up to a c_offset and after it, by the ids that the WAL has."""
+        xid = sql.Identifier(INSERTED_BY)
+        rows = conn.execute(
+            sql.SQL(
+                "select mod({xid}::text::numeric, 4294967296)::bigint from {table} where {xid} is not null"
+                " group by {xid} having min({offset}) <= %(at)s and max({offset}) > %(at)s"
+            ).format(xid=xid, table=self._table, offset=self._offset),
+            {"at": offset},
+        )
+        return [found for (found,) in rows]
 
     def first_since(self, conn: Connection, moment: datetime) -> int | None:
         """The least c_offset of a row whose event_ts is not before `moment`."""
@@ -183,152 +153,285 @@ class OutboxRows:
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else None
 
-    def age(self, conn: Connection, found: Collection[int]) -> float | None:
-        """How many seconds ago the oldest row with one of these c_offsets came about, by event_ts; or None."""
-        row = conn.execute(
-            sql.SQL(
-                "select extract(epoch from clock_timestamp() - min({}))::float8 from {} where {} = any(%s)"
-            ).format(
-                self._or_null(conn, "event_ts", "null::timestamptz"), self._table, self._offset
-            ),
-            (list(found),),
-        ).fetchone()
-        return max(0.0, row[0]) if row and row[0] is not None else None
+    def require_marked(self, conn: Connection) -> None:
+        """Raise ConfigurationError unless the table has the columns that polling needs."""
+        missing = [
+            name
+            for name in (INSERTED_BY, self._mapping["c_offset"])
+            if name not in self._names(conn)
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has no column {missing[0]}, which polling needs: "
+                "run `relay init`, which adds it, or set source.mode: wal"
+            )
+        marks = conn.execute(
+            "select from pg_attribute where attrelid = to_regclass(%s) and attname = %s and atthasdef",
+            (self._table.as_string(conn), INSERTED_BY),
+        )
+        if not marks.rowcount:
+            raise ConfigurationError(
+                f"source.table: the column {INSERTED_BY} of {self._settings.source.table} has no default, so new rows "
+                "would not tell which transaction inserted them: run `relay init`, which sets it"
+            )
+        if self._settings.source.offsets == "sequence":
+            self._require_order(conn)
 
-    def count(self, conn: Connection, partition: int, start: int, end: int) -> int:
-        """How many rows of a partition lie from one c_offset up to another, exclusive."""
-        row = conn.execute(
-            sql.SQL("select count(*) from {} where {} = %s and {} >= %s and {} < %s").format(
-                self._table, self._partition, self._offset, self._offset
-            ),
-            (partition, start, end),
+    def _require_order(self, conn: Connection) -> None:
+        """Raise ConfigurationError if c_offset does not tell the order of insertion."""
+        found = conn.execute(
+            """
+            select s.seqrelid::regclass::text
+              from pg_sequence as s
+              join pg_depend as d on s.seqrelid in (d.objid, d.refobjid)
+              left join pg_attrdef as a on d.classid = 'pg_attrdef'::regclass and d.objid = a.oid
+              join pg_attribute as c
+                on (c.attrelid, c.attnum) in ((d.refobjid, d.refobjsubid), (a.adrelid, a.adnum))
+             where c.attrelid = to_regclass(%s) and c.attname = %s
+               and (d.deptype = 'i' or a.oid is not null) and (s.seqcache > 1 or s.seqincrement < 0)
+            """,
+            (self._table.as_string(conn), self._mapping["c_offset"]),
         ).fetchone()
-        return int(row[0]) if row else 0
+        if found:
+            raise ConfigurationError(
+                f"source.table: the sequence {found[0]} does not number the rows of "
+                f"{self._settings.source.table} in the order in which they are inserted, which polling needs: "
+                f"run `alter sequence {found[0]} increment 1 cache 1`, or set source.mode: wal"
+            )
 
-    def require_offsets(self, conn: Connection) -> None:
-        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over."""
+    def require_offsets(self, conn: Connection, then: str) -> None:
+        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over.
+
+        `then` says what to do when they have one.
+        """
         column = self._mapping["c_offset"]
         found = conn.execute(
             sql.SQL("select from {} where {} is null limit 1").format(self._table, self._offset)
         )
         if found.rowcount:
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows without {column}, from before relay came: "
-                "number them in the order in which they are to be relayed, and run `relay init` again"
+                f"source.table: {self._settings.source.table} has rows without {column}, which polling would pass "
+                f"over: number them in the order in which they are to be relayed, and {then}"
+            )
+        if INSERTED_BY not in self._names(conn):
+            return
+        twice = conn.execute(
+            sql.SQL(
+                "select from {} where {} is null group by {} having count(*) > 1 limit 1"
+            ).format(self._table, sql.Identifier(INSERTED_BY), self._offset)
+        )
+        if twice.rowcount:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows from before relay came that share a {column}: "
+                "number each of them, in the order in which they are to be relayed"
             )
 
-    def heads(self, conn: Connection, floors: Floors, tip: int) -> dict[int, int]:
-        """The first row of each partition from its floor up to `tip`, where there is one."""
-        rows = conn.execute(
+    def require_own_xids(self, conn: Connection) -> None:
+        """Raise ConfigurationError if a row has a c_xid that the server has not given yet."""
+        row = conn.execute(
+            # In this form the index on c_xid answers.
             sql.SQL(
-                """
-                select floor.relay_partition, head.c_offset
-                  from unnest(%s::int[], %s::bigint[]) as floor (relay_partition, relay_start)
-                 cross join lateral (
-                    select {offset} as c_offset from {table}
-                     where {partition} = floor.relay_partition and {offset} >= floor.relay_start and {offset} <= %s
-                     order by {offset} limit 1) as head
-                """
-            ).format(offset=self._offset, table=self._table, partition=self._partition),
-            (list(floors), list(floors.values()), tip),
+                "select {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
+                " where {xid} is not null order by {xid} desc limit 1"
+            ).format(xid=sql.Identifier(INSERTED_BY), table=self._table)
+        ).fetchone()
+        if row and row[0]:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not given yet: they "
+                "come from another cluster, by logical replication or a dump: set their c_xid to null, which stands "
+                "for events from before relay, and `relay offsets seek` to where relay is to go on"
+            )
+
+    def are_restored(self, conn: Connection) -> bool:
+        """Whether rows were inserted before the transaction that they name: by a restore, or a subscription.
+
+        Updates and savepoints give a row a later xmin than its c_xid, never an earlier one. Reads the whole table.
+        """
+        xid = sql.Identifier(INSERTED_BY)
+        # xmin is at most half a cycle of 2^32 transactions away, and 2 or less in rows that an old server has frozen.
+        lag = sql.SQL("(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)").format(
+            xid
+        )
+        found = conn.execute(
+            sql.SQL(
+                "select from {} where {} is not null and xmin::text::bigint > 2"
+                " and mod({} + 4294967296, 4294967296) between 1 and 2147483647 limit 1"
+            ).format(self._table, xid, lag)
+        )
+        return found.rowcount > 0
+
+    def is_empty(self, conn: Connection, between: Difference) -> bool:
+        """Whether no row lies between two snapshots."""
+        found = conn.execute(
+            sql.SQL("select from {} where {} limit 1").format(self._table, self.between(between)),
             prepare=False,
         )
-        return dict(rows.fetchall())
+        return not found.rowcount
 
-    def spread(
-        self, conn: Connection, floors: Floors, low: int, upto: int
-    ) -> list[tuple[tuple[int, ...], int]]:
-        """How many rows from `low` to `upto` are still to be applied, by the partitions of their transactions."""
+    def xids(self, conn: Connection, between: Difference) -> dict[int, Xids]:
+        """The transactions between two snapshots, by partition, without those from before there was c_xid."""
         rows = conn.execute(
             sql.SQL(
                 """
-                select partitions, sum(events)::bigint
-                  from (select array_agg(distinct floor.relay_partition order by floor.relay_partition) as partitions,
-                               count(*) as events
-                          from {table} as o
-                          join unnest(%s::int[], %s::bigint[]) as floor (relay_partition, relay_start)
-                            on {partition} = floor.relay_partition and {offset} >= floor.relay_start
-                         where {offset} between %s and %s
-                         group by {transaction}, case when {transaction} is null then floor.relay_partition end
-                       ) as found
-                 group by partitions
+                select partition, string_agg(xid8send({xid}), '')
+                  from (select distinct {partition} as partition, {xid} from {table} where {between}) as x
+                 where {xid} is not null group by partition
                 """
             ).format(
-                table=self._table,
+                xid=sql.Identifier(INSERTED_BY),
                 partition=self._partition,
-                offset=self._offset,
-                transaction=self._transaction(conn),
+                table=self._table,
+                between=self.between(between),
             ),
-            (list(floors), list(floors.values()), low, upto),
             prepare=False,
         )
-        return [(tuple(partitions), int(events)) for partitions, events in rows]
+        return {partition: xids_of(sent) for partition, sent in rows}
 
-    def boundary(self, conn: Connection, low: int, upto: int, tip: int, patience: int) -> int:
-        """Where a range that should end at `upto` may end: behind the business transaction that stands there.
+    def plan(self, conn: Connection, between: Difference, after: int) -> Generator[Portion]:
+        """A difference in portions, in order of the transactions' positions, after one of these.
 
-        Follows `transaction_count`, then runs of the same transaction_id (of the same commit where there is none; a row
-        from before there was `c_xid` stands alone then). The
-        rest of the commit comes along if it is not longer than `patience` rows, so that transactions which interleave
-        in it stay whole; only in a longer commit they must be contiguous.
+        Its transactions are found once and stay with the server. The connection is in use until the generator is
+        closed. Raises TransientFault where the server does not have yet what is to be planned.
         """
-        transaction = self._transaction(conn)
-        # As bytes, since a text may hold some that cannot be sent as UTF-8.
-        stored = sql.SQL("convert_to({}::text, getdatabaseencoding())").format(transaction)
-        here = sql.SQL(
+        require_visible(conn, between.after)
+        with conn.cursor("relay_difference", withhold=True, binary=True) as cursor:
+            cursor.itersize = 64
+            cursor.execute(self._planning(conn, between), {"after": after})
+            for (upto, left), rows in groupby(cursor, itemgetter(0, 1)):
+                yield Portion(upto, left, tuple(_share(*row) for _, _, *row in rows))
+
+    def _planning(self, conn: Connection, between: Difference) -> sql.Composed:
+        settings = self._settings
+        most = settings.batch.max_events
+        marked = sql.SQL(
             """
-            select {offset}, {stored}, {xid}::text, {left} from {table}
-             where {offset} between %s and %s order by {offset} desc limit 1
+            select xid8send({xid}) as key, false as unmarked, bit_or(set_bit({none}, {partition}, 1)) as partitions,
+                   coalesce(max({offset}), 0)::bigint as position, count(*) as events
+              from {table} where {xid} is not null and {between} group by {xid}
+            """
+        )
+        unmarked = sql.SQL(
+            """
+            union all
+            select int8send(number), true, bit_or(partitions), max(position), count(*)
+              from (select {offset}::bigint as number, (max({offset}) over business)::bigint as position,
+                           bit_or(set_bit({none}, {partition}, 1)) over business as partitions
+                      from {table} where {xid} is null and {offset} is not null
+                    window business as (partition by coalesce({transaction}::text, tableoid::text || ctid::text))
+                   ) as old group by number
+            """
+        )
+        units = [marked, unmarked] if between.before.is_beginning else [marked]
+        names = {
+            "xid": sql.Identifier(INSERTED_BY),
+            "none": sql.SQL("repeat('0', {0})::bit({0})").format(settings.partitions),
+            "partition": self._partition,
+            "offset": self._offset,
+            "table": self._table,
+            "between": self.between(between),
+            "transaction": self._transaction(conn),
+        }
+        return sql.SQL(
+            """
+            with units as ({units}
+            ), counted as (
+                select *, (sum(events) over ())::bigint as total,
+                       (sum(events) over (order by position))::bigint as reached
+                  from units where position > %(after)s
+            ), numbered as (
+                -- Much to do: about as many rows for each partition as a batch may have.
+                select *, (reached - 1) / (case when total > {most} then {large} else {small} end) as portion
+                  from counted
+            ), cut as (
+                select *, max(position) over (partition by portion) as upto,
+                       max(reached) over (partition by portion) as gone
+                  from numbered
+            )
+            select upto, total - gone, partitions::text, unmarked, sum(events)::bigint,
+                   string_agg(key, '' order by position, key), string_agg(int8send(position), '' order by position, key)
+              from cut group by upto, total, gone, partitions, unmarked order by upto
             """
         ).format(
-            offset=self._offset,
-            stored=stored,
-            xid=self._xid(conn),
-            left=self._left_in_transaction(conn),
-            table=self._table,
+            units=sql.SQL("").join(unit.format(**names) for unit in units),
+            most=max(settings.poll.batch_size, most),
+            large=max(settings.poll.batch_size, most * settings.partitions),
+            small=settings.poll.batch_size,
         )
-        stranger = sql.SQL(
-            "select {offset} from {table} where {offset} > %s and {offset} <= %s and {unrelated}"
-            " order by {offset} limit 1"
-        )
-        end = min(upto, tip)
-        while True:
-            row = conn.execute(here, (low, end), prepare=False).fetchone()
-            if row is None:
-                return end
-            _, transaction_id, xid, left = row
-            if transaction_id is None and xid is None:
-                return end
-            # A hint at most, since rows may be numbered in any way.
-            if left and end < (announced := min(row[0] + left, tip)):
-                end = announced
-                continue
-            other_commit = sql.SQL("{} is distinct from {}::xid8").format(
-                self._xid(conn), sql.Literal(xid)
-            )
-            if transaction_id is None:
-                other = sql.SQL("({} is not null or {})").format(transaction, other_commit)
-            else:
-                other = sql.SQL("{} is distinct from {}").format(
-                    stored, sql.Literal(transaction_id)
-                )
-            reached = end
-            for unrelated, limit in ((other, tip), (other_commit, min(tip, end + patience))):
-                found = conn.execute(
-                    stranger.format(offset=self._offset, table=self._table, unrelated=unrelated),
-                    (reached, limit),
-                    prepare=False,
-                ).fetchone()
-                if found:
-                    reached = found[0] - 1
-                elif limit == tip:
-                    return tip
-            if reached == end:
-                return end
-            end = reached
 
-    def large(self, conn: Connection, low: int, upto: int) -> list[int]:
-        """The c_offsets from `low` to `upto` whose payload and metadata exceed `source.max_event_bytes` as text."""
+    def unread(
+        self, conn: Connection, applied: Sequence[Applied], noted: Xids
+    ) -> dict[int, tuple[int, datetime | None]]:
+        """How many rows of each partition that has any are not applied, and the least event_ts of them."""
+        rows = conn.execute(
+            sql.SQL(
+                """
+                select partition, count(*),
+                       -- Python knows no others.
+                       case when min(happened) is not null
+                            then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end
+                  from ({states}) as r where not applied group by partition
+                """
+            ).format(states=self._states(conn, applied, noted, _oldest(applied))),
+            prepare=False,
+        )
+        return {partition: (count, oldest) for partition, count, oldest in rows}
+
+    def moved(
+        self, conn: Connection, before: Sequence[Applied], noted: Xids, after: Sequence[Applied]
+    ) -> tuple[int, int]:
+        """How many rows that are applied would not be after a move, and how many would be that are not."""
+        nothing = np.zeros(0, np.int64)
+        oldest = _oldest([*before, *after])
+        (found,) = conn.execute(
+            sql.SQL(
+                """
+                select count(*) filter (where b.applied and not a.applied),
+                       count(*) filter (where a.applied and not b.applied)
+                  from ({before}) as b join ({after}) as a using (id)
+                """
+            ).format(
+                before=self._states(conn, before, noted, oldest),
+                after=self._states(conn, after, nothing, oldest),
+            ),
+            prepare=False,
+        )
+        return found[0], found[1]
+
+    def _states(
+        self, conn: Connection, applied: Sequence[Applied], noted: Xids, oldest: int
+    ) -> sql.Composed:
+        """Rows of transactions from `oldest` on, each with its partition and whether it is applied."""
+        return sql.SQL(
+            """
+            select row.id, row.partition, row.happened,
+                   pg_visible_in_snapshot(row.xid, a.snapshot) or row.xid = any({noted})
+                   or row.position <= a.polled and pg_visible_in_snapshot(row.xid, a.after) as applied
+              from (select tableoid::text || ctid::text as id, {partition} as partition, {happened} as happened,
+                           coalesce({xid}, {unmarked}::xid8) as xid,
+                           case when {xid} is null then {offset}
+                                else max({offset}) over (partition by {xid}) end as position
+                      from {table} where {xid} >= {oldest}::xid8 or {xid} is null and {old}) as row
+              join unnest({partitions}::int[], {snapshots}::pg_snapshot[], {afters}::pg_snapshot[], {polled}::bigint[])
+                   as a (partition, snapshot, after, polled) using (partition)
+            """
+        ).format(
+            noted=_array(noted.tolist(), "xid8"),
+            partition=self._partition,
+            happened=self._or_null(conn, "event_ts", "null::timestamptz"),
+            xid=sql.Identifier(INSERTED_BY),
+            unmarked=UNMARKED,
+            offset=self._offset,
+            table=self._table,
+            oldest=str(oldest),
+            old=sql.Literal(oldest <= BEGINNING.xmax),
+            partitions=_array(each.partition for each in applied),
+            snapshots=sql.Literal([str(each.snapshot) for each in applied]),
+            afters=sql.Literal([str(each.after) for each in applied]),
+            polled=_array(each.polled_offset for each in applied),
+        )
+
+    def large(self, conn: Connection, shares: Collection[Share]) -> list[int]:
+        """The c_offsets of rows whose payload and metadata exceed `source.max_event_bytes` as text."""
         wanted = {self._mapping[name] for name in JSON_FIELDS}
         columns = [sql.Identifier(name) for name, _ in self.columns(conn) if name in wanted]
         length = sql.SQL(" + ").join(
@@ -337,32 +440,46 @@ class OutboxRows:
         stored = sql.SQL(" + ").join(
             sql.SQL("coalesce(pg_column_size({}), 0)").format(column) for column in columns
         )
-        rows = conn.execute(
-            # What is small as it is stored need not be decompressed to be measured.
-            sql.SQL(
-                "select {offset} from {table} where {offset} between %s and %s"
-                " and case when {stored} > %s then {length} > %s else false end order by {offset}"
-            ).format(offset=self._offset, table=self._table, stored=stored, length=length),
-            (
-                low,
-                upto,
-                self._settings.source.max_event_bytes // _MOST_COMPRESSED,
-                self._settings.source.max_event_bytes,
-            ),
-            prepare=False,
-        )
-        return [int(offset) for (offset,) in rows]
+        limit = self._settings.source.max_event_bytes
+        found: list[int] = []
+        for share in shares:
+            key = self._offset if share.unmarked else sql.Identifier(INSERTED_BY)
+            rows = conn.execute(
+                # What is small as it is stored need not be decompressed to be measured.
+                sql.SQL(
+                    "select {offset} from {table} where {key} = any({keys}) and {offset} is not null"
+                    " and case when {stored} > {least} then {length} > {limit} else false end"
+                ).format(
+                    offset=self._offset,
+                    table=self._table,
+                    key=key,
+                    keys=_keys(share.xids, share.unmarked),
+                    stored=stored,
+                    least=limit // _MOST_COMPRESSED,
+                    length=length,
+                    limit=limit,
+                ),
+                prepare=False,
+            )
+            found += [int(offset) for (offset,) in rows]
+        return sorted(found)
 
     def commits(
-        self, conn: Connection, floors: Floors, upto: int, by_reference: Collection[int] = ()
+        self,
+        conn: Connection,
+        wanted: Wanted,
+        unmarked: bool = False,
+        by_reference: Collection[int] = (),
     ) -> Generator[Transactions]:
-        """The rows of partitions from their floors up to `upto`, grouped as the WAL's commits are.
+        """The rows of transactions, in their order, grouped as the WAL's commits are.
 
-        Payload and metadata are null in the rows with an offset in `by_reference`.
-
-        Rows from before there was `c_xid` belong together while their transaction_id goes on. Rows are streamed;
-        a commit above `batch.max_bytes` goes through a spool file. Raises RelayError if the table cannot be read.
+        `unmarked`: they are rows from before there was c_xid, which belong together while their transaction_id goes on,
+        and their c_offsets stand for xids. Payload and metadata are null in the rows with an offset in `by_reference`.
+        Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises TransientFault if the
+        server does not have all of it yet, RelayError if the table cannot be read.
         """
+        if not unmarked and len(wanted.xids):
+            require_visible(conn, wanted.xids)
         limits = self._settings.batch
         described = self.columns(conn)
         columns = [name for name, _ in described]
@@ -380,7 +497,8 @@ class OutboxRows:
         rows: list[bytes] = []
         size = 0
         ends: list[tuple[int, int]] = []
-        for inserted_by, *cells in self._read(conn, columns, floors, upto, by_reference, encoding):
+        statement = self._reading(columns, wanted, unmarked, by_reference)
+        for inserted_by, *cells in self._read(conn, statement, len(columns), encoding):
             this = int(inserted_by or 0), None if place is None else cells[place]
             if last is not None and not _goes_on(last, this):
                 ends.append((len(rows), last[0]))
@@ -397,30 +515,39 @@ class OutboxRows:
         grouping.take(layout, Rows.of(rows), polled(ends))
         yield from grouping.fetch()
 
-    def _read(
+    def _reading(
         self,
-        conn: Connection,
         columns: Sequence[str],
-        floors: Floors,
-        upto: int,
+        wanted: Wanted,
+        unmarked: bool,
         by_reference: Collection[int],
-        encoding: Encoding | None,
-    ) -> Iterator[Sequence[bytes | None]]:
-        wanted = sql.SQL(" or ").join(
-            sql.SQL("({} = {} and {} between {} and {})").format(
-                self._partition, partition, self._offset, floor, upto
-            )
-            for partition, floor in floors.items()
-        )
-        statement = sql.SQL(
-            "copy (select {xid}, {columns} from {table} where {wanted} order by {offset}) to stdout"
+    ) -> sql.Composed:
+        xid = sql.Identifier(INSERTED_BY)
+        columns_of = [_keys(wanted.xids, unmarked), _array(wanted.positions.tolist())]
+        names = [sql.Identifier("relay_key"), sql.Identifier("relay_position")]
+        matches = sql.SQL("{} = relay_key").format(self._offset if unmarked else xid)
+        if unmarked:
+            matches += sql.SQL(" and {} is null").format(xid)
+        if (wanted.partitions >= 0).any():
+            columns_of.append(_array(wanted.partitions.tolist(), "int"))
+            names.append(sql.Identifier("relay_partition"))
+            matches += sql.SQL(" and relay_partition in (-1, {})").format(self._partition)
+        return sql.SQL(
+            "copy (select {xid}, {columns} from unnest({arrays}) as wanted ({names}) join {table} on {matches}"
+            " order by relay_position, relay_key, {offset}) to stdout"
         ).format(
-            xid=self._xid(conn),
+            xid=xid,
             columns=sql.SQL(", ").join(self._selected(columns, by_reference)),
+            arrays=sql.SQL(", ").join(columns_of),
+            names=sql.SQL(", ").join(names),
             table=self._table,
-            wanted=wanted,
+            matches=matches,
             offset=self._offset,
         )
+
+    def _read(
+        self, conn: Connection, statement: sql.Composed, columns: int, encoding: Encoding | None
+    ) -> Iterator[Sequence[bytes | None]]:
         text = statement.as_string(conn)
         with conn.cursor() as cursor:
             cursor.adapters.register_loader("text", _Raw)
@@ -429,7 +556,7 @@ class OutboxRows:
                     _as_stored(conn, encoding),
                     cursor.copy(text.encode(encoding.codec if encoding else "utf-8")) as copy,
                 ):
-                    copy.set_types(["text"] * (len(columns) + 1))
+                    copy.set_types(["text"] * (columns + 1))
                     yield from copy.rows()
             except psycopg.Error as error:
                 if is_transient(error):
@@ -454,18 +581,26 @@ class OutboxRows:
                 else column
             )
 
+    def between(self, difference: Difference) -> sql.Composed:
+        """The condition on rows of a difference. The index on c_xid serves it, however old a transaction is open."""
+        before, after = difference.before, difference.after
+        xid = sql.Identifier(INSERTED_BY)
+        found = sql.SQL("{} >= {}::xid8").format(xid, str(before.xmax))
+        if before.in_progress:
+            found = sql.SQL("({} or {} = any({}))").format(
+                found, xid, _keys(np.array(before.in_progress), unmarked=False)
+            )
+        found += sql.SQL(" and {} < {}::xid8").format(xid, str(after.xmax))
+        if after.in_progress:
+            found += sql.SQL(" and pg_visible_in_snapshot({}, {}::pg_snapshot)").format(
+                xid, str(after)
+            )
+        if before.is_beginning:
+            found = sql.SQL("({} or {} is null)").format(found, xid)
+        return found
+
     def _transaction(self, conn: Connection) -> sql.Composable:
         return self._or_null(conn, "transaction_id", "null::uuid")
-
-    def _xid(self, conn: Connection) -> sql.Composable:
-        there = INSERTED_BY in self._names(conn)
-        return sql.Identifier(INSERTED_BY) if there else sql.SQL("null::xid8")
-
-    def _left_in_transaction(self, conn: Connection) -> sql.Composable:
-        return sql.SQL("{} - {}").format(
-            self._or_null(conn, "transaction_count", "null::int"),
-            self._or_null(conn, "transaction_ordinal", "null::int"),
-        )
 
     def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
         column = self._mapping[field]
@@ -473,9 +608,48 @@ class OutboxRows:
 
     def _names(self, conn: Connection) -> frozenset[str]:
         if self._known is None:
-            cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+            source = self._settings.source
+            try:
+                cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+            except psycopg.errors.UndefinedTable:
+                raise ConfigurationError(
+                    f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, or name "
+                    "the table that you have"
+                ) from None
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise ConfigurationError(
+                    f"source.table: {first_line(error)}: grant SELECT on {source.table} to the role of source.dsn"
+                ) from None
             self._known = frozenset(column.name for column in cursor.description or ())
         return self._known
+
+
+def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
+    """Raise TransientFault if the connection's server does not show yet what another connection has seen."""
+    found = sight(conn).snapshot
+    seen = found.covers(wanted) if isinstance(wanted, Snapshot) else found.sees(wanted).all()
+    if not seen:
+        raise TransientFault(
+            "the server that source.dsn leads to does not have yet what is to be read from it"
+        )
+
+
+def _oldest(applied: Sequence[Applied]) -> int:
+    """The least transaction that may not be applied."""
+    return min(each.snapshot.xmin for each in applied)
+
+
+def _share(partitions: str, unmarked: bool, events: int, keys: bytes, positions: bytes) -> Share:
+    members = tuple(number for number, bit in enumerate(partitions) if bit == "1")
+    return Share(members, events, xids_of(keys), xids_of(positions), unmarked)
+
+
+def _array(numbers: Iterable[int], type_: LiteralString = "bigint") -> sql.Composed:
+    return sql.SQL("{}::{}[]").format(sql.Literal(arrays.of_numbers(numbers)), sql.SQL(type_))
+
+
+def _keys(keys: Xids, unmarked: bool) -> sql.Composed:
+    return _array(keys.tolist(), "bigint" if unmarked else "xid8")
 
 
 def _goes_on(last: tuple[int, bytes | None], this: tuple[int, bytes | None]) -> bool:

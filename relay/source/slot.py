@@ -22,7 +22,11 @@ PLUGIN = "pgoutput"
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A slot as `pg_replication_slots` shows it; `lag_bytes` is the WAL that it still has to confirm."""
+    """A slot as `pg_replication_slots` shows it.
+
+    `lag_bytes` is the WAL that it still has to confirm, `retained_bytes` all that the server keeps for it: back to the
+    oldest transaction that was open at what is confirmed.
+    """
 
     name: str
     plugin: str
@@ -32,7 +36,13 @@ class SlotState:
     wal_status: str | None
     confirmed_flush_lsn: str | None
     lag_bytes: int | None
+    retained_bytes: int | None
     invalidation_reason: str | None
+
+    @property
+    def creating(self) -> bool:
+        """Whether it is still being made, by process `active_pid`, which waits for transactions that run."""
+        return self.confirmed_flush_lsn is None
 
     @property
     def lost(self) -> bool:
@@ -51,7 +61,9 @@ def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
                             case when (to_jsonb(s) ->> 'conflicting')::boolean then 'conflict'
                                  when wal_status = 'lost' then 'wal_removed' end) as invalidation_reason,
                    case when pg_is_in_recovery() then null
-                        else pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)::bigint end as lag_bytes
+                        else pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)::bigint end as lag_bytes,
+                   pg_wal_lsn_diff(case when pg_is_in_recovery() then pg_last_wal_replay_lsn()
+                                        else pg_current_wal_lsn() end, restart_lsn)::bigint as retained_bytes
               from pg_replication_slots as s where slot_name = %s
             """,
             (name,),

@@ -12,11 +12,13 @@ import logging
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
 from threading import Condition, Event, Thread
 
+import numpy as np
 import psycopg
 from psycopg import sql
 from psycopg.abc import Buffer
@@ -132,6 +134,9 @@ class WalSource:
         self._recovery = recovery
         self._recognition = recognition
         self._epoch: int | None = None
+        self._incomplete = False
+        self.next_xid = 0
+        self._opening: psycopg.Connection[object] | None = None
         self._tell = changed
         self._outage: Outage | None = None
         self._fruitless = 0
@@ -206,11 +211,20 @@ class WalSource:
         self._stopping.set()
         self._closing.set()
         self._bell.ring()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(0.1)
+            self._cancel_opening()
         if not self._thread.is_alive():
             self._casualties.close()
             self._bell.close()
+
+    def _cancel_opening(self) -> None:
+        """A slot that is being made may wait for long."""
+        opening = self._opening
+        if opening is not None:
+            with suppress(psycopg.Error):
+                opening.cancel_safe(timeout=1)
 
     @property
     def flushed(self) -> Lsn:
@@ -237,6 +251,17 @@ class WalSource:
         """How often streaming has begun."""
         return self._connections
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether the slot may lack commits, so that a difference is to be polled."""
+        return self._incomplete
+
+    def complete(self) -> None:
+        """What the slot may have lacked is polled."""
+        if self._incomplete and self._recognition is not None:
+            self._recognition.leave(None)
+        self._incomplete = False
+
     def take(self, timeout: float) -> Batch | None:
         """Whole commits as they come: more under load, few when idle.
 
@@ -255,16 +280,20 @@ class WalSource:
             size=transactions.held,
             spooled=transactions.spooled is not None,
             source_epoch=self._epoch,
+            next_xid=self.next_xid,
         )
 
     def ack(self, batch: Batch, _: Outcome) -> None:
         """The batch is committed: its memory is free, and PostgreSQL may recycle its WAL if that is durable."""
-        with self._changed:
-            self._buffered -= batch.size
+        self.release(batch)
         if self._settings.target.durable:
             self.confirm(batch.end)
-        else:
-            self._bell.ring()
+
+    def release(self, batch: Batch) -> None:
+        """The memory of the batch is free."""
+        with self._changed:
+            self._buffered -= batch.size
+        self._bell.ring()
 
     def confirm(self, end: Lsn) -> None:
         """Everything up to a position is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
@@ -400,7 +429,7 @@ class WalSource:
         if self._closing.is_set():
             raise _SlotActive
         source = self._settings.source
-        conn = open_replication(self._settings)
+        conn = self._opening = open_replication(self._settings)
         try:
             pin_text_form(conn)
             return self._start_replication(conn, source.slot, source.publication)
@@ -417,6 +446,8 @@ class WalSource:
                     raise explained from error
                 raise Unavailable(str(explained)) from error
             raise
+        finally:
+            self._opening = None
 
     def _stranger(self, conn: psycopg.Connection[object]) -> str | None:
         """Who reads the slot, in words, if it is somebody else than a relay that may be waited for."""
@@ -451,6 +482,17 @@ class WalSource:
 
         return note
 
+    def _creating(self, waits_for: str | None) -> None:
+        oldest = f"; the oldest is {waits_for}" if waits_for else ""
+        self._suffer(
+            f"the slot is recreated, which waits for all transactions that run{oldest}",
+            certain=True,
+        )
+        log.warning(
+            "the slot is recreated as soon as all transactions that run have ended",
+            extra={"waits_for": waits_for} if waits_for else {},
+        )
+
     def _suffer(self, reason: str, certain: bool) -> None:
         before = self._outage
         self._outage = Outage(reason, before.since if before else time.monotonic(), certain)
@@ -464,9 +506,9 @@ class WalSource:
         if sighting is not None and not _is_read(conn, slot):
             # A lost slot is not recreated where the stream would be refused.
             sighting.require_valid()
+        recreated = False
         if self._recovery is not None:
-            if self._recovery.restore(conn, self._undecodable):
-                self._progress = Progress()
+            recreated = self._recovery.restore(conn, self._undecodable, self._creating)
             self._undecodable = False
         state = slot_state(conn, slot)
         if state is None:
@@ -479,6 +521,15 @@ class WalSource:
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         self._assembler.reset(encoding, is_partitioned(conn, self._settings.source))
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
+        incomplete = recreated or self._is_incomplete(sighting, confirmed)
+        if incomplete and self._recovery is None:
+            raise RelayError(
+                f"the slot {slot!r} does not go on where group {self._settings.group!r} has left it: somebody has "
+                "advanced it, or the server is another one: set source.mode to auto, which polls what the slot does "
+                "not have, or pass over it with `relay offsets seek`"
+            )
+        if recreated:
+            self._progress = Progress()
         start = max(confirmed, self._progress.received)
         command = sql.SQL(
             "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {})"
@@ -495,13 +546,34 @@ class WalSource:
             raise server_error(result)
         if self._recognition is not None and sighting is not None:
             # Only who holds the slot touches the group's state.
-            self._epoch = self._recognition.follow(sighting)
+            self._incomplete |= incomplete
+            self._epoch = self._recognition.follow(sighting, self._incomplete)
+        self.next_xid = system.next_xid
         self._progress.start(confirmed)
         self._system = system
         self._connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)
+
+    def _is_incomplete(self, sighting: Sighting | None, confirmed: Lsn) -> bool:
+        """Whether the slot may lack commits: it is new to the group, another server's, or somebody has advanced it."""
+        if sighting is None:
+            return False
+        left_at = sighting.origin.confirmed
+        if left_at is None and self._connections:
+            left_at = self._progress.flushed
+        if not left_at:
+            # Nobody knows: whoever has read it was killed, which alone leaves nothing out. Without polling, a group
+            # begins with its slot.
+            doubtful = left_at is not None or sighting.origin.identifier is None
+            return sighting.foreign or (doubtful and self._recovery is not None)
+        if confirmed > left_at:
+            log.warning(
+                "somebody else has advanced the slot; what it lacks is polled",
+                extra={"from": str(left_at), "to": str(confirmed)},
+            )
+        return sighting.foreign or confirmed > left_at
 
     def _look(self, conn: psycopg.Connection[object]) -> tuple[System, Sighting | None]:
         sighting = self._recognition.look(conn) if self._recognition else None
@@ -576,6 +648,8 @@ class WalSource:
                     self._report(pgconn, reply=silent > stream.status_every / 2)
                     last_sent, asked = now, False
             self._report(pgconn)
+            if self._recognition is not None and self._closing.is_set() and not self._incomplete:
+                self._recognition.leave(self._progress.flushed)
             self._leave(stream)
 
     def _is_steady(self, stream: _Stream, lasted: float) -> bool:
@@ -647,6 +721,12 @@ class WalSource:
             self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
         )
         self._casualties.took(size, self._assembler.begun)
+        if foreign := self._assembler.foreign():
+            log.warning(
+                "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
+                "them unless that transaction is applied",
+                extra={"rows": foreign},
+            )
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked
@@ -694,22 +774,24 @@ def _is_read(conn: psycopg.Connection[object], slot: str) -> bool:
     return state is not None and state.active
 
 
-def first_offset_behind(settings: Settings, lsn: Lsn, until: Lsn) -> int | None:
-    """The least c_offset of the first commit that ends behind `lsn`; None if there is none up to `until`.
+def commits_after(settings: Settings, lsn: Lsn, until: Lsn) -> Iterator[Transactions]:
+    """The commits that end after `lsn`, up to `until`, as the slot has them. Reads the slot and confirms nothing.
 
-    Reads the slot and confirms nothing. Raises RelayError if the slot cannot be read.
+    Raises RelayError if the slot cannot be read.
     """
     source = WalSource(settings, start=lsn)
     source.start()
     try:
         while source.received < until or not source.empty:
             batch = source.take(0.2)
-            for transaction in batch.transactions if batch else ():
-                if transaction.commit.end_lsn > lsn and transaction.first_offset:
-                    return transaction.first_offset
+            if batch is None:
+                continue
+            later = batch.transactions.facts["end_lsn"] > lsn
+            if later.any():
+                yield batch.transactions.take(np.flatnonzero(later))
+            source.release(batch)
     finally:
         source.close()
-    return None
 
 
 def _sender_timeout(conn: psycopg.Connection[object]) -> float:

@@ -112,9 +112,12 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source that the LSNs of a group belong to, None until one was streamed, and how far they have come.
+    """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
 
-    `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions.
+    `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
+    `polled` a position that the commits which were polled lie below. `xmax` is that of its newest snapshot, 0 without
+    one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may lack commits, None while it
+    is read, or where nobody knows.
     """
 
     identifier: str | None
@@ -122,6 +125,9 @@ class Origin:
     history: str | None
     epoch: int
     applied: Lsn
+    polled: Lsn
+    xmax: int
+    confirmed: Lsn | None
 
 
 def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Origin:
@@ -138,13 +144,49 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
     (found,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
-               coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text
+               coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
+               coalesce((select max(polled_lsn) from relay.snapshots where group_id = %(group)s), '0/0')::text,
+               coalesce((select max(pg_snapshot_xmax(snapshot)::text::bigint) from relay.snapshots
+                          where group_id = %(group)s), 0),
+               confirmed_lsn::text
           from (select) as one left join relay.groups on group_id = %(group)s
         """,
         {"group": group},
     )
-    identifier, timeline, history, epoch, applied = found
-    return Origin(identifier, timeline, history, epoch, Lsn.parse(applied))
+    identifier, timeline, history, epoch, applied, polled, xmax, confirmed = found
+    return Origin(
+        identifier,
+        timeline,
+        history,
+        epoch,
+        Lsn.parse(applied),
+        Lsn.parse(polled),
+        xmax,
+        None if confirmed is None else Lsn.parse(confirmed),
+    )
+
+
+def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
+    """The group has a new position: which source it belongs to is found out again."""
+    conn.execute(
+        """
+        update relay.groups
+           set system_identifier = null, timeline = null, timeline_history = null, confirmed_lsn = null
+         where group_id = %s
+        """,
+        (group,),
+    )
+
+
+def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn | None) -> None:
+    """Remember how far the slot is confirmed, which is left now; None: it is read from now on."""
+    conn.execute(
+        """
+        insert into relay.groups (group_id, confirmed_lsn) values (%s, %s)
+        on conflict (group_id) do update set confirmed_lsn = excluded.confirmed_lsn
+        """,
+        (group, None if confirmed is None else str(confirmed)),
+    )
 
 
 def follow(
@@ -157,17 +199,14 @@ def follow(
 ) -> int:
     """From now on the group's LSNs belong to this server and timeline; returns the new epoch.
 
-    `reset` says that those of before mean nothing there: the c_offset of each partition decides what is new.
+    `reset` says that those of before mean nothing there: the snapshots decide what is new.
     """
     if reset:
         conn.execute(
-            """
-            update relay.consumer_offsets
-               set handover_offset = greatest(handover_offset, next_offset), applied_lsn = '0/0', updated_at = now()
-             where group_id = %s
-            """,
+            "update relay.consumer_offsets set applied_lsn = '0/0', updated_at = now() where group_id = %s",
             (group,),
         )
+        conn.execute("update relay.snapshots set polled_lsn = '0/0' where group_id = %s", (group,))
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """

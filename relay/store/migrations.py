@@ -99,7 +99,8 @@ def _require_compatible(
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
             f"({(altered or unknown)[0]}), which `relay init` does not migrate: save dead letters with that edition's "
-            "`relay dlq export`, then run `relay uninstall` and `relay init`"
+            "`relay dlq export` and let it apply what is published, then run `relay uninstall` and `relay init`, which "
+            "begins with what is published from then on, or `relay init --from …`"
         )
     if unknown:
         raise ConfigurationError(

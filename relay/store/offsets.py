@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, LiteralString
 
+import numpy as np
 import psycopg
+from psycopg import sql
 from psycopg.rows import scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
-from relay.store import arrays
+from relay.snapshots import Snapshot, Xids
+from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
+from relay.store.snapshots import Link
 
 TOPIC = 1
 """The one topic that the outbox is."""
+
+
+FIRST = np.iinfo(np.int64).min
+"""The `polled_offset` of a difference of which nothing is applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +31,32 @@ class Cursor:
     """How far one partition is: see the comments on the table's columns."""
 
     partition_id: int
-    next_offset: int
     applied_lsn: Lsn
-    handover_offset: int
+    snapshot_id: int | None
+    polled_offset: int
+    next_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
     """What a task finds under the lock of its partitions.
 
-    `holding` are those of its hosts of which a waiting transaction holds a key, `streaks` the handlers that fail, and
-    `source_epoch` is that of `relay.groups`, None for a group that has never run.
+    `last` is the newest snapshot of the group, None where only the WAL is read. `holding` are those of the task's hosts
+    of which a waiting transaction holds a key, `streaks` the handlers that fail, and `source_epoch` is that of
+    `relay.groups`, None for a group that has never run.
     """
 
     cursors: Mapping[int, Cursor]
+    last: Link | None
     holding: set[str]
     streaks: dict[str, Streak]
     source_epoch: int | None
+
+    @property
+    def settled(self) -> bool:
+        """Whether no difference is open: what the partitions lack is in the WAL."""
+        newest = self.last.id if self.last else None
+        return all(cursor.snapshot_id == newest for cursor in self.cursors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +64,67 @@ class Advance:
     """Where a partition stands after a task."""
 
     partition_id: int
-    next_offset: int
     applied_lsn: Lsn
+    next_offset: int
 
 
-_SELECT = """
-    select partition_id, next_offset, applied_lsn::text, handover_offset
-      from relay.consumer_offsets
-     where group_id = %s and topic_id = %s
+_SELECT: LiteralString = """
+    select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset
+      from relay.consumer_offsets where group_id = %s and topic_id = %s
 """
+
+_DURABLE = sql.SQL(
+    """
+    returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
+                   then set_config('synchronous_commit', 'on', true) end
+    """
+)
+
+_ADVANCE = sql.SQL(
+    """
+    {note}
+    update relay.consumer_offsets as o
+       set next_offset = greatest(o.next_offset, a.next_offset),
+           applied_lsn = greatest(o.applied_lsn, a.applied_lsn),
+           updated_at  = now()
+      from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::pg_lsn[])
+           as a (partition_id, next_offset, applied_lsn)
+     where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
+    {durable}
+    """
+)
+_NOTE = sql.SQL(
+    """
+    with noted as (
+        insert into relay.applied_commits (group_id, partitions, xids)
+        values (%(group)s, %(partitions)s::int[], %(xids)s::xid8[]))
+    """
+)
+_ADVANCED = _ADVANCE.format(note=sql.SQL(""), durable=_DURABLE).as_bytes(None)
+_ADVANCED_AND_NOTED = _ADVANCE.format(note=_NOTE, durable=_DURABLE).as_bytes(None)
+
+_POLLED = (
+    sql.SQL(
+        """
+        update relay.consumer_offsets as o
+           set polled_offset = greatest(o.polled_offset, %(upto)s),
+               next_offset   = greatest(o.next_offset, a.last_offset + 1),
+               updated_at    = now()
+          from unnest(%(partitions)s::int[], %(ends)s::bigint[]) as a (partition_id, last_offset)
+         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
+        {durable}
+        """
+    )
+    .format(durable=_DURABLE)
+    .as_bytes(None)
+)
 
 
 def _cursors(rows: Iterable[tuple[Any, ...]]) -> list[Cursor]:
     """Of rows that begin with a cursor's columns."""
     return [
-        Cursor(partition, next_offset, Lsn.parse(lsn), handover)
-        for partition, next_offset, lsn, handover, *_ in rows
+        Cursor(partition, Lsn.parse(lsn), snapshot, polled, following)
+        for partition, lsn, snapshot, polled, following, *_ in rows
     ]
 
 
@@ -73,7 +135,7 @@ def lock(
 
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
-    *rows, (*_, holding, streaks, epoch) = conn.execute(
+    *rows, (_, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(hosts)),
     )
@@ -84,7 +146,8 @@ def lock(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    return Locked(found, set(holding or ()), streaks_of(streaks), epoch)
+    newest = None if last is None else Link(last, Snapshot.parse(snapshot))
+    return Locked(found, newest, set(holding or ()), streaks_of(streaks), epoch)
 
 
 def claim(
@@ -100,63 +163,25 @@ def claim(
     return {cursor.partition_id: cursor for cursor in _cursors(rows)}
 
 
-def hand_over(
-    conn: psycopg.Connection[Any],
-    group: str,
-    partitions: Sequence[int],
-    next_offset: int,
-    durable: bool = True,
-) -> None:
-    """Everything below `next_offset` in these partitions was applied by another way than the WAL; they are locked.
-
-    See `advance` about `durable`.
-    """
-    conn.execute(
-        """
-        update relay.consumer_offsets
-           set next_offset     = greatest(next_offset, %(next)s),
-               handover_offset = greatest(handover_offset, %(next)s),
-               updated_at      = now()
-         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
-        returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
-                       then set_config('synchronous_commit', 'on', true) end
-        """,
-        {
-            "next": next_offset,
-            "group": group,
-            "topic": TOPIC,
-            "partitions": list(partitions),
-            "durable": durable,
-        },
-    )
-
-
 def advance(
     conn: psycopg.Connection[Any],
     group: str,
     advances: Sequence[Advance],
+    xids: Xids | None = None,
     durable: bool = True,
 ) -> None:
-    """Move the partitions forward; they must be locked. No cursor ever moves back.
+    """Move the partitions forward in the WAL; they must be locked. No cursor ever moves back.
 
-    `durable` commits wait for the disk, whatever a handler has set for its transaction.
+    `xids` are the transactions that were applied in them, noted for polling; None where nothing is polled. `durable`
+    commits wait for the disk, whatever a handler has set for its transaction.
     """
     conn.execute(
-        """
-        update relay.consumer_offsets as o
-           set next_offset = greatest(o.next_offset, a.next_offset),
-               applied_lsn = greatest(o.applied_lsn, a.applied_lsn),
-               updated_at  = now()
-          from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::pg_lsn[])
-               as a (partition_id, next_offset, applied_lsn)
-         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
-        returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
-                       then set_config('synchronous_commit', 'on', true) end
-        """,
+        _ADVANCED if xids is None else _ADVANCED_AND_NOTED,
         {
             "partitions": arrays.of_numbers(a.partition_id for a in advances),
             "offsets": arrays.of_numbers(a.next_offset for a in advances),
             "lsns": arrays.of_texts([str(a.applied_lsn) for a in advances]),
+            "xids": None if xids is None else arrays.of_numbers(xids.tolist()),
             "group": group,
             "topic": TOPIC,
             "durable": durable,
@@ -164,34 +189,129 @@ def advance(
     )
 
 
-def place(
-    conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], offset: int
+def polled(
+    conn: psycopg.Connection[Any],
+    group: str,
+    ends: Mapping[int, int],
+    upto: int,
+    durable: bool = True,
 ) -> None:
-    """Let partitions go on at a c_offset, wherever they were; it alone decides what of the WAL is new to them."""
+    """Of the difference of some partitions everything up to a position is applied; they must be locked.
+
+    `ends` has the greatest c_offset that was applied in each of them; `durable` is as in `advance`.
+    """
     conn.execute(
-        """
-        update relay.consumer_offsets
-           set next_offset = %(offset)s, handover_offset = %(offset)s, applied_lsn = '0/0', updated_at = now()
-         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
-        """,
-        {"offset": offset, "group": group, "topic": TOPIC, "partitions": list(partitions)},
+        _POLLED,
+        {
+            "upto": upto,
+            "partitions": arrays.of_numbers(ends),
+            "ends": arrays.of_numbers(ends.values()),
+            "group": group,
+            "topic": TOPIC,
+            "durable": durable,
+        },
     )
 
 
-def replace(conn: psycopg.Connection[Any], group: str, partitions: int, offset: int) -> None:
-    """Give the group another number of partitions, all of which go on at a c_offset."""
-    remove(conn, group)
-    create(conn, group, partitions, offset, offset)
+def complete(
+    conn: psycopg.Connection[Any], group: str, before: int, after: int, ends: Mapping[int, int]
+) -> int:
+    """Let partitions go on at the snapshot `after`, of whose difference from the one `before` everything is applied.
+
+    `ends` says up to where the difference reaches in each of them. Returns how many there were; those that somebody
+    has locked are left to whoever it is.
+    """
+    return conn.execute(
+        """
+        update relay.consumer_offsets as o
+           set snapshot_id = %(after)s, polled_offset = %(first)s, updated_at = now()
+          from (select c.partition_id
+                  from relay.consumer_offsets as c
+                  join unnest(%(partitions)s::int[], %(ends)s::bigint[]) as done (partition_id, polled_offset)
+                    on c.partition_id = done.partition_id and c.polled_offset >= done.polled_offset
+                 where c.group_id = %(group)s and c.topic_id = %(topic)s and c.snapshot_id = %(before)s
+                   and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
+                   for update of c skip locked) as free
+         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = free.partition_id
+        """,
+        {
+            "before": before,
+            "after": after,
+            "first": FIRST,
+            "partitions": arrays.of_numbers(ends),
+            "ends": arrays.of_numbers(ends.values()),
+            "group": group,
+            "topic": TOPIC,
+        },
+    ).rowcount
 
 
-def all_cursors(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
-    """Every partition of the group, in order."""
-    return _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
+def place(
+    conn: psycopg.Connection[Any],
+    group: str,
+    partitions: Sequence[int],
+    snapshot: int | None,
+    polled_offset: int = FIRST,
+    applied_lsn: Lsn = Lsn(0),  # noqa: B008
+) -> None:
+    """Let partitions go on at a snapshot, or at a position in the WAL, wherever they were."""
+    conn.execute(
+        """
+        update relay.consumer_offsets
+           set snapshot_id = %(snapshot)s, polled_offset = %(polled)s, applied_lsn = %(lsn)s, updated_at = now(),
+               next_offset = greatest(1, %(polled)s + 1)
+         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
+        """,
+        {
+            "snapshot": snapshot,
+            "polled": polled_offset,
+            "lsn": str(applied_lsn),
+            "group": group,
+            "topic": TOPIC,
+            "partitions": list(partitions),
+        },
+    )
+
+
+def settle(conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int) -> None:
+    """Let all partitions have the same position in the WAL."""
+    conn.execute(
+        "update relay.consumer_offsets set applied_lsn = %s, next_offset = %s where group_id = %s and topic_id = %s",
+        (str(applied_lsn), next_offset, group, TOPIC),
+    )
+
+
+def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[int, int]) -> None:
+    """Let the partitions stand at the same snapshots, which have other numbers now."""
+    conn.execute(
+        """
+        update relay.consumer_offsets as o set snapshot_id = renamed.new
+          from unnest(%s::bigint[], %s::bigint[]) as renamed (old, new)
+         where o.group_id = %s and o.topic_id = %s and o.snapshot_id = renamed.old
+        """,
+        (arrays.of_numbers(names), arrays.of_numbers(names.values()), group, TOPIC),
+    )
+
+
+def standing(conn: psycopg.Connection[Any], group: str) -> tuple[list[Cursor], list[Link]]:
+    """Every partition and every snapshot of the group, both in order, as they were at one moment."""
+    rows = conn.execute(
+        """
+        select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
+          from relay.consumer_offsets where group_id = %(group)s and topic_id = %(topic)s
+         union all
+        select null, null, id, null, null, snapshot::text from relay.snapshots where group_id = %(group)s
+         order by 1, 3
+        """,
+        {"group": group, "topic": TOPIC},
+    ).fetchall()
+    links = [Link(row[2], Snapshot.parse(row[5])) for row in rows if row[0] is None]
+    return _cursors(row for row in rows if row[0] is not None), links
 
 
 def initialised(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
     """Every partition of the group, in order. Raises ConfigurationError if it has none."""
-    found = all_cursors(conn, group)
+    found = _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
     if not found:
         raise not_initialised(group)
     return found
@@ -208,7 +328,8 @@ def with_wal_position(
     """Every partition of the group, and a position of the target's WAL that their commits lie below."""
     rows = conn.execute(
         """
-        select partition_id, next_offset, applied_lsn::text, handover_offset, pg_current_wal_insert_lsn()::text
+        select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset,
+               pg_current_wal_insert_lsn()::text
           from relay.consumer_offsets where group_id = %s and topic_id = %s
         """,
         (group, TOPIC),
@@ -227,17 +348,17 @@ def create(
     conn: psycopg.Connection[Any],
     group: str,
     partitions: int,
-    next_offset: int,
-    handover_offset: int = 1,
+    snapshot: int | None,
+    polled_offset: int = FIRST,
 ) -> int:
     """Create the cursors of a new group; returns how many were missing. Existing cursors stay as they are."""
     return conn.execute(
         """
-        insert into relay.consumer_offsets (group_id, topic_id, partition_id, next_offset, handover_offset)
+        insert into relay.consumer_offsets (group_id, topic_id, partition_id, snapshot_id, polled_offset)
         select %s, %s, partition_id, %s, %s from generate_series(0, %s - 1) as partition_id
         on conflict do nothing
         """,
-        (group, TOPIC, next_offset, handover_offset, partitions),
+        (group, TOPIC, snapshot, polled_offset, partitions),
     ).rowcount
 
 
@@ -246,6 +367,7 @@ def remove(conn: psycopg.Connection[Any], group: str) -> None:
     conn.execute(
         "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
     )
+    snapshots.remove(conn, group)
 
 
 def partition_count(conn: psycopg.Connection[Any], group: str) -> int:

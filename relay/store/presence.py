@@ -79,9 +79,7 @@ class Presence:
         try:
             if self._conn is None:
                 self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
-                self._conn.execute(
-                    "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, self._group)
-                )
+                self._show(self._conn)
                 # Before the stored configuration is looked at: of two that start at once, the second sees the first.
                 admission.hold(self._conn, self._group, self._effects)
             if self._admitted:
@@ -93,6 +91,17 @@ class Presence:
             # What an outage of the target means for the batches is judged where they are applied.
             log.debug("cannot show this instance", extra={"fault": describe(error)})
             self._drop()
+
+    def _show(self, conn: Connection) -> None:
+        lock = (_SPACE, self._group)
+        row = conn.execute("select pg_try_advisory_lock_shared(%s, hashtext(%s))", lock).fetchone()
+        if row and row[0]:
+            return
+        log.warning(
+            "waiting for a session of the target that holds the group's advisory lock: `relay offsets`, as a rule",
+            extra={"group": self._group},
+        )
+        conn.execute("select pg_advisory_lock_shared(%s, hashtext(%s))", lock)
 
     def _drop(self) -> None:
         conn, self._conn = self._conn, None

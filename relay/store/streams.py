@@ -33,6 +33,11 @@ def all_streams(conn: Connection) -> list[Stream] | None:
         ).fetchall()
 
 
+def slots_of(conn: Connection, group: str) -> list[str]:
+    """The slots that the group has, or had; none where the schema does not tell them. Raises psycopg.Error."""
+    return [each.slot for each in all_streams(conn) or () if each.group_id == group]
+
+
 def record(conn: Connection, slot: str, group: str, publication: str | None = None) -> bool:
     """Remember a slot; returns whether it was not known.
 

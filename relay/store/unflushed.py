@@ -17,7 +17,6 @@ from typing import Any
 
 import psycopg
 
-from relay.batch import Reached
 from relay.events import Lsn
 from relay.faults import RelayError, TaskFault, TransientFault
 from relay.patience import say_once, until_it_works
@@ -32,15 +31,11 @@ CLOSE_SECONDS = 2.0
 """How long an end waits for the last commits; what is not confirmed then is delivered again and recognised."""
 
 
-def require_kept(floors: Mapping[int, Reached], cursors: Mapping[int, offsets.Cursor]) -> None:
+def require_kept(floors: Mapping[int, Lsn], cursors: Mapping[int, offsets.Cursor]) -> None:
     """Raise RelayError if a partition has an older position than this process left it at."""
     for partition, floor in floors.items():
         cursor = cursors.get(partition)
-        if (
-            cursor is None
-            or cursor.next_offset < floor.next_offset
-            or cursor.applied_lsn < floor.applied_lsn
-        ):
+        if cursor is None or cursor.applied_lsn < floor:
             raise RelayError(
                 "target.synchronous_commit: off: the target has crashed and lost commits that were not on its disk "
                 "yet; nothing of them was confirmed: start relay again, and the slot delivers them again"
@@ -62,7 +57,7 @@ class Unflushed:
         self._confirm = confirm
         self._failed = failed
         self._conn: psycopg.Connection[Any] | None = None
-        self._pending: deque[tuple[Lsn, Mapping[int, Reached]]] = deque()
+        self._pending: deque[tuple[Lsn, Mapping[int, Lsn]]] = deque()
         self._changed = Condition()
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="flushed", daemon=True)
@@ -81,16 +76,16 @@ class Unflushed:
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
-    def add(self, end: Lsn, reached: Mapping[int, Reached]) -> None:
+    def add(self, end: Lsn, reached: Mapping[int, Lsn]) -> None:
         """Everything up to a position of the source is committed; its partitions are where `reached` says."""
         with self._changed:
             self._pending.append((end, reached))
             self._changed.notify_all()
 
-    def floors(self, partitions: Iterable[int]) -> dict[int, Reached]:
+    def floors(self, partitions: Iterable[int]) -> dict[int, Lsn]:
         """How far the partitions have to be, of those that a crash could have set back."""
         with self._changed:
-            last: dict[int, Reached] = {}
+            last: dict[int, Lsn] = {}
             for _, reached in self._pending:
                 last.update(reached)
         return {partition: last[partition] for partition in partitions if partition in last}

@@ -13,7 +13,7 @@ create table if not exists public.outbox_message_t (
     payload             jsonb not null,
     metadata            jsonb,
     c_xid               xid8 default pg_current_xact_id(),
-    c_offset            bigint unique,
+    c_offset            bigint,
     transaction_id      uuid,
     transaction_ordinal int,
     transaction_count   int,
@@ -22,6 +22,20 @@ create table if not exists public.outbox_message_t (
 
 -- A table of this name may have been there before.
 alter table public.outbox_message_t add column if not exists deliver_at timestamptz;
+
+-- An unreleased edition had a unique c_offset and another index for polling, which publishers would go on paying for.
+alter table public.outbox_message_t drop constraint if exists outbox_message_t_c_offset_key;
+do $$
+declare
+    former regclass;
+begin
+    for former in select indexrelid::regclass from pg_index join pg_class as c on c.oid = indexrelid
+                   where indrelid = 'public.outbox_message_t'::regclass and c.relname ~ '^outbox_message_t_relay_\d+$'
+    loop
+        execute format('drop index %s', former);
+    end loop;
+end
+$$;
 
 comment on column public.outbox_message_t.deliver_at is
     'when the event is to be delivered; null: at once';
@@ -64,11 +78,10 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare
-    business_id  uuid := coalesce(publish.transaction_id, gen_random_uuid());
-    how_many     int;
-    first_offset bigint;
-    malformed    bigint;
-    too_large    record;
+    business_id uuid := coalesce(publish.transaction_id, gen_random_uuid());
+    how_many    int;
+    malformed   bigint;
+    too_large   record;
 begin
     if jsonb_typeof(publish.events) is distinct from 'array' or jsonb_array_length(publish.events) = 0 then
         raise invalid_parameter_value using
@@ -105,11 +118,10 @@ begin
     end if;
 
     how_many := jsonb_array_length(publish.events);
-    first_offset := relay.reserve_offsets(how_many);
 
     insert into public.outbox_message_t (
         id, host_id, user_id, aggregate_id, aggregate_version, aggregate_type, event_type, event_ts,
-        payload, metadata, c_offset, transaction_id, transaction_ordinal, transaction_count, deliver_at)
+        payload, metadata, transaction_id, transaction_ordinal, transaction_count, deliver_at)
     select coalesce((event ->> 'id')::uuid, gen_random_uuid()),
            publish.host_id,
            publish.user_id,
@@ -120,7 +132,6 @@ begin
            coalesce((event ->> 'event_ts')::timestamptz, clock_timestamp()),
            event -> 'payload',
            nullif(event -> 'metadata', 'null'),
-           first_offset + ordinal - 1,
            business_id,
            ordinal::int,
            how_many,
@@ -155,8 +166,7 @@ $$;
 
 do $$
 begin
-    if not exists (select from pg_proc where oid = 'relay.reserve_offsets(bigint)'::regprocedure
-                      and proowner = to_regrole('relay_owner')) then
+    if to_regrole('relay_owner') is null then
         return;
     end if;
     if not has_schema_privilege('relay_owner', 'public', 'usage') then
@@ -164,8 +174,11 @@ begin
     end if;
     grant insert on public.outbox_message_t to relay_owner;
     grant create on schema relay to relay_owner;
+    -- A function's new owner must have the right to create in its schema.
     alter function relay.publish(uuid, uuid, jsonb, uuid) owner to relay_owner;
     revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give relay.publish to relay_owner; it stays its own';
 end
 $$;
 

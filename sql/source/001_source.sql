@@ -1,4 +1,4 @@
--- The gapless offset of the outbox and the triggers that keep it. Installs in the database that publishes events.
+-- What relay needs of the database that publishes events: columns of the outbox, roles, names of slots.
 -- Applied once by `relay init`; `psql -v ON_ERROR_STOP=1 -1 -f` does the same, but does not examine what is there already.
 
 create schema if not exists relay;
@@ -12,12 +12,6 @@ create table if not exists relay.migrations (
 comment on column relay.migrations.digest is
     'SHA-256 of the file, in hexadecimal; null where psql applied it';
 
-create table if not exists relay.log_counter (
-    id          int primary key,
-    next_offset bigint not null default 1
-);
-insert into relay.log_counter (id, next_offset) values (1, 1) on conflict do nothing;
-
 -- The slots and publications that read this database, so that uninstalling leaves none behind.
 create table if not exists relay.streams (
     slot        text primary key,
@@ -28,85 +22,105 @@ create table if not exists relay.streams (
 comment on column relay.streams.publication is
     'the publication that relay made for it; null where it was there before';
 
--- The row lock that this update takes is held to the end of the publisher's transaction: offsets are therefore in
--- commit order and come back with a rollback.
-create or replace function relay.reserve_offsets(how_many bigint) returns bigint
-language sql set search_path = pg_catalog, pg_temp
-as $$
-    update relay.log_counter set next_offset = next_offset + how_many where id = 1
-    returning next_offset - how_many
-$$;
+-- The order in which rows are inserted; gaps mean nothing. Whoever inserts into an outbox takes the next number, and can do
+-- nothing else with it.
+create sequence if not exists relay.offsets;
+grant usage on sequence relay.offsets to public;
 
--- Gives a row that comes without an offset the next one. The argument is the name of the offset column.
--- The counter's row is locked at the first such row of a statement, counted in a transaction-local setting, and written
--- back once by relay.write_back_offset: one update a row would make a statement of n rows cost n squared.
-create or replace function relay.fill_offset() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pg_temp
-as $$
-declare
-    given   bigint;
-    current bigint;
-begin
-    if tg_argv[0] = 'c_offset' then
-        given := new.c_offset;
-    else
-        given := (to_jsonb(new) ->> tg_argv[0])::bigint;
-    end if;
-    if given is not null then
-        return new;
-    end if;
-    current := nullif(current_setting('relay.pending_offset', true), '')::bigint;
-    if current is null then
-        select next_offset into strict current from relay.log_counter where id = 1 for update;
-    end if;
-    perform set_config('relay.pending_offset', (current + 1)::text, true);
-    if tg_argv[0] = 'c_offset' then
-        new.c_offset := current;
-    else
-        new := jsonb_populate_record(new, jsonb_build_object(tg_argv[0], current));
-    end if;
-    return new;
-end
-$$;
-
-create or replace function relay.write_back_offset() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pg_temp
-as $$
-declare
-    pending bigint := nullif(current_setting('relay.pending_offset', true), '')::bigint;
-begin
-    if pending is not null then
-        update relay.log_counter set next_offset = pending where id = 1;
-        perform set_config('relay.pending_offset', '', true);
-    end if;
-    return null;
-end
-$$;
-
--- Puts relay's triggers on an outbox table, its own or one that was there before.
+-- Gives an outbox table, relay's own or one that was there before, the columns that polling needs, without rewriting it: of
+-- the rows that are there, a column that is new stays null. Changes nothing that is there already, and locks nothing then.
 create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
 language plpgsql
 as $$
+declare
+    found  pg_attribute;
+    newest bigint;
 begin
-    -- Without a default at first, so that the rows that are there are not rewritten: theirs stays null.
     if not exists (select from pg_attribute where attrelid = outbox and attname = 'c_xid' and not attisdropped) then
         execute format('alter table %s add column c_xid xid8', outbox);
+    end if;
+    if not exists (select from pg_attribute where attrelid = outbox and attname = 'c_xid' and atthasdef) then
         execute format('alter table %s alter column c_xid set default pg_current_xact_id()', outbox);
     end if;
-    -- To create a trigger is to wait for every transaction that has published, while all others wait, too.
-    if (select count(*) = 2 from pg_trigger
-         where tgrelid = outbox and tgenabled <> 'D'
-           and (tgfoid, tgargs) in (
-               ('relay.fill_offset()'::regprocedure, convert_to(offset_column, getdatabaseencoding()) || '\x00'),
-               ('relay.write_back_offset()'::regprocedure, ''))) then
+    select * into found from pg_attribute where attrelid = outbox and attname = offset_column and not attisdropped;
+    if found.attname is null then
+        execute format('alter table %s add column %I bigint', outbox, offset_column);
+    elsif found.atthasdef or found.attidentity <> '' then
         return;
+    else
+        -- Those that are given from now on are greater. Nobody inserts between this and the default.
+        execute format('lock table %s in share row exclusive mode', outbox);
+        execute format('select max(%I) from %s', offset_column, outbox) into newest;
+        perform setval('relay.offsets', newest) from relay.offsets where newest >= last_value;
     end if;
-    execute format('create or replace trigger relay_fill_offset before insert on %s'
-                   ' for each row execute function relay.fill_offset(%L)', outbox, offset_column);
-    execute format('create or replace trigger relay_write_back_offset after insert on %s'
-                   ' for each statement execute function relay.write_back_offset()', outbox);
+    execute format('alter table %s alter column %I set default nextval(''relay.offsets'')', outbox, offset_column);
 end
 $$;
+
+-- Switches between numbers from a sequence and numbers without gaps (source.offsets); returns whether it changed anything.
+-- Without gaps, numbers come from a counter of the table's own, whose row is locked from a publisher's first insert to the
+-- end of its transaction: publishers take turns. relay has no use for it.
+create or replace function relay.set_gapless(outbox regclass, offset_column text, wanted boolean) returns boolean
+language plpgsql
+as $set$
+declare
+    state   "char";
+    counter bigint;
+    numbers text;
+    newest  bigint;
+begin
+    select tgenabled, split_part(encode(tgargs, 'escape'), '\000', 1) into state, counter
+      from pg_trigger
+     where tgrelid = outbox and tgname = 'relay_fill_offset' and tgfoid = to_regprocedure('relay.fill_offset()');
+    if wanted = coalesce(state in ('O', 'A'), false) then
+        return false;
+    end if;
+    numbers := coalesce(pg_get_serial_sequence(outbox::text, offset_column), 'relay.offsets');
+    execute format('lock table %s in share row exclusive mode', outbox);
+    execute format('select coalesce(max(%I), 0) from %s', offset_column, outbox) into newest;
+    if not wanted then
+        execute format('drop trigger relay_fill_offset on %s', outbox);
+        delete from relay.log_counter where id = counter;
+        perform setval(numbers, greatest(newest, nextval(numbers)));
+        return true;
+    end if;
+    create table if not exists relay.log_counter (
+        id          bigint generated always as identity primary key,
+        next_offset bigint not null
+    );
+    update relay.log_counter set next_offset = greatest(next_offset, newest + 1) where id = counter;
+    if not found then
+        insert into relay.log_counter (next_offset) values (newest + 1) returning id into counter;
+    end if;
+    create or replace function relay.fill_offset() returns trigger
+    language plpgsql security definer set search_path = pg_catalog, pg_temp
+    as $$
+    declare
+        given bigint;
+    begin
+        -- Which counter is an argument: a partition's trigger does not know the table that was inserted into.
+        update relay.log_counter set next_offset = next_offset + 1
+         where id = tg_argv[0]::bigint returning next_offset - 1 into strict given;
+        return jsonb_populate_record(new, jsonb_build_object(tg_argv[1], given));
+    end
+    $$;
+    revoke all on function relay.fill_offset() from public;
+    begin
+        -- Whoever runs this may have more rights than a publisher's insert is to borrow.
+        if to_regrole('relay_owner') is not null then
+            grant select, update on relay.log_counter to relay_owner;
+            grant create on schema relay to relay_owner;
+            alter function relay.fill_offset() owner to relay_owner;
+            revoke create on schema relay from relay_owner;
+        end if;
+    exception when insufficient_privilege then
+        raise notice 'relay: this role may not give relay.fill_offset to relay_owner; it stays its own';
+    end;
+    execute format('create or replace trigger relay_fill_offset before insert on %s'
+                   ' for each row execute function relay.fill_offset(%L, %L)', outbox, counter, offset_column);
+    return true;
+end
+$set$;
 
 -- Installs the trigger that sends a notification for each statement that inserts into an outbox (poll.listen), or removes
 -- it; returns whether it changed anything. Where it changes nothing, it locks nothing.
@@ -149,7 +163,7 @@ $set$;
 -- Least privilege: three roles without login. The first two are to be granted or given a password by the administrator:
 --   relay_publisher   may publish, and nothing else
 --   relay             runs the service: reads the outbox, owns nothing; `relay init` adds REPLICATION unless it polls
---   relay_owner       owns the functions that run with the rights of their owner: insert into the outbox, move the counter
+--   relay_owner       owns the functions that run with the rights of their owner: insert into the outbox
 -- Where the installing role may not create roles (managed servers), the grants are left to the administrator, and the
 -- functions belong to the installing role.
 
@@ -180,13 +194,7 @@ begin
     if not exists (select from pg_roles where rolname = current_user and rolsuper) then
         execute format('grant relay_owner to %I', current_user);
     end if;
-    -- A function's new owner must have the right to create in its schema.
-    grant usage, create on schema relay to relay_owner;
-    grant select, update (next_offset) on relay.log_counter to relay_owner;
-    alter function relay.reserve_offsets(bigint) owner to relay_owner;
-    alter function relay.fill_offset() owner to relay_owner;
-    alter function relay.write_back_offset() owner to relay_owner;
-    revoke create on schema relay from relay_owner;
+    grant usage on schema relay to relay_owner;
 exception when insufficient_privilege then
     raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
 end
@@ -199,7 +207,7 @@ begin
     end if;
     if exists (select from pg_roles where rolname = 'relay') then
         grant usage on schema relay to relay;
-        grant select on relay.log_counter, relay.migrations to relay;
+        grant select on relay.migrations to relay;
         -- relay creates a lost slot again.
         grant select, insert on relay.streams to relay;
     end if;

@@ -16,19 +16,50 @@ create table if not exists relay.consumer_offsets (
     group_id        text        not null,
     topic_id        int         not null,
     partition_id    int         not null,
-    next_offset     bigint      not null default 1,
     applied_lsn     pg_lsn      not null default '0/0',
-    handover_offset bigint      not null default 1,
+    snapshot_id     bigint,
+    polled_offset   bigint      not null default -9223372036854775808,
+    next_offset     bigint      not null default 1,
     updated_at      timestamptz not null default now(),
     primary key (group_id, topic_id, partition_id)
 ) with (fillfactor = 50);
 
-comment on column relay.consumer_offsets.next_offset is
-    'one more than the greatest c_offset applied in this partition';
 comment on column relay.consumer_offsets.applied_lsn is
     'end of the last WAL commit applied in this partition; commits up to here are recognised as redelivered';
-comment on column relay.consumer_offsets.handover_offset is
-    'rows below this c_offset were applied by another way than this WAL (polling, an earlier system) and are skipped';
+comment on column relay.consumer_offsets.snapshot_id is
+    'everything that this snapshot of relay.snapshots sees is applied; null where only the WAL is read (source.mode: wal)';
+comment on column relay.consumer_offsets.polled_offset is
+    'of the difference to the next snapshot, what is applied: the transactions whose greatest c_offset is not above';
+comment on column relay.consumer_offsets.next_offset is
+    'one more than the greatest c_offset applied in this partition; nothing depends on it';
+
+-- A chain of snapshots of the source for each group. Between two of them lies a difference, which polling applies. While
+-- the WAL is read, there is one, which is replaced from time to time.
+-- A number is never used again: a task that comes late finds that its snapshot is no longer there.
+create sequence if not exists relay.snapshot_ids;
+
+create table if not exists relay.snapshots (
+    group_id   text        not null,
+    id         bigint      not null,
+    snapshot   pg_snapshot not null,
+    polled_lsn pg_lsn      not null default '0/0',
+    taken_at   timestamptz not null default now(),
+    primary key (group_id, id)
+);
+
+comment on column relay.snapshots.polled_lsn is
+    'the commits that were polled up to the snapshot lie below this position of the source''s WAL; 0/0 where none were';
+
+-- What was applied from the WAL since the last snapshot: polling leaves it out.
+create table if not exists relay.applied_commits (
+    group_id   text   not null,
+    partitions int[]  not null,
+    xids       xid8[] not null
+);
+create index if not exists applied_commits_group on relay.applied_commits (group_id);
+
+comment on table relay.applied_commits is
+    'the transactions of the source that a task applied in these partitions';
 
 create sequence if not exists relay.dead_transactions;
 
@@ -109,6 +140,7 @@ create table if not exists relay.groups (
     source_reason     text,
     source_since      timestamptz,
     instance          text,
+    confirmed_lsn     pg_lsn,
     configuration_digest text,
     configuration     jsonb
 );
@@ -127,6 +159,10 @@ comment on column relay.groups.slot_recreations is
 
 comment on column relay.groups.source_mode is
     'how events come, wal or poll, with the reason, since when, and to which instance: the last to change it';
+
+comment on column relay.groups.confirmed_lsn is
+    'how far the slot was confirmed when it was last left: further, somebody has advanced it; 0/0 until a difference is polled '
+    'of which the slot may lack something; null while it is read';
 
 comment on column relay.groups.running is
     'set when an instance starts and reset when the last one ends';
@@ -259,27 +295,30 @@ create table if not exists relay.spark_events (
 );
 create index if not exists spark_events_portion on relay.spark_events (portion);
 
--- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own those of
--- the hosts of which a waiting transaction holds a key, the handlers that fail, and the epoch of the group's source. Each
--- statement of the function sees what was committed while the one before waited for a lock; a single statement would not.
+-- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own the group's
+-- last snapshot, those of the hosts of which a waiting transaction holds a key, the handlers that fail, and the epoch of the
+-- group's source. Each statement of the function sees what was committed while the one before waited for a lock; a single
+-- statement would not.
 create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
-returns table (partition_id int, next_offset bigint, applied_lsn text, handover_offset bigint, holding text[],
-               streaks jsonb, source_epoch int)
+returns table (partition_id int, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
+               snapshot text, holding text[], streaks jsonb, source_epoch int)
 language plpgsql
 as $$
 begin
     return query
-        select o.partition_id, o.next_offset, o.applied_lsn::text, o.handover_offset, '{}'::text[], null::jsonb, null::int
+        select o.partition_id, o.applied_lsn::text, o.snapshot_id, o.polled_offset, o.next_offset, null::text, '{}'::text[],
+               null::jsonb, null::int
           from relay.consumer_offsets as o
          where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions)
          order by o.partition_id for update;
     return query
-        select null::int, null::bigint, null::text, null::bigint, array_agg(distinct host),
+        select null::int, null::text, (last).id, null::bigint, null::bigint, (last).snapshot::text,
+               (select array_agg(distinct host) from relay.deferred as d, unnest(d.hosts) as host
+                 where d.group_id = the_group and d.holds and d.hosts && asked and host = any (asked)),
                (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
                   from relay.brakes as b where b.group_id = the_group),
                (select g.source_epoch from relay.groups as g where g.group_id = the_group)
-          from relay.deferred, unnest(hosts) as host
-         where group_id = the_group and holds and hosts && asked and host = any (asked);
+          from (select (select s from relay.snapshots as s where s.group_id = the_group order by s.id desc limit 1)) as newest (last);
 end
 $$;
 
@@ -304,6 +343,9 @@ begin
         grant select on relay.migrations to relay;
         -- A group that is split into another number of partitions gets other rows.
         grant select, insert, update, delete on relay.consumer_offsets to relay;
+        grant select, insert, update, delete on relay.snapshots to relay;
+        grant select, insert, update, delete on relay.applied_commits to relay;
+        grant usage on sequence relay.snapshot_ids to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
         grant usage on sequence relay.dead_transactions to relay;
         -- Who acted, and when, is what the server says.

@@ -1,4 +1,4 @@
-"""A target without synchronous commits that crashes: what it lost was not confirmed, and comes again."""
+"""Without synchronous commits, a crash: what the target lost comes again, what the source lost was not seen."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from relay.config import Settings
+from relay.cursors import plan_seek, seek
 from relay.faults import RelayError
-from tests.outbox import Outbox, event, host, relaying, wait_until
-from tests.postgres import Server
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.postgres import Server, start_server
 
 pytestmark = pytest.mark.chaos
 
@@ -40,3 +41,35 @@ def test_without_synchronous_commit_nothing_is_confirmed_that_a_crash_can_take(
         assert outbox.value("select count(*) from projection") == 1
         outbox.drain(settings)
         outbox.assert_exact()
+
+
+LAZY = {
+    "synchronous_commit": "off",
+    "wal_writer_delay": "10s",
+    "wal_writer_flush_after": "2GB",
+}
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_no_snapshot_sees_what_a_crash_of_the_source_can_take_back(
+    database: str, mode: str
+) -> None:
+    """Events that come after the crash take over the transaction ids of those that it took."""
+    with start_server(LAZY) as server, Outbox(database) as target:
+        with Outbox(server.create_database("app")) as outbox:
+            target.conn.execute(PROJECTION)
+            source = {**outbox.config()["source"], "mode": mode}
+            settings = outbox.settings(source=source, target={"dsn": target.dsn})
+            outbox.install_again(settings)
+            for number in range(3):
+                outbox.publish(host(1), event(number))
+            assert outbox.value("select pg_current_wal_flush_lsn() < pg_current_wal_insert_lsn()")
+            seek(settings, plan_seek(settings, "end", None).goal, None)
+            server.kill()
+            server.start()
+            outbox.reconnect()
+            published = [outbox.publish(host(1), event(number)) for number in range(6)]
+            with relaying(settings):
+                wait_until(lambda: target.value("select count(*) from projection") >= 6, 20)
+        assert target.column("select transaction_id from projection order by seq") == published

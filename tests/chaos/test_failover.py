@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event, Thread
 
+import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay.config import Settings
 from relay.cursors import plan_seek, seek
-from tests.outbox import Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
+from tests.outbox import (
+    PROJECTION,
+    Outbox,
+    event,
+    host,
+    relaying,
+    wait_until,
+    why_it_ended,
+    why_it_ends,
+)
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
 pytestmark = pytest.mark.chaos
@@ -32,12 +44,21 @@ class Pair:
     standby: EmbeddedServer
     copy: Outbox
 
-    def settings(self, target: Outbox, dsn: str | None = None) -> Settings:
+    def settings(self, target: Outbox, dsn: str | None = None, mode: str = "auto") -> Settings:
         """A relay that follows whichever of both may be written to, with its target elsewhere."""
-        ports = f"{self.primary.cluster.port},{self.standby.cluster.port}"
-        either = f"host=127.0.0.1,127.0.0.1 port={ports} dbname=app user=postgres target_session_attrs=read-write"
-        source = {"dsn": dsn or either, "slot": "app", "publication": "app"}
+        source = {"dsn": dsn or self.either(), "slot": "app", "publication": "app", "mode": mode}
         return Settings(**self.source.config(source=source, target={"dsn": target.dsn}))
+
+    def either(self, user: str = "postgres") -> str:
+        """The DSN of whichever of both may be written to."""
+        return make_conninfo(
+            host="127.0.0.1,127.0.0.1",
+            port=f"{self.primary.cluster.port},{self.standby.cluster.port}",
+            dbname="app",
+            user=user,
+            password="p",
+            target_session_attrs="read-write",
+        )
 
     def synchronise(self) -> None:
         """Wait until the standby has the slot."""
@@ -101,38 +122,45 @@ def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
     )
 
 
+@pytest.fixture
+def target(database: str) -> Iterator[Outbox]:
+    """A database of another server, as it must be to tell what a new primary has not seen."""
+    with Outbox(database) as made:
+        made.conn.execute(PROJECTION)
+        yield made
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
-    """The target is another server, as it must be to tell what the new primary has not seen."""
+def test_a_standby_is_promoted(target: Outbox, synchronised: bool) -> None:
     with streaming_pair(synchronised) as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
-        outbox.watch_positions()
+        target.watch_positions()
         with relaying(settings):
             pair.source.fill(200)
-            wait_until(lambda: outbox.handled() == 1_000)
+            wait_until(lambda: target.handled() == 1_000)
             pair.source.wait_drained()
             if synchronised:
                 pair.synchronise()
             pair.replicate()
             before = pair.source.value("select count(*) from outbox_message_t")
-            wait_until(lambda: outbox.handled() == before)
+            wait_until(lambda: target.handled() == before)
             pair.fail_over()
             pair.copy.fill(200)
-            wait_until(lambda: outbox.handled() == before + 1_000)
+            wait_until(lambda: target.handled() == before + 1_000)
             # Polling may have got them all before the WAL of the new primary could be had.
-            wait_until(lambda: outbox.value("select timeline from relay.groups") == 2)
+            wait_until(lambda: target.value("select timeline from relay.groups") == 2)
             pair.copy.fill(1)
-            wait_until(lambda: outbox.handled() == before + 1_005)
+            wait_until(lambda: target.handled() == before + 1_005)
             everything = pair.copy.column("select id from outbox_message_t order by c_offset")
-    recreated = outbox.value("select cardinality(slot_recreations) from relay.groups")
+    recreated = target.value("select cardinality(slot_recreations) from relay.groups")
     assert recreated == (0 if synchronised else 1)
-    assert outbox.positions_moved_back() == 0
-    assert outbox.value("select timeline_history from relay.groups").startswith("1\t")
-    assert sorted(everything) == sorted(outbox.column("select id from projection"))
-    assert not outbox.column(
+    assert target.positions_moved_back() == 0
+    assert target.value("select timeline_history from relay.groups").startswith("1\t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+    assert not target.column(
         "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
         " from projection) as followed where overtaken"
     )
@@ -141,10 +169,10 @@ def test_a_standby_is_promoted(outbox: Outbox, synchronised: bool) -> None:
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised: bool) -> None:
+def test_a_failover_loses_events_that_were_applied(target: Outbox, synchronised: bool) -> None:
     """New events take over the lost ones' c_offsets and positions, and none of them is skipped."""
     with streaming_pair(synchronised) as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
         running = ExitStack()
         running.enter_context(relaying(settings))
@@ -155,16 +183,16 @@ def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised:
         pair.cut()
         pair.source.fill(1)
         pair.source.wait_drained()
-        applied = outbox.column("select id from projection order by seq")
+        applied = target.column("select id from projection order by seq")
         pair.fail_over()
         # More than were lost: their c_offsets go beyond what was applied.
         pair.copy.fill(2)
         said = why_it_ended(running)
         assert "has lost events that group 'default' has applied" in said
         assert why_it_ends(settings) == said
-        assert outbox.column("select id from projection order by seq") == applied
-        assert outbox.value("select timeline from relay.groups") == 1
-        assert outbox.value("select cardinality(slot_recreations) from relay.groups") == 0
+        assert target.column("select id from projection order by seq") == applied
+        assert target.value("select timeline from relay.groups") == 1
+        assert target.value("select cardinality(slot_recreations) from relay.groups") == 0
 
         everything = pair.copy.column("select id from outbox_message_t")
         new = sorted(set(everything) - set(applied))
@@ -175,36 +203,147 @@ def test_a_failover_loses_events_that_were_applied(outbox: Outbox, synchronised:
         (lsn,) = re.findall(r"seek --to (\S+/\w+)", said)
         move = plan_seek(settings, lsn if synchronised else since.isoformat(), None)
         assert move.again == 5
-        seek(settings, move.offset, None)
+        seek(settings, move.goal, None)
         with relaying(settings):
-            wait_until(lambda: outbox.handled() >= len(applied) + 10)
+            wait_until(lambda: target.handled() >= len(applied) + 10)
             pair.copy.fill(1)
             pair.copy.wait_drained()
         newer = set(pair.copy.column("select id from outbox_message_t")) - set(everything)
-        assert sorted(outbox.column("select id from projection")) == sorted(
+        assert sorted(target.column("select id from projection")) == sorted(
             [*applied, *new, *newer]
         )
 
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_an_instance_at_a_lagging_standby_waits(outbox: Outbox) -> None:
+def test_an_instance_at_a_lagging_standby_waits(target: Outbox) -> None:
     with streaming_pair() as pair:
-        settings = pair.settings(outbox)
+        settings = pair.settings(target)
         pair.source.install_again(settings)
-        outbox.watch_positions()
+        target.watch_positions()
         with relaying(settings):
             pair.source.fill(5)
             pair.source.wait_drained()
             pair.cut()
             pair.source.fill(5)
             pair.source.wait_drained()
-            with relaying(pair.settings(outbox, pair.standby.dsn("app"))):
+            with relaying(pair.settings(target, pair.standby.dsn("app"))):
                 # It has connected, and polls what the standby has: nothing new.
-                wait_until(lambda: outbox.value("select source_mode from relay.groups") == "poll")
+                wait_until(lambda: target.value("select source_mode from relay.groups") == "poll")
                 for number in range(20):
                     pair.source.publish(host(number), event(number))
                 pair.source.wait_drained()
         everything = pair.source.column("select id from outbox_message_t")
-    assert outbox.positions_moved_back() == 0
-    assert sorted(everything) == sorted(outbox.column("select id from projection"))
+    assert target.positions_moved_back() == 0
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+
+
+@contextmanager
+def publishing(dsn: str, hosts: int) -> Iterator[None]:
+    """Somebody publishes for each host all the while, wherever the server may be."""
+    done = Event()
+
+    def run(number: int) -> None:
+        while not done.is_set():
+            with suppress(psycopg.Error), Outbox(dsn) as writer:
+                while not done.wait(0.01):
+                    writer.publish(host(number), event(1), event(2))
+
+    threads = [Thread(target=run, args=(number,)) for number in range(hosts)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_publishers_go_on_while_a_synchronous_standby_is_promoted(
+    target: Outbox, mode: str
+) -> None:
+    with streaming_pair(synchronised=True) as pair:
+        settings = pair.settings(target, mode=mode)
+        pair.source.install_again(settings)
+        for setting in (
+            "synchronous_standby_names = '*'",
+            "synchronized_standby_slots = 'standby'",
+        ):
+            pair.source.conn.execute(f"alter system set {setting}".encode())
+        pair.source.conn.execute("select pg_reload_conf()")
+        wait_until(lambda: pair.source.column("show synchronous_standby_names") == ["*"])
+        pair.copy.conn.execute("alter system set synchronous_standby_names = ''")
+        pair.copy.conn.execute("alter system set synchronized_standby_slots = ''")
+        pair.copy.conn.execute("select pg_reload_conf()")
+        with relaying(settings):
+            with publishing(pair.either(), hosts=3):
+                wait_until(lambda: target.handled() > 300)
+                pair.fail_over()
+                before = target.handled()
+                wait_until(lambda: target.handled() > before + 300)
+            published = pair.copy.value("select count(*) from outbox_message_t")
+            wait_until(lambda: target.handled() >= published)
+        everything = pair.copy.column("select id from outbox_message_t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+    assert not target.column(
+        "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
+        " from projection) as followed where overtaken"
+    )
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lossy", [True, False])
+def test_a_standby_is_promoted_while_relay_polls(target: Outbox, lossy: bool) -> None:
+    with streaming_pair() as pair:
+        settings = pair.settings(target, mode="poll")
+        pair.source.install_again(settings)
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        pair.source.fill(20)
+        wait_until(lambda: target.handled() == 100)
+        if lossy:
+            pair.cut()
+        pair.source.fill(1)
+        wait_until(lambda: target.handled() == 105)
+        if not lossy:
+            pair.replicate()
+        applied = target.column("select id from projection order by seq")
+        pair.fail_over()
+        # More than were lost: transaction ids and c_offsets go beyond those that were applied.
+        pair.copy.fill(20)
+        if lossy:
+            assert "may have lost events that group 'default' has polled" in why_it_ended(running)
+            assert target.column("select id from projection order by seq") == applied
+            return
+        wait_until(lambda: target.handled() == 205)
+        running.close()
+        assert target.value("select timeline from relay.groups") == 2
+        # Positions are those of the new timeline now.
+        with relaying(settings):
+            pair.copy.fill(1)
+            wait_until(lambda: target.handled() == 210)
+        everything = pair.copy.column("select id from outbox_message_t")
+    assert sorted(everything) == sorted(target.column("select id from projection"))
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> None:
+    with streaming_pair() as pair:
+        pair.source.install_again(pair.settings(target, mode="poll"))
+        pair.source.conn.execute("create role reader login password 'p' in role relay")
+        settings = pair.settings(target, pair.either("reader"), mode="poll")
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        pair.source.fill(20)
+        wait_until(lambda: target.handled() == 100)
+        pair.replicate()
+        pair.fail_over()
+        pair.copy.fill(1)
+        assert "only a replication connection can tell" in why_it_ended(running)
+    assert target.handled() == 100

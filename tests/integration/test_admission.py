@@ -119,3 +119,17 @@ def test_nothing_secret_is_stored(outbox: Outbox) -> None:
     kept = outbox.value("select configuration::text from relay.groups")
     assert '"handlers.h.url": "http://127.0.0.1:1/"' in kept
     assert "hunter2" not in kept
+
+
+def test_who_waits_for_the_lock_of_the_group_says_so(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = outbox.settings()
+    with presence.stopped(outbox.conn, settings.group) as free:
+        assert free
+        running = ExitStack()
+        running.enter_context(relaying(settings))
+        wait_until(lambda: any("waiting for a session" in r.message for r in caplog.records))
+    outbox.publish(host(1), event(1))
+    outbox.wait_handled()
+    running.close()

@@ -14,8 +14,9 @@ from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
 from relay.source import choice
+from relay.source.choice import StreamSource
 from relay.source.wal import WalSource
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.postgres import start_server
 
 
@@ -86,7 +87,7 @@ def test_rows_older_than_the_slot_are_read_first(
     from relay.install import initialise
 
     done = initialise(settings, start="beginning")
-    assert any("from c_offset 1 on" in line for line in done)
+    assert any("from beginning on" in line for line in done)
     outbox.publish(host(1), event(1))
     with relaying(settings, session):
         outbox.wait_handled()
@@ -158,7 +159,10 @@ def recreate_by_hand(outbox: Outbox) -> None:
     [lose_slot, lose_publication, lose_connection, leave_to_another, recreate_by_hand],
     ids=lambda mishap: mishap.__name__,
 )
-def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], None]) -> None:
+def test_nothing_is_lost_or_repeated(
+    outbox: Outbox, mishap: Callable[[Outbox], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "RECONNECT_SECONDS", 1.0)
     outbox.publish(host(0), event(0))
     with relaying(outbox.settings()), publishing(outbox):
         for _ in range(2):
@@ -169,6 +173,33 @@ def test_nothing_is_lost_or_repeated(outbox: Outbox, mishap: Callable[[Outbox], 
         outbox.wait_handled()
         wait_until(lambda: mode(outbox) == "wal")
         outbox.wait_drained()
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("found", ["at the start", "by comparison"])
+def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alone(
+    outbox: Outbox, found: str
+) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(3), event(0))
+    outbox.drain(settings)
+    with outbox.conn.transaction():
+        for number in (1, 2):
+            outbox.publish(host(number), event(number))
+    stream_and_die(settings, tasks=1)
+    assert outbox.value("select count(*) from projection") == 2
+    if found == "by comparison":
+        # As a relay leaves it that does not end by itself.
+        outbox.conn.execute("update relay.groups set confirmed_lsn = null")
+    outbox.conn.execute(
+        "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+    )
+    with relaying(settings):
+        outbox.publish(host(3), event(3))
+        outbox.wait_drained()
+        outbox.wait_handled(10)
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
     outbox.assert_exact()
 
 
@@ -295,3 +326,55 @@ def _without_setting(server: Any, name: str) -> None:
         server.cluster.settings.pop(name, None)
     else:
         pytest.skip("a container's command line cannot be changed")
+
+
+def test_a_slot_that_somebody_has_advanced_keeps_the_order_and_is_said(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(1), event(0))
+    outbox.drain(settings)
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute(
+        "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+    )
+    outbox.publish(host(1), event(2))
+    with relaying(settings):
+        outbox.wait_handled()
+        outbox.wait_drained()
+    assert any(r.message.startswith("somebody else has advanced") for r in caplog.records)
+    assert outbox.column("select amount from projection order by seq") == [0, 1, 2]
+
+
+def test_rows_that_are_deleted_while_a_killed_relay_is_away_come_from_the_slot(
+    outbox: Outbox,
+) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(1), event(0))
+    outbox.drain(settings)
+    # As a relay leaves it that is killed.
+    outbox.conn.execute("update relay.groups set confirmed_lsn = null")
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("delete from outbox_message_t")
+    with relaying(settings):
+        outbox.wait_drained()
+    assert outbox.column("select amount from projection order by seq") == [0, 1]
+
+
+def test_what_a_slot_may_lack_is_polled_although_relay_was_stopped_before(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(1), event(0))
+    outbox.drain(settings)
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute(
+        "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
+    )
+    source = StreamSource(settings)
+    source.start()
+    wait_until(lambda: source._wal.incomplete)
+    source.stop()
+    source.close()
+    outbox.publish(host(1), event(2))
+    with relaying(settings):
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [0, 1, 2]

@@ -39,7 +39,10 @@ def test_an_outage_in_guarded_mode_is_no_death(
     outbox: Outbox, engine: str, session: Session | None
 ) -> None:
     outbox.conn.execute("create sequence attempts")
-    outbox.conn.execute("insert into relay.groups (group_id, running) values ('default', true)")
+    outbox.conn.execute(
+        "insert into relay.groups (group_id, running) values ('default', true)"
+        " on conflict (group_id) do update set running = true"
+    )
     outbox.publish(host(1), event(1))
     outbox.drain(python(outbox, "refused_at_first", engine, crash_limit=1), session)
     assert outbox.value("select last_value from attempts") == 4
@@ -80,7 +83,10 @@ def test_an_instance_that_a_fault_has_stopped_did_not_die(outbox: Outbox) -> Non
 def test_a_stop_that_takes_longer_than_shutdown_timeout_is_no_death(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    outbox.conn.execute("insert into relay.groups (group_id, running) values ('default', true)")
+    outbox.conn.execute(
+        "insert into relay.groups (group_id, running) values ('default', true)"
+        " on conflict (group_id) do update set running = true"
+    )
     outbox.publish(host(1), event(1))
     config = outbox.config_file(
         tmp_path / "relay.yaml",

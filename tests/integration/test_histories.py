@@ -110,19 +110,6 @@ def test_a_timeline_that_was_left_after_all_that_was_applied_is_followed(outbox:
     outbox.assert_exact()
 
 
-def test_polling_stops_where_nobody_may_ask_for_the_history(outbox: Outbox) -> None:
-    outbox.fill(4)
-    outbox.drain(outbox.settings())
-    outbox.conn.execute("update relay.groups set timeline = 2, timeline_history = E'1\\t0/1\\n'")
-    outbox.publish(host(1), event(1))
-    with outbox.clerk() as (name, dsn):
-        outbox.conn.execute(f"alter role {name} noreplication".encode())
-        source = {**outbox.config()["source"], "dsn": dsn}
-        said = why_it_ends(outbox.settings(source=source, target={"dsn": outbox.dsn}))
-    assert "only a replication connection can tell" in said
-    assert outbox.handled() == 20
-
-
 def test_what_was_read_in_an_earlier_history_is_not_applied(outbox: Outbox) -> None:
     """Another instance has followed the source to its new primary while this one still had a batch of the old."""
     outbox.publish(host(1), event(1))
@@ -168,3 +155,35 @@ def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
     monkeypatch.setattr(recovery, "identify", slowly)
     assert LOST in why_it_ends(outbox.settings())
     assert outbox.column("select timeline from relay.groups") == [2]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_rows_that_were_restored_in_another_cluster_stop_relay(outbox: Outbox, mode: str) -> None:
+    """Its transaction ids have gone on beyond those of the dump before relay comes."""
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    later = int(outbox.value("select pg_current_xact_id()::text")) + 10
+    outbox.conn.execute("update outbox_message_t set c_xid = %s::text::xid8", (later,))
+    for _ in range(20):
+        outbox.conn.execute("select pg_current_xact_id()")
+    outbox.publish(host(1), event(2))
+    outbox.conn.execute("update relay.groups set system_identifier = '1'")
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
+    assert "by a dump or by logical replication" in why_it_ends(settings)
+    assert outbox.column("select amount from projection") == [1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_a_server_that_pg_upgrade_has_made_is_followed(outbox: Outbox, mode: str) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    outbox.conn.execute("update outbox_message_t set user_id = gen_random_uuid()")
+    with outbox.conn.transaction(), outbox.conn.transaction():
+        outbox.publish(host(1), event(2))
+    outbox.conn.execute(
+        "update relay.groups set system_identifier = '1', timeline = 5, timeline_history = E'4\\t0/1\\n'"
+    )
+    with relaying(outbox.settings(source={**outbox.config()["source"], "mode": mode})):
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [1, 2]
+    assert outbox.value("select timeline from relay.groups") == 1

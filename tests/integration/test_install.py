@@ -297,7 +297,7 @@ def test_a_schema_of_that_name_that_is_not_relays_is_not_adopted(database: str) 
 def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -> None:
     assert outbox.column(
         "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
-    ) == ["fill_offset", "publish", "write_back_offset"]
+    ) == ["publish"]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"
         " where pronamespace = 'relay'::regnamespace and prosecdef"
@@ -310,7 +310,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
         for forbidden in (
             "select * from outbox_message_t",
             "delete from outbox_message_t",
-            "insert into relay.log_counter values (2, 1)",
+            "select setval('relay.offsets', 1)",
             "create table relay.more ()",
             "select * from relay.dead_letter_queue",
         ):
@@ -388,13 +388,39 @@ def test_missing_columns_are_named_at_once_and_nothing_is_left(
         assert [line.split("no column ")[1].split(" for")[0] for line in said] == [
             "'host_id'",
             "'event_type'",
-            "'c_offset'",
         ]
         assert not planted(outbox)
         outbox.conn.execute("create table outbox_message_t (id uuid, c_offset bigint)")
         own = outbox.config_file(tmp_path / "relay.yaml")
         assert len(refusal(own, "init").splitlines()) == len(FIELDS) - 3
         assert not planted(outbox)
+
+
+@pytest.mark.parametrize("column", ["bigserial", "bigint generated always as identity"])
+def test_a_sequence_that_does_not_give_the_order_of_insertion_is_refused(
+    database: str, tmp_path: Path, column: str
+) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            "create schema shop; create table shop.events (id uuid default gen_random_uuid(), host_id uuid,"
+            f" event_type text, payload jsonb, number {column})".encode()
+        )
+        outbox.conn.execute("alter sequence shop.events_number_seq cache 20")
+        config = outbox.config_file(
+            tmp_path / "relay.yaml",
+            source={
+                **outbox.config()["source"],
+                "table": "shop.events",
+                "columns": {"c_offset": "number"},
+            },
+        )
+        said = refusal(config, "init")
+        assert "run `alter sequence shop.events_number_seq increment 1 cache 1`" in said
+        assert not planted(outbox)
+        outbox.conn.execute("alter sequence shop.events_number_seq increment 1 cache 1")
+        initialise(load(config))
+        outbox.conn.execute("alter sequence shop.events_number_seq cache 20")
+        assert "shop.events_number_seq" in checked(config)
 
 
 def test_the_advice_to_run_it_again_repeats_the_options(database: str, tmp_path: Path) -> None:
@@ -680,7 +706,7 @@ def test_publishers_do_not_wait_for_installing_again(
     with Outbox(database) as outbox, psycopg.connect(database) as publisher:
         outbox.conn.execute(ADOPTED)
         settings = outbox.settings(
-            source={**outbox.config()["source"], "table": "public.events", "mode": "wal"}
+            source={**outbox.config()["source"], "table": "public.events", "mode": "poll"}
         )
         publisher.execute(published)
         with pytest.raises(ConfigurationError, match=r"run `relay init` again when it has ended"):

@@ -128,7 +128,10 @@ def test_a_dead_letter_by_reference_is_replayed_with_another_payload_only(
         "insert into relay.suspects (group_id, suspect, attempts) values ('default', %s, 3)",
         (f"2/{transaction}",),
     )
-    outbox.conn.execute("insert into relay.groups (group_id, running) values ('default', true)")
+    outbox.conn.execute(
+        "insert into relay.groups (group_id, running) values ('default', true)"
+        " on conflict (group_id) do update set running = true"
+    )
     settings = limited(outbox)
     outbox.drain(settings)
     assert letters(outbox) == [(1, "4", False), (2, None, True)]

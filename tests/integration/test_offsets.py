@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psycopg
 import pytest
 
+from relay import cursors
 from relay.config import Settings
 from relay.events import Lsn
+from relay.faults import ConfigurationError
+from relay.install import initialise
+from relay.source import choice
+from relay.source.wal import commits_after
 from relay.store import offsets
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from relay.transactions import Transactions
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.process import relay, running
 
+APPEND_SHOP = """
+    insert into projection (id, host_id, amount) values (%(id)s, %(host_id)s, (%(payload)s->>'amount')::numeric)
+"""
 PARK = """
     insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
                                 first_offset, last_offset, events, size)
@@ -64,20 +76,20 @@ def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode
         wait_until(lambda: total(outbox) == 152 + 202)
 
 
-def test_a_partition_without_unread_rows_is_not_behind(outbox: Outbox, tmp_path: Path) -> None:
+def test_what_is_not_applied_is_counted_as_unread(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     outbox.publish(host(1), event(1))
     outbox.publish(host(2), event(2), event(3))
     outbox.drain(outbox.settings())
 
-    def behind() -> set[int]:
+    def unread() -> set[int]:
         shown = relay("offsets", "show", "--json", "--config", str(config))
-        return {position["behind"] for position in json.loads(shown.stdout)}
+        return {position["unread"] for position in json.loads(shown.stdout)}
 
-    assert behind() == {0}
+    assert unread() == {0}
     outbox.publish(host(1), event(4))
     outbox.publish(host(2), event(5), event(6))
-    assert behind() == {0, 3, 2}
+    assert unread() == {0, 1, 2}
 
 
 def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_path: Path) -> None:
@@ -99,7 +111,7 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
     lsn = outbox.tip()
     outbox.publish(host(2), event(4))
     moved = relay("offsets", "seek", "--to", lsn, "--yes", "--config", str(config))
-    assert "at c_offset 4: 0 events will be delivered again, 1 will be passed over" in moved.stdout
+    assert f"at {lsn}: 0 events will be delivered again, 1 will be passed over" in moved.stdout
     assert confirmed == outbox.value(
         "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s",
         (outbox.slot,),
@@ -125,12 +137,120 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
     assert outbox.column("select amount from projection order by seq")[4] == 4
 
 
+def seek(settings: Settings, to: str) -> None:
+    cursors.seek(settings, cursors.plan_seek(settings, to, None).goal, None)
+
+
+@pytest.mark.parametrize("in_progress", [False, True])
+def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, in_progress: bool
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    settings = outbox.settings()
+    outbox.publish(host(1), event(1))
+    outbox.drain(settings)
+    lsn = outbox.tip()
+    with Outbox(outbox.dsn) as early, Outbox(outbox.dsn) as late:
+        before, after = ExitStack(), ExitStack()
+        if in_progress:
+            before.enter_context(early.conn.transaction())
+        early.publish(host(2), event(2))
+        outbox.publish(host(1), event(3))
+
+        def after_the_sight(*arguments: Any) -> Iterator[Transactions]:
+            before.close()
+            after.enter_context(late.conn.transaction())
+            late.publish(host(3), event(4))
+            outbox.publish(host(1), event(5))
+            return commits_after(*arguments)
+
+        monkeypatch.setattr(cursors, "commits_after", after_the_sight)
+        seek(settings, lsn)
+        after.close()
+    outbox.publish(host(1), event(6))
+    with relaying(settings):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [1, 2, 3, 4, 5, 6]
+    outbox.assert_exact()
+
+
+def test_a_seek_to_a_position_in_the_wal_does_not_mind_publishers(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    settings = outbox.settings()
+    outbox.publish(host(1), event(1))
+    outbox.drain(settings)
+    lsn = outbox.tip()
+    done = Event()
+
+    def publish(number: int) -> None:
+        with Outbox(outbox.dsn) as publisher:
+            while not done.is_set():
+                publisher.publish(host(number), event(1), event(2))
+
+    publishers = [Thread(target=publish, args=(number,)) for number in range(2)]
+    for publisher in publishers:
+        publisher.start()
+    try:
+        wait_until(lambda: outbox.value("select count(*) from outbox_message_t") > 100)
+        seek(settings, lsn)
+    finally:
+        done.set()
+        for publisher in publishers:
+            publisher.join()
+    with relaying(settings):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    outbox.assert_exact()
+
+
+def test_a_group_that_has_polled_goes_on_with_the_wal_alone(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    outbox.publish(host(1), event(2))
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "wal"})
+    seek(settings, "end")
+    outbox.publish(host(1), event(3))
+    with relaying(settings):
+        outbox.wait_drained(20)
+        outbox.publish(host(1), event(4))
+        outbox.wait_drained(20)
+    assert outbox.column("select amount from projection order by seq") == [1, 3, 4]
+
+
+def test_what_is_delivered_again_is_not_replayed_as_well(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    for amount in (1, -2, 3, -4):
+        outbox.publish(host(amount % 3), event(amount))
+    outbox.drain(outbox.settings())
+    for offset in (2, 3):
+        outbox.conn.execute(PARK, ("default", [str(host(9))]))
+        outbox.conn.execute(
+            "update relay.deferred set last_offset = %s where last_offset = 1", (offset,)
+        )
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 2
+    outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+    seek = ["offsets", "seek", "--to", "3", "--yes", "--config", str(config)]
+    assert relay(*seek).returncode == 0
+    statuses = "select status from relay.dead_letter_queue order by c_offset"
+    assert outbox.column(statuses) == ["dead", "discarded"]
+    assert outbox.column("select last_offset from relay.deferred") == [2]
+    outbox.conn.execute("delete from relay.deferred")
+    with relaying(outbox.settings()):
+        replay = ["dlq", "replay", "--all", "--yes", "--config", str(config)]
+        assert relay(*replay).returncode == 0
+        wait_until(lambda: total(outbox) == 5)
+    assert sorted(outbox.column("select amount from projection")) == [-4, -2, 1, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("to", "words"),
     [
-        ("99", "behind the end of the outbox; the next c_offset is 3"),
+        ("99", "past the end of the outbox; the next c_offset is 3"),
         ("0/1", "older than the WAL that the slot"),
-        ("FFFF/0", "behind the end of the WAL"),
+        ("FFFF/0", "past the end of the WAL"),
         ("soon", "neither a c_offset, an LSN"),
     ],
 )
@@ -203,6 +323,28 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
     outbox.assert_exact()
 
 
+def test_a_group_is_split_anew_although_noted_events_are_gone(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    outbox.publish(host(0), event(0))
+    outbox.drain(outbox.settings())
+    with outbox.conn.transaction():
+        for number in (1, 2):
+            outbox.publish(host(number), event(number))
+    stream_and_die(outbox.settings())
+    assert outbox.value("select count(*) from relay.applied_commits") > 0
+    outbox.conn.execute("delete from outbox_message_t")
+    cursors.repartition(outbox.settings(), 4)
+    assert outbox.value("select count(*) from relay.applied_commits") == 0
+    outbox.publish(host(1), event(3))
+    # What was noted comes from the slot once more.
+    with relaying(outbox.settings(partitions=4)):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
+
+
 def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox) -> None:
     group, parked = outbox.settings().group, str(host(1))
     hosts = [parked, str(host(2))]
@@ -218,9 +360,87 @@ def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
         first.execute(PARK, (group, [parked]))
-        offsets.advance(first, group, [offsets.Advance(1, 7, Lsn(70))])
+        offsets.advance(first, group, [offsets.Advance(1, Lsn(70), 7)])
         first.commit()
         locked = waiting.result(30)
     assert locked.cursors[1].next_offset == 7
     assert locked.holding == {parked}
     outbox.conn.execute("delete from relay.deferred")
+
+
+def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: Outbox) -> None:
+    outbox.conn.execute("alter table outbox_message_t alter host_id drop not null")
+    insert = "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{\"amount\": -1}')"
+    for to in (None, host(2)):
+        outbox.conn.execute(insert, (to,))
+    settings = outbox.settings()
+    outbox.drain(settings)
+    (partition,) = outbox.column("select abs(hashtext(%s::text)::bigint) %% 8", (str(host(2)),))
+    assert partition != outbox.value("select abs(hashtext('')::bigint) %% 8")
+    move = cursors.plan_seek(settings, "beginning", partition)
+    assert move.given_up == (1, 0)
+    cursors.seek(settings, move.goal, partition)
+    letters = "select host_id, status from relay.dead_letter_queue order by host_id"
+    assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
+
+
+def test_a_seek_into_a_commit_gives_up_all_of_its_dead_letters(outbox: Outbox) -> None:
+    with outbox.conn.transaction():
+        outbox.publish(host(1), event(-1))
+        outbox.publish(host(2), event(2))
+    settings = outbox.settings()
+    outbox.drain(settings)
+    second = outbox.value("select max(c_offset) from outbox_message_t")
+    move = cursors.plan_seek(settings, str(second), None)
+    assert (move.again, move.given_up) == (2, (1, 0))
+    cursors.seek(settings, move.goal, None)
+    assert outbox.column("select status from relay.dead_letter_queue") == ["discarded"]
+
+
+def test_a_seek_needs_the_number_of_partitions_that_the_group_has(outbox: Outbox) -> None:
+    with pytest.raises(ConfigurationError, match="was initialised with 8"):
+        cursors.plan_seek(outbox.settings(partitions=4), "end", None)
+
+
+def test_what_has_no_xid_yet_keeps_a_group_from_polling(database: str) -> None:
+    """A group that began in mode wal; rows were published before the outbox had c_xid, and are still in the WAL."""
+    with Outbox(database) as outbox:
+        outbox.conn.execute(PROJECTION)
+        outbox.conn.execute(
+            "create table shop (id uuid default gen_random_uuid(), host_id uuid, event_type text, payload jsonb,"
+            " transaction_id uuid)"
+        )
+        source = {**outbox.config()["source"], "table": "public.shop", "mode": "wal"}
+        streaming, polling = (
+            outbox.settings(
+                source={**source, "mode": mode},
+                handlers={"projection": {"type": "sql", "statement": APPEND_SHOP}},
+            )
+            for mode in ("wal", "auto")
+        )
+        initialise(streaming)
+        insert = (
+            "insert into shop (host_id, event_type, payload) values (%s, 'x', '{\"amount\": 1}')"
+        )
+        outbox.conn.execute(insert, (host(1),))
+        initialise(polling)
+        outbox.conn.execute(insert, (host(1),))
+        confirmed = outbox.value("select confirmed_flush_lsn::text from pg_replication_slots")
+        with pytest.raises(ConfigurationError, match="from before the outbox had c_xid"):
+            cursors.plan_seek(polling, confirmed, None)
+        with relaying(streaming):
+            outbox.wait_drained()
+        outbox.conn.execute(insert, (host(1),))
+        seek(polling, outbox.value("select confirmed_flush_lsn::text from pg_replication_slots"))
+        with relaying(polling):
+            wait_until(lambda: outbox.value("select count(*) from projection") == 3)
+            outbox.wait_drained()
+
+
+def test_times_that_python_does_not_know_do_not_keep_offsets_from_being_shown(
+    outbox: Outbox,
+) -> None:
+    for moment in ("4713-01-01 BC", "infinity", "-infinity"):
+        outbox.publish(host(1), event(1))
+        outbox.conn.execute("update outbox_message_t set event_ts = %s", (moment,))
+        assert sum(each.unread or 0 for each in cursors.positions(outbox.settings())) > 0

@@ -5,17 +5,30 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from relay.faults import RelayError
-from relay.source.rows import prefer_index
+from relay.config import Settings
+from relay.cursors import plan_seek, seek
+from relay.faults import ConfigurationError, RelayError
+from relay.install import initialise
+from relay.pipeline.apply import Applier
+from relay.pipeline.plan import Planner
+from relay.pipeline.runner import Pipeline
+from relay.preflight import Level, examine
+from relay.source.poll import Poller
+from relay.source.rows import Difference, OutboxRows, prepare_reading
+from relay.source.server import sight
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import running
 
 CHANCE = random.Random(3)
 
@@ -180,22 +193,169 @@ def test_concurrent_publishers_lose_nothing(outbox: Outbox, mode: str) -> None:
         for thread in threads:
             thread.join()
         outbox.wait_handled(120)
+    outbox.assert_complete()
+
+
+def poll_whole(poller: Poller, pipeline: Pipeline) -> None:
+    while batch := poller.window():
+        pipeline.run(batch)
+
+
+def poll_all(settings: Settings) -> None:
+    """Poll what there is now, and no more."""
+    with closing(Poller(settings)) as poller, closing(Pipeline(settings)) as pipeline:
+        poll_whole(poller, pipeline)
+
+
+def test_a_range_of_before_a_seek_that_comes_late_applies_nothing(outbox: Outbox) -> None:
+    settings = polling(outbox, group="late")
+    for number in range(5):
+        outbox.publish(host(1), event(number))
+    initialise(settings)
+    for number in range(5, 10):
+        outbox.publish(host(1), event(number))
+    with closing(Poller(settings)) as poller, closing(Applier(settings, 1)) as frozen:
+        batch = poller.window()
+        assert batch is not None
+        (work,) = Planner(settings.partitions, lambda _: []).work(batch, None)
+        poll_all(settings)
+        assert outbox.column("select amount from projection order by seq") == [5, 6, 7, 8, 9]
+        outbox.conn.execute("truncate projection")
+        seek(settings, plan_seek(settings, "beginning", None).goal, None)
+        assert frozen.apply(work).applied == 0
+    assert outbox.value("select count(*) from projection") == 0
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 10
     outbox.assert_exact()
 
 
-def test_the_index_finds_the_rows_of_a_partition(outbox: Outbox) -> None:
-    outbox.fill(4_000, events=50, hosts=64)
-    outbox.conn.execute("vacuum analyze outbox_message_t")
-    prefer_index(outbox.conn)
-    for rows in (1_000, 10_000, 80_000):
-        plan = "\n".join(
-            outbox.column(
-                "explain select * from outbox_message_t where mod(abs(hashtext(host_id::text)::bigint), 8) = 3"
-                f" and c_offset between 1 and {rows} order by c_offset"
-            )
+def test_another_instance_may_go_on_between_any_two_statements_of_a_poll(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = polling(outbox)
+    execute = psycopg.Connection.execute
+    left: int | None = None
+
+    def interrupted(conn: psycopg.Connection[Any], *arguments: Any, **more: Any) -> Any:
+        nonlocal left
+        found = execute(conn, *arguments, **more)
+        # Within a transaction of the one, the other could only wait for its end.
+        idle = conn.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+        if left is not None and idle and threading.current_thread() is threading.main_thread():
+            left -= 1
+            if not left:
+                left = None
+                outbox.publish(host(1), event(1))
+                poll_whole(quick, pipeline)
+        return found
+
+    monkeypatch.setattr(psycopg.Connection, "execute", interrupted)
+    with (
+        closing(Poller(settings)) as slow,
+        closing(Poller(settings)) as quick,
+        closing(Pipeline(settings)) as pipeline,
+    ):
+        for number in count(1):
+            outbox.publish(host(number), event(number))
+            # Applied, but no partition has gone on yet.
+            batch = quick.window()
+            assert batch is not None
+            pipeline.run(batch)
+            waiting: int | None = number
+            while True:
+                left = waiting
+                batch = slow.window()
+                waiting, left = left, None
+                if batch is None:
+                    break
+                pipeline.run(batch)
+            outbox.assert_exact()
+            if waiting is not None:
+                break
+    assert number > 5
+
+
+@pytest.mark.parametrize("modes", [("poll", "auto"), ("auto", "poll")], ids=" then ".join)
+def test_an_event_without_a_host_is_applied_either_way(
+    outbox: Outbox, modes: tuple[str, str]
+) -> None:
+    outbox.conn.execute("alter table outbox_message_t alter host_id drop not null")
+    for mode in modes:
+        outbox.conn.execute(
+            "insert into outbox_message_t (host_id, event_type, payload) values (null, 'x', '{\"amount\": 1}')"
         )
-        assert "Index Scan using outbox_message_t_relay_8" in plan
-        assert "Filter" not in plan
+        outbox.publish(host(1), event(1))
+        with relaying(outbox.settings(source={**outbox.config()["source"], "mode": mode})):
+            outbox.wait_handled()
+            if mode == "auto":
+                outbox.wait_drained()
+    assert outbox.value("select count(*) from projection where host_id is null") == 2
+    outbox.assert_exact()
+
+
+def test_old_rows_that_share_an_offset_are_refused_until_they_are_numbered(outbox: Outbox) -> None:
+    for number in range(4):
+        outbox.publish(host(number), event(number))
+    outbox.conn.execute("update outbox_message_t set c_xid = null, c_offset = 7")
+    settings = polling(outbox, group="late")
+    with pytest.raises(ConfigurationError, match="share a c_offset: number each of them"):
+        initialise(settings, start="beginning")
+    initialise(settings)
+    with pytest.raises(ConfigurationError, match="share a c_offset: number each of them"):
+        plan_seek(settings, "beginning", None)
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 0
+    outbox.conn.execute(
+        "update outbox_message_t as o set c_offset = n"
+        " from (select id, row_number() over (order by id) as n from outbox_message_t) as i where i.id = o.id"
+    )
+    seek(settings, plan_seek(settings, "beginning", None).goal, None)
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 4
+    outbox.assert_exact()
+
+
+def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
+    outbox.fill(4_000, events=50, hosts=64)
+    before = sight(outbox.conn).snapshot
+    outbox.fill(10, events=50, hosts=64)
+    outbox.conn.execute("vacuum analyze outbox_message_t")
+    prepare_reading(outbox.conn)
+    between = Difference(before, sight(outbox.conn).snapshot)
+    rows = OutboxRows(outbox.settings())
+    plan = "\n".join(
+        row[0]
+        for row in outbox.conn.execute(
+            sql.SQL("explain select from outbox_message_t where {}").format(rows.between(between))
+        )
+    )
+    assert "Scan using outbox_message_t_relay_c_xid" in plan
+    assert sum(map(len, rows.xids(outbox.conn, between).values())) == 10
+
+
+@pytest.mark.parametrize("mode", ["poll", "auto"])
+def test_rows_of_another_cluster_are_refused_and_found_by_check(outbox: Outbox, mode: str) -> None:
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
+    outbox.fill(100)
+    outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset > 490")
+    assert not [each for each in examine(settings) if each.level is Level.ERROR]
+    outbox.conn.execute("update outbox_message_t set c_xid = '4000000000' where c_offset = 7")
+    (found,) = (each for each in examine(settings) if each.level is Level.ERROR)
+    assert found.subject == "positions"
+    assert "has rows whose c_xid this server has not given yet" in found.text
+    with pytest.raises(ConfigurationError, match="has rows whose c_xid this server has not given"):
+        poll_all(settings)
+
+
+def test_a_relay_that_polls_says_so(outbox: Outbox, tmp_path: Path) -> None:
+    source = {**outbox.config()["source"], "mode": "poll"}
+    with running(outbox.config_file(tmp_path / "relay.yaml", source=source)) as service:
+        service.wait_said("polling")
+        assert service.terminate() == 0
+        (said,) = (line for line in service.lines() if line["message"] == "polling")
+        assert said["reason"] == "source.mode is poll"
+        (stopped,) = (line for line in service.lines() if line["message"] == "stopped")
+        assert "lsn" not in stopped
 
 
 @pytest.mark.parametrize("mode", ["poll", "auto", "wal"])
@@ -204,12 +364,31 @@ def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str
     outbox.fill(10)
     with relaying(polling(outbox)):
         outbox.wait_handled()
-    outbox.conn.execute("delete from outbox_message_t where c_offset > 20")
-    outbox.conn.execute("update relay.log_counter set next_offset = 21")
-    outbox.publish(host(1), event(1))
+    # What it has applied, the server is still to give.
+    outbox.conn.execute("update relay.snapshots set snapshot = '4000000000:4000000000:'")
     ended = ExitStack()
     ended.enter_context(relaying(settings))
     wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
-    with pytest.raises(RelayError, match="behind group 'default'"):
+    with pytest.raises(RelayError, match="has applied what came before 4000000000"):
         ended.close()
     assert outbox.handled() == 50
+
+
+def test_old_rows_that_share_an_offset_since_the_group_began_are_applied_once(
+    outbox: Outbox,
+) -> None:
+    settings = polling(outbox, group="late")
+    initialise(settings, start="beginning")
+    for number in range(4):
+        outbox.publish(host(number), event(number))
+    outbox.conn.execute("update outbox_message_t set c_xid = null, c_offset = 7")
+    poll_all(settings)
+    assert outbox.value("select count(*) from projection") == 4
+    outbox.assert_exact()
+
+
+def test_a_partition_at_a_snapshot_that_is_gone_stops_relay(outbox: Outbox) -> None:
+    outbox.conn.execute("update relay.snapshots set id = -id")
+    outbox.publish(host(1), event(1))
+    with pytest.raises(RelayError, match=r"which relay\.snapshots does not have"):
+        poll_all(polling(outbox))

@@ -12,10 +12,13 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.config import Settings
 from relay.embedded import wheel_binaries
+from relay.faults import ConfigurationError
 from relay.install import initialise
+from relay.preflight import Level, examine, require
 from relay.store import migrations
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, relaying
 
 
 def offsets(outbox: Outbox) -> list[int]:
@@ -74,24 +77,166 @@ def test_publish_works_inside_the_callers_transaction(outbox: Outbox, database: 
         assert offsets(outbox) == [1]
         publisher.rollback()
     outbox.publish(host(1), event(3))
-    assert offsets(outbox) == [1, 2]
+    assert offsets(outbox) == [1, 3]
     assert outbox.column("select payload->>'amount' from outbox_message_t order by c_offset") == [
         "1",
         "3",
     ]
 
 
-def test_offsets_stay_gapless_when_a_savepoint_is_rolled_back(outbox: Outbox) -> None:
+@pytest.mark.parametrize("isolation", list(psycopg.IsolationLevel))
+def test_publishers_do_not_wait_for_each_other(
+    outbox: Outbox, database: str, isolation: psycopg.IsolationLevel
+) -> None:
+    publish = "select relay.publish(%s, null, %s)"
+    with (
+        psycopg.connect(database) as one,
+        psycopg.connect(database) as other,
+        relaying(outbox.settings()),
+    ):
+        one.isolation_level = other.isolation_level = isolation
+        other.execute("set lock_timeout = '1s'")
+        other.commit()
+        one.execute(publish, (host(1), Jsonb([event(1)])))
+        other.execute(publish, (host(1), Jsonb([event(2)])))
+        one.execute(publish, (host(1), Jsonb([event(3)])))
+        other.commit()
+        one.commit()
+        outbox.wait_handled()
+    assert outbox.column("select amount from projection order by seq") == [2, 1, 3]
+    outbox.assert_complete()
+
+
+def test_defaults_that_polling_needs_are_restored(outbox: Outbox) -> None:
+    for column in ("c_xid", "c_offset"):
+        outbox.conn.execute(f"alter table outbox_message_t alter {column} drop default".encode())
+    with pytest.raises(ConfigurationError, match=r"c_xid of .* has no default"):
+        require(outbox.settings())
+    outbox.install_again(outbox.settings())
+    outbox.publish(host(1), event(1))
+    assert outbox.conn.execute(
+        "select c_xid is null, c_offset from outbox_message_t"
+    ).fetchall() == [(False, 1)]
+
+
+def test_every_row_tells_its_transaction_inside_savepoints_too(outbox: Outbox) -> None:
+    with outbox.conn.transaction():
+        outbox.publish(host(1), event(1))
+        with outbox.conn.transaction():
+            outbox.publish(host(1), event(2))
+        this = outbox.value("select pg_current_xact_id()::text")
+    outbox.conn.execute("update outbox_message_t set user_id = %s", (host(5),))
+    assert outbox.column("select distinct c_xid::text from outbox_message_t") == [this]
+
+
+def test_numbers_without_gaps(outbox: Outbox) -> None:
+    gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    outbox.publish(host(1), event(0))
+    with outbox.conn.transaction(force_rollback=True):
+        outbox.publish(host(1), event(0))
+    assert "c_offset of public.outbox_message_t without gaps" in initialise(gapless)
+    assert initialise(gapless) == []
     with outbox.conn.transaction():
         outbox.publish(host(1), event(1))
         with outbox.conn.transaction(force_rollback=True):
             outbox.publish(host(1), event(2))
-            outbox.conn.execute(
-                "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{}')",
-                (host(1),),
-            )
-        outbox.publish(host(1), event(3))
+        outbox.publish(host(1), event(3), event(4))
+    assert offsets(outbox) == [1, 2, 3, 4]
+    assert outbox.column("select payload->>'amount' from outbox_message_t order by c_offset") == [
+        "0",
+        "1",
+        "3",
+        "4",
+    ]
+    outbox.drain(gapless)
+    assert "c_offset of public.outbox_message_t from a sequence" in initialise(outbox.settings())
+    outbox.publish(host(1), event(5))
+    assert max(offsets(outbox)) > 4
+    outbox.drain(outbox.settings())
+    outbox.assert_exact()
+
+
+def test_check_compares_the_numbers_with_the_configuration(outbox: Outbox) -> None:
+    def found(settings: Settings) -> tuple[Level, str]:
+        (finding,) = (each for each in examine(settings) if each.subject == "offsets")
+        return finding.level, finding.text
+
+    gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    assert found(outbox.settings())[0] is Level.OK
+    level, text = found(gapless)
+    assert level is Level.WARNING
+    assert text.startswith("source.offsets: it is gapless, but public.outbox_message_t has no")
+    assert "run `relay init`" in text
+    initialise(gapless)
+    assert found(gapless)[0] is Level.OK
+    level, text = found(outbox.settings())
+    assert level is Level.WARNING
+    assert "publishers still take turns: run `relay init`" in text
+    outbox.conn.execute("alter table outbox_message_t disable trigger relay_fill_offset")
+    outbox.publish(host(1), event(1))
+    assert found(gapless)[0] is Level.WARNING
+    assert initialise(gapless)
+    assert found(gapless)[0] is Level.OK
+    outbox.publish(host(1), event(2))
     assert offsets(outbox) == [1, 2]
+
+
+def test_without_a_column_there_are_no_numbers_without_gaps(database: str) -> None:
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            "create table events (id uuid, host_id uuid, event_type text, payload jsonb, number bigint)"
+        )
+        source = {**outbox.config()["source"], "table": "public.events", "mode": "wal"}
+        wrong = outbox.settings(source={**source, "offsets": "gapless"})
+        with pytest.raises(ConfigurationError) as refused:
+            initialise(wrong)
+        (line,) = str(refused.value).splitlines()
+        assert line.startswith("source.offsets: gapless numbers the column 'c_offset', which")
+        assert "or set source.offsets: sequence" in line
+        assert outbox.value("select to_regnamespace('relay') is null")
+        assert line in [each.text for each in examine(wrong) if each.level is Level.ERROR]
+        mapped = {**source, "offsets": "gapless", "columns": {"c_offset": "number"}}
+        assert initialise(outbox.settings(source=mapped))
+        outbox.conn.execute("insert into events (id) values (null), (null)")
+        assert outbox.column("select number from events") == [1, 2]
+
+
+def test_each_outbox_has_numbers_without_gaps_of_its_own(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        create table parts (id uuid default gen_random_uuid(), host_id uuid, event_type text, payload jsonb)
+            partition by list (event_type);
+        create table parts_a partition of parts for values in ('a');
+        create table parts_b partition of parts for values in ('b');
+        """
+    )
+    source = outbox.config()["source"]
+    own = outbox.settings(source={**source, "offsets": "gapless"})
+    parts = {**source, "table": "public.parts", "mode": "poll"}
+    initialise(own)
+    initialise(outbox.settings(source={**parts, "offsets": "gapless"}))
+    insert = (
+        "insert into parts (host_id, event_type, payload) values (%(host)s, 'a', '1'), (%(host)s, 'b', '2');"
+        "insert into parts_b (host_id, event_type, payload) values (%(host)s, 'b', '3')"
+    )
+    outbox.conn.execute("set lock_timeout = '5s'")
+    with psycopg.connect(outbox.dsn, cursor_factory=psycopg.ClientCursor) as publisher:
+        for _ in range(2):
+            outbox.publish(host(1), event(1), event(2))
+            # Publishers of the other outbox are not waited for.
+            publisher.execute(insert, {"host": host(1)})
+    numbers = "select c_offset from parts order by c_offset"
+    assert offsets(outbox) == [1, 2, 3, 4]
+    assert outbox.column(numbers) == [1, 2, 3, 4, 5, 6]
+    initialise(outbox.settings(source=parts))
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("insert into parts (host_id, event_type) values (gen_random_uuid(), 'a')")
+    assert offsets(outbox) == [1, 2, 3, 4, 5]
+    assert outbox.value("select max(c_offset) from parts") > 6
+    assert initialise(own) == []
+    assert initialise(outbox.settings(source={**parts, "offsets": "gapless"}))
+    outbox.publish(host(1), event(1))
+    assert offsets(outbox) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_without_an_offset_get_one(outbox: Outbox) -> None:
@@ -103,7 +248,6 @@ def test_rows_without_an_offset_get_one(outbox: Outbox) -> None:
     )
     outbox.publish(host(1), event(1))
     assert offsets(outbox) == list(range(1, 1003))
-    assert outbox.value("select next_offset from relay.log_counter") == 1003
 
 
 def test_copy_gets_offsets_too(outbox: Outbox) -> None:
@@ -114,23 +258,6 @@ def test_copy_gets_offsets_too(outbox: Outbox) -> None:
         for number in range(100):
             copy.write_row((host(number), "x", "{}"))
     assert offsets(outbox) == list(range(1, 101))
-
-
-def test_concurrent_publishers_get_offsets_in_commit_order(outbox: Outbox, database: str) -> None:
-    def publish() -> None:
-        with psycopg.connect(database, autocommit=True) as conn:
-            for number in range(50):
-                with conn.transaction(force_rollback=number % 5 == 0):
-                    conn.execute(
-                        "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
-                    )
-
-    threads = [Thread(target=publish) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert offsets(outbox) == list(range(1, 4 * 40 * 2 + 1))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +334,12 @@ def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str)
         )
         for forbidden in (
             "select * from outbox_message_t",
-            "update relay.log_counter set next_offset = 1",
+            "select setval('relay.offsets', 1)",
             "delete from outbox_message_t",
             "insert into outbox_message_t (host_id, event_type, payload, c_offset) values"
             " (gen_random_uuid(), 'x', '{}', 9223372036854775807)",
             "insert into outbox_message_t (host_id, event_type, payload, c_xid) values"
             " (gen_random_uuid(), 'x', '{}', '3')",
-            "select relay.reserve_offsets(10)",
             "select * from relay.dead_letter_queue",
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):

@@ -9,6 +9,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay.cursors import plan_seek, seek
+from relay.source import choice
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -119,6 +121,43 @@ def test_the_table_may_be_altered_in_mid_stream(outbox: Outbox) -> None:
         outbox.wait_drained()
     assert outbox.column("select amount from projection order by seq") == [1, 2, 3, 4]
     outbox.assert_exact()
+
+
+def test_copies_of_rows_are_left_out_and_said(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    outbox.conn.execute("create table staging (like outbox_message_t including all)")
+    outbox.conn.execute(
+        "insert into staging (host_id, event_type, payload)"
+        " select %s, 'x', jsonb_build_object('amount', n) from generate_series(10, 11) n",
+        (host(1),),
+    )
+    # Every snapshot of the group sees who has inserted them.
+    settings = outbox.settings()
+    seek(settings, plan_seek(settings, "end", None).goal, None)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        with outbox.conn.transaction():
+            outbox.conn.execute("insert into outbox_message_t select * from staging")
+            outbox.publish(host(1), event(2))
+        outbox.conn.execute("update staging set id = gen_random_uuid()")
+        outbox.conn.execute("insert into outbox_message_t select * from staging")
+        outbox.publish(host(1), event(3))
+        outbox.wait_drained()
+        outbox.wait_compared()
+    assert outbox.column("select amount from projection order by seq") == [1, 2, 3]
+    assert outbox.value("select count(*) from outbox_message_t") == 7
+    said = [
+        (record.name, record.levelname, record.__dict__["rows"])
+        for record in caplog.records
+        if record.message
+        == "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
+        "them unless that transaction is applied"
+    ]
+    assert {each[:2] for each in said} == {("relay.source.wal", "WARNING")}
+    assert sum(rows for _, _, rows in said) == 4
 
 
 def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> None:

@@ -277,6 +277,27 @@ def test_ids_that_are_not_utf8_survive() -> None:
     assert transaction.transaction_id == "t\udcfe"
 
 
+@pytest.mark.parametrize("max_bytes", [UNLIMITED, 0], ids=["in memory", "spooled"])
+@pytest.mark.parametrize("partitioned", [False, True], ids=["one table", "partitioned"])
+@pytest.mark.parametrize("copies", [1, 60], ids=["one by one", "together"])
+def test_rows_with_the_xid_of_another_transaction_are_left_out_and_counted(
+    copies: int, partitioned: bool, max_bytes: int
+) -> None:
+    columns = (*COLUMNS, "c_xid")
+    assembler = new_assembler(max_bytes)
+    assembler.reset(partitioned=partitioned)
+    own: list[bytes | None] = [b"701", b"%d" % ((1 << 32) + 701), None]
+    rows = [
+        inserted(columns, id=b"%d" % n, host_id=b"h", transaction_id=b"ab"[n % 2 :], c_xid=xid)
+        for n, xid in enumerate(own)
+    ]
+    copied = [inserted(columns, id=b"x", host_id=b"h", transaction_id=b"c", c_xid=b"650")] * copies
+    received = receive(assembler, [described(columns), *committed(*copied, *rows, *copied)])
+    assert ids(received) == [["0", "2"], ["1"]]
+    assert assembler.foreign() == (0 if partitioned else 2 * copies)
+    assert assembler.foreign() == 0
+
+
 # The table changes.
 
 

@@ -110,3 +110,11 @@ def test_servers_that_took_the_same_number_are_told_apart() -> None:
 def test_what_is_no_history_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="history"):
         History.parse(3, text)
+
+
+def test_of_what_led_to_a_timeline_nothing_may_be_known() -> None:
+    whole = History(6, (Switch(1, Lsn(10)), Switch(5, Lsn(30))))
+    assert History(5).shared_until(whole.since(5)) == Lsn(30)
+    assert History(6).shared_until(whole.since(6)) is None
+    assert History(4).shared_until(whole.since(4)) == Lsn(0)
+    assert whole.since(1) == whole

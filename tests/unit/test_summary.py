@@ -49,7 +49,7 @@ def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) 
 def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
-    window = Window(upto=9, spread=[], rows=9, left=70)
+    window = Window(snapshot_id=1, upto=9, shares=[], floors={}, left=70)
     summary.note(Batch(1, Transactions.none(), Lsn(0), 9, 0, window=window), OUTCOME)
     summary.close()
     (line,) = lines(caplog)

@@ -1,0 +1,43 @@
+"""What of the outbox is applied in each partition, as snapshots tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from relay.snapshots import Snapshot
+from relay.store import offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What is applied in a partition, or would be.
+
+    All that `snapshot` sees, and up to the position `polled_offset` what the snapshot `after` sees.
+    """
+
+    partition: int
+    snapshot: Snapshot
+    after: Snapshot
+    polled_offset: int
+
+
+def applied_in(
+    target: psycopg.Connection[Any], group: str, partition: int | None = None
+) -> list[Applied]:
+    """What is applied in each partition, or in one; none where only the WAL is read. Raises psycopg.Error."""
+    cursors, links = offsets.standing(target, group)
+    if not links:
+        return []
+    cursors = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
+    index = {link.id: number for number, link in enumerate(links)}
+    found = []
+    for cursor in cursors:
+        here = index[cursor.snapshot_id or links[-1].id]
+        before, after = links[here], links[min(here + 1, len(links) - 1)]
+        found.append(
+            Applied(cursor.partition_id, before.snapshot, after.snapshot, cursor.polled_offset)
+        )
+    return found

@@ -1,0 +1,60 @@
+"""Numbers of events without gaps (`source.offsets: gapless`), for those who want them: a counter instead of a sequence.
+
+Source: light-portal's `log_counter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Source
+from relay.faults import ConfigurationError
+from relay.source.columns import columns
+
+TRIGGER = "relay_fill_offset"
+
+
+def is_gapless(conn: psycopg.Connection[Any], source: Source) -> bool:
+    """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
+    found = conn.execute(
+        """
+        select from pg_trigger join pg_proc as p on p.oid = tgfoid
+         where tgrelid = to_regclass(%s) and tgname = %s and tgenabled in ('O', 'A')
+           and p.proname = 'fill_offset' and p.pronamespace = to_regnamespace('relay')
+        """,
+        (sql.Identifier(*source.table_name).as_string(conn), TRIGGER),
+    )
+    return found.rowcount > 0
+
+
+def require_numbered(conn: psycopg.Connection[Any], source: Source) -> None:
+    """Raise ConfigurationError if there is no column for numbers without gaps, and `relay init` adds none."""
+    column = source.mapping["c_offset"]
+    if source.offsets == "sequence" or source.mode != "wal" or source.owns_table:
+        return
+    there = columns(conn, source.table_name)
+    if there and column not in there:
+        raise ConfigurationError(
+            f"source.offsets: gapless numbers the column {column!r}, which {source.table} does not have and mode wal "
+            "does not add: add it (bigint), map the column that you have (columns: {c_offset: …}), or set "
+            "source.offsets: sequence"
+        )
+
+
+def set_gapless(conn: psycopg.Connection[Any], source: Source, wanted: bool) -> bool:
+    """Let numbers come from the counter, or from the sequence; returns whether that changed anything.
+
+    A change locks the outbox to the end of the transaction. Raises psycopg.Error.
+    """
+    row = conn.execute(
+        "select relay.set_gapless(%s::regclass, %s, %s)",
+        (
+            sql.Identifier(*source.table_name).as_string(conn),
+            source.mapping["c_offset"],
+            wanted,
+        ),
+    ).fetchone()
+    return bool(row and row[0])

@@ -1,0 +1,88 @@
+"""Whom the making of a slot waits for: it takes until every transaction that has written has ended.
+
+Source: PostgreSQL documentation, "pg_stat_activity" and "pg_prepared_xacts".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+from relay.faults import describe
+from relay.store.connections import connect
+
+log = logging.getLogger(__name__)
+
+FIRST_SECONDS = 1.0
+"""How long the making of a slot may take before it is told for whom it waits."""
+AGAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction of any database of the server. `pid` is None where it is prepared, `gid` where it is not.
+
+    `seconds` is how long it has been open, None where the role may not know.
+    """
+
+    pid: int | None
+    application_name: str | None
+    gid: str | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        lasts = "" if self.seconds is None else f", open for {self.seconds:.0f} s"
+        if self.gid is not None:
+            return f"the prepared transaction {self.gid!r}{lasts}"
+        return (
+            f"the transaction of process {self.pid} ({self.application_name or 'no name'}){lasts}"
+        )
+
+
+def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
+    """The transaction with the oldest xid of those that have not ended. Raises psycopg.Error."""
+    with conn.cursor(row_factory=class_row(OpenTransaction)) as cursor:
+        return cursor.execute(
+            """
+            select pid, application_name, gid, extract(epoch from clock_timestamp() - since)::float8 as seconds
+              from (select pid, application_name, null as gid, xact_start as since, backend_xid as xid
+                      from pg_stat_activity where backend_xid is not null
+                    union all
+                    select null, null, gid, prepared, transaction from pg_prepared_xacts) as open
+             order by age(xid) desc limit 1
+            """
+        ).fetchone()
+
+
+@contextmanager
+def telling_whom_it_waits_for(dsn: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """While this lasts, `tell` from time to time, in another thread, which transaction is the oldest."""
+    ended = Event()
+    thread = Thread(target=_watch, args=(dsn, tell, ended), name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(dsn: str, tell: Callable[[str], None], ended: Event) -> None:
+    if ended.wait(FIRST_SECONDS):
+        return
+    try:
+        with connect(dsn) as conn:
+            while not ended.is_set():
+                found = oldest_open(conn)
+                if found is not None:
+                    tell(str(found))
+                ended.wait(AGAIN_SECONDS)
+    except psycopg.Error as error:
+        log.debug("cannot tell whom the slot waits for", extra={"fault": describe(error)})

@@ -1,0 +1,80 @@
+"""Gives up what waits, or is dead, of transactions that are to be delivered again: they would be applied twice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import scalar_row
+
+from relay.snapshots import Snapshot
+from relay.store import dead_letters
+
+# Of the xid only what the WAL has of it is known; 2 stands for that of a row from before the outbox had c_xid.
+_AGAIN = sql.SQL(
+    """
+    not pg_visible_in_snapshot(
+        case when coalesce(xid, 0) = 0 then 2
+             when (%(next)s & ~4294967295) | xid >= %(next)s then ((%(next)s & ~4294967295) | xid) - 4294967296
+             else (%(next)s & ~4294967295) | xid end::text::xid8, %(snapshot)s::pg_snapshot)
+    """
+)
+_DEAD = sql.SQL(
+    """
+    select dead_transaction from relay.dead_letter_queue
+     where group_id = %(group)s and status in ('dead', 'replaying')
+     group by dead_transaction
+    having (coalesce(max(c_offset), %(polled)s + 1) > %(polled)s or bool_or(xid = any(%(split)s))) and bool_or({again})
+       and bool_or(mod(abs(hashtext(coalesce(host_id::text, ''))::bigint), %(partitions)s) = any(%(chosen)s))
+    """
+).format(again=_AGAIN)
+_WAITING = sql.SQL(
+    """
+    delete from relay.deferred
+     where group_id = %(group)s and (last_offset > %(polled)s or last_offset = 0 or xid = any(%(split)s)) and {again}
+       and exists (select from unnest(hosts) as host
+                    where mod(abs(hashtext(host)::bigint), %(partitions)s) = any(%(chosen)s))
+    """
+).format(again=_AGAIN)
+
+
+class GivenUp(NamedTuple):
+    """How many dead transactions were discarded, and how many that waited are forgotten."""
+
+    dead: int
+    waiting: int
+
+
+def give_up(
+    conn: psycopg.Connection[Any],
+    group: str,
+    goal: Snapshot,
+    polled_offset: int,
+    split: Collection[int],
+    next_xid: int,
+    partitions: int,
+    chosen: Collection[int],
+) -> GivenUp:
+    """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
+
+    `split` are transactions that have rows on both sides of the c_offset, as the WAL has their ids, and `next_xid` is
+    what the source gives next. Raises psycopg.Error.
+    """
+    bound = {
+        "group": group,
+        "snapshot": str(goal),
+        "polled": polled_offset,
+        "split": list(split),
+        "next": next_xid,
+        "partitions": partitions,
+        "chosen": list(chosen),
+    }
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        dead = cursor.execute(_DEAD, bound).fetchall()
+    dead_letters.mark(
+        conn, group, dead, "discard", "discarded", "delivered again by relay offsets seek"
+    )
+    waiting = conn.execute(_WAITING, bound).rowcount
+    return GivenUp(len(dead), waiting)

@@ -1,0 +1,185 @@
+"""The chain of a group's snapshots, and what was applied from the WAL since the last of them.
+
+`relay.snapshots` and `relay.applied_commits`. Whoever adds to the chain or replaces its end has locked it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from relay.events import Lsn
+from relay.snapshots import Snapshot, Xids
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A snapshot of the chain."""
+
+    id: int
+    snapshot: Snapshot
+
+
+def chain(conn: Connection, group: str) -> list[Link]:
+    """The group's snapshots, oldest first; none where only the WAL is read."""
+    rows = conn.execute(
+        "select id, snapshot::text from relay.snapshots where group_id = %s order by id", (group,)
+    )
+    return [Link(number, Snapshot.parse(text)) for number, text in rows]
+
+
+def begin(
+    conn: Connection,
+    group: str,
+    snapshots: Sequence[Snapshot],
+    polled_lsn: Lsn = Lsn(0),  # noqa: B008
+) -> list[Link]:
+    """Begin a chain, in place of the one that there was; what was noted stays.
+
+    The commits that were polled lie below the position `polled_lsn`; 0/0 where none were.
+    """
+    conn.execute("delete from relay.snapshots where group_id = %s", (group,))
+    return [_insert(conn, group, snapshot, polled_lsn) for snapshot in snapshots]
+
+
+def remove(conn: Connection, group: str) -> None:
+    """Forget the chain and what was noted."""
+    conn.execute("delete from relay.snapshots where group_id = %s", (group,))
+    conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
+
+
+def append(
+    conn: Connection, group: str, last: Link, snapshot: Snapshot, polled_lsn: Lsn
+) -> Link | None:
+    """Add a snapshot after the last; None if somebody has added or replaced one meanwhile.
+
+    The difference will be polled; everything that the snapshot sees lies below the position `polled_lsn`.
+    """
+    with conn.transaction():
+        if _locked(conn, group) != last:
+            return None
+        return _insert(conn, group, snapshot, polled_lsn)
+
+
+def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> bool:
+    """Replace the last snapshot by a newer one, up to which everything is applied; forget the notes of what it sees.
+
+    False, and nothing is changed, if a partition has not come to the last, or somebody has added or replaced one.
+    """
+    with conn.transaction():
+        if _locked(conn, group) != last or not _is_reached(conn, group, last):
+            return False
+        conn.execute(
+            "update relay.snapshots set snapshot = %s::pg_snapshot, taken_at = now() where group_id = %s and id = %s",
+            (str(snapshot), group, last.id),
+        )
+        forget(conn, group, snapshot)
+        return True
+
+
+def prune(conn: Connection, group: str) -> None:
+    """Forget the snapshots that no partition needs any more, and the notes of what the first of the others sees."""
+    with conn.transaction():
+        _locked(conn, group)
+        conn.execute(
+            """
+            delete from relay.snapshots as s
+             where s.group_id = %(group)s
+               and s.id < (select max(id) from relay.snapshots where group_id = %(group)s)
+               and not exists (select from relay.consumer_offsets as o
+                                where o.group_id = %(group)s and (o.snapshot_id = s.id or
+                                      s.id = (select min(n.id) from relay.snapshots as n
+                                               where n.group_id = %(group)s and n.id > o.snapshot_id)))
+            """,
+            {"group": group},
+        )
+        remaining = chain(conn, group)
+        if remaining:
+            forget(conn, group, remaining[0].snapshot)
+
+
+def forget(conn: Connection, group: str, snapshot: Snapshot) -> None:
+    """Forget the notes of what a snapshot sees."""
+    conn.execute(
+        """
+        delete from relay.applied_commits
+         where group_id = %s
+           and not exists (select from unnest(xids) as xid where not pg_visible_in_snapshot(xid, %s::pg_snapshot))
+        """,
+        (group, str(snapshot)),
+    )
+
+
+def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None:
+    """Forget what was noted in some partitions."""
+    conn.execute(
+        """
+        update relay.applied_commits
+           set partitions = array(select p from unnest(partitions) as p where p <> all (%s::int[]))
+         where group_id = %s and partitions && %s::int[]
+        """,
+        (list(partitions), group, list(partitions)),
+    )
+    conn.execute(
+        "delete from relay.applied_commits where group_id = %s and partitions = '{}'", (group,)
+    )
+
+
+def noted(conn: Connection, group: str) -> Xids:
+    """The transactions that are noted in any partition."""
+    (found,) = conn.execute(
+        "select string_agg(xid8send(xid), '') from relay.applied_commits, unnest(xids) as xid where group_id = %s",
+        (group,),
+    )
+    return xids_of(found[0])
+
+
+def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[int, Xids]:
+    """The transactions that are noted in some partitions, for each that has any."""
+    rows = conn.execute(
+        """
+        select partition_id, string_agg(xid8send(xid), '')
+          from relay.applied_commits, unnest(partitions) as partition_id, unnest(xids) as xid
+         where group_id = %s and partition_id = any(%s) group by partition_id
+        """,
+        (group, list(partitions)),
+    )
+    return {partition: xids_of(found) for partition, found in rows}
+
+
+def xids_of(sent: bytes | None) -> Xids:
+    """Transaction ids from a string of what `xid8send` gives."""
+    return np.frombuffer(sent or b"", ">i8").astype(np.int64)
+
+
+def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -> Link:
+    (found,) = conn.execute(
+        """
+        insert into relay.snapshots (group_id, id, snapshot, polled_lsn)
+        values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot, %s) returning id
+        """,
+        (group, str(snapshot), str(polled_lsn)),
+    )
+    return Link(found[0], snapshot)
+
+
+def _locked(conn: Connection, group: str) -> Link | None:
+    """The last snapshot, with the chain locked to the end of the transaction."""
+    conn.execute("select from relay.snapshots where group_id = %s order by id for update", (group,))
+    # Somebody may have added one while this was waiting.
+    links = chain(conn, group)
+    return links[-1] if links else None
+
+
+def _is_reached(conn: Connection, group: str, last: Link) -> bool:
+    found = conn.execute(
+        "select from relay.consumer_offsets where group_id = %s and snapshot_id is distinct from %s limit 1",
+        (group, last.id),
+    )
+    return not found.rowcount
