@@ -175,7 +175,7 @@ class StreamSource:
         windows = self._windows(opening=incomplete)
         yield from self._said(windows) if incomplete else windows
         if not self._stopping.is_set():
-            self._wal.complete()
+            self._wal.complete(self._connections)
 
     def _audit(self) -> Iterator[Batch]:
         """From time to time a snapshot whose commits have all come takes the place of the last one.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Lock, Thread
 
 import numpy as np
 import psycopg
@@ -39,6 +39,7 @@ from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import (
     ConfigurationError,
     RelayError,
+    TransientFault,
     describe,
     first_line,
     is_transient,
@@ -135,6 +136,7 @@ class WalSource:
         self._recognition = recognition
         self._epoch: int | None = None
         self._incomplete = False
+        self._completing = Lock()
         self.next_xid = 0
         self._opening: psycopg.Connection[object] | None = None
         self._tell = changed
@@ -256,11 +258,14 @@ class WalSource:
         """Whether the slot may lack commits, so that a difference is to be polled."""
         return self._incomplete
 
-    def complete(self) -> None:
-        """What the slot may have lacked is polled."""
-        if self._incomplete and self._recognition is not None:
-            self._recognition.leave(None)
-        self._incomplete = False
+    def complete(self, connections: int) -> None:
+        """What the slot may have lacked after so many connections is polled; a later one may lack more."""
+        with self._completing:
+            if connections != self._connections:
+                return
+            if self._incomplete and self._recognition is not None:
+                self._recognition.leave(None)
+            self._incomplete = False
 
     def take(self, timeout: float) -> Batch | None:
         """Whole commits as they come: more under load, few when idle.
@@ -511,6 +516,8 @@ class WalSource:
             recreated = self._recovery.restore(conn, self._undecodable, self._creating)
             self._undecodable = False
         state = slot_state(conn, slot)
+        if state is None and self._recovery is not None:
+            raise TransientFault("the slot was dropped a moment ago")
         if state is None:
             raise ConfigurationError(
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
@@ -544,14 +551,15 @@ class WalSource:
         result = conn.pgconn.exec_(text.encode(encoding.codec if encoding else "utf-8"))
         if result.status != ExecStatus.COPY_BOTH:
             raise server_error(result)
-        if self._recognition is not None and sighting is not None:
-            # Only who holds the slot touches the group's state.
-            self._incomplete |= incomplete
-            self._epoch = self._recognition.follow(sighting, self._incomplete)
-        self.next_xid = system.next_xid
-        self._progress.start(confirmed)
-        self._system = system
-        self._connections += 1
+        with self._completing:
+            if self._recognition is not None and sighting is not None:
+                # Only who holds the slot touches the group's state.
+                self._incomplete |= incomplete
+                self._epoch = self._recognition.follow(sighting, self._incomplete)
+            self.next_xid = system.next_xid
+            self._progress.start(confirmed)
+            self._system = system
+            self._connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return _Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5)

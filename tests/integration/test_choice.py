@@ -59,6 +59,9 @@ def terminate_readers(outbox: Outbox) -> None:
 
 
 def drop_slot(outbox: Outbox) -> None:
+    # Where relay polls, it may not have made the slot again yet.
+    slots = "select count(*) from pg_replication_slots where slot_name = %s"
+    wait_until(lambda: outbox.value(slots, (outbox.slot,)) > 0)
     while True:
         terminate_readers(outbox)
         try:
