@@ -14,7 +14,7 @@ from rich.console import Console
 from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
 from bench.results import run
-from bench.workloads import QUICK, WORKLOADS, Plan
+from bench.workloads import LONG, QUICK, WORKLOADS, Plan
 from relay.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"
@@ -27,7 +27,9 @@ REPORT = "report"
 def main(
     workloads: Annotated[
         list[str] | None,
-        typer.Argument(help=f"{', '.join(WORKLOADS)}, or {REPORT}; by default all workloads."),
+        typer.Argument(
+            help=f"{', '.join(WORKLOADS)}, {REPORT}, or sinks or outage for all of these; by default all but outage."
+        ),
     ] = None,
     peers: Annotated[
         str, typer.Option(help="Beginnings of peers' names, with commas; relay always takes part.")
@@ -39,10 +41,8 @@ def main(
     A quick run and one with --peers leave bench/results alone and write to build/bench/results.
     """
     quick = bool(os.environ.get("QUICK"))
-    chosen = workloads or list(QUICK if quick else WORKLOADS)
-    for name in chosen:
-        if name not in (*WORKLOADS, REPORT):
-            raise typer.BadParameter(f"{name} is none of {', '.join([*WORKLOADS, REPORT])}")
+    usual = QUICK if quick else [name for name in WORKLOADS if name not in LONG]
+    chosen = [name for word in workloads for name in _named(word)] if workloads else list(usual)
     console = Console()
     console.print(f"building the peers' environment in {environment.HOME}, unless it is there")
     environment.build()
@@ -54,6 +54,15 @@ def main(
         else:
             _measure(name, console, quick, rounds, named, results)
     console.print(f"figures: {results}")
+
+
+def _named(word: str) -> list[str]:
+    """The workload of this name, or all that begin with it and a dash, such as `sinks`."""
+    known = [*WORKLOADS, REPORT]
+    found = [name for name in known if name == word or name.startswith(f"{word}-")]
+    if not found:
+        raise typer.BadParameter(f"{word} is none of {', '.join(known)}")
+    return [word] if word in found else found
 
 
 def _measure(

@@ -27,8 +27,10 @@ class Job:
         arguments: Mapping[str, Any],
         folder: Path,
         command: Sequence[str] | None = None,
+        seconds: float | None = TIMEOUT_SECONDS,
         **environment: str,
     ) -> None:
+        """`seconds`: it is killed after so many; None lets it run as long as the context lasts."""
         self._log = folder / f"{module}.log"
         # Not in the checkout: Debezium would take its `config` folder into the class path.
         with self._log.open("w") as log:
@@ -41,9 +43,14 @@ class Job:
                 cwd=folder,
                 env=variables(**environment),
             )
-        self._watch = Timer(TIMEOUT_SECONDS, self._process.kill)
+        self._watch = Timer(seconds or 0.0, self._process.kill)
         self._watch.daemon = True
-        self._watch.start()
+        if seconds is not None:
+            self._watch.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def answer(self, word: str) -> dict[str, Any]:
         """Wait for the line that has this word as `said`. Raises JobFailed."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from bench.job import Job
 from bench.outbox import Outbox
 from bench.peers import Live
 from bench.results import Measurement
+
+Name = TypeVar("Name")
 
 WARM_UP_NS = 1_000_000_000
 """Events of the first second count as published, but not in the latencies."""
@@ -43,9 +45,9 @@ def measure(
 ) -> Measurement:
     """Milliseconds from just before COMMIT to the handler, and to the commit of its effect if it has one."""
     arrivals, published = folder / "arrivals", folder / "published"
-    for file in (arrivals, published):
-        file.unlink(missing_ok=True)
-    arrivals.touch()
+    published.unlink(missing_ok=True)
+    # Emptied, since an endpoint has it open already.
+    arrivals.write_bytes(b"")
     outbox.conn.execute("truncate projection")
     job = {"dsn": outbox.dsn, "style": consumer.style, "rate": rate, "seconds": seconds}
     # relay's publisher needs no more than psycopg, which the project's venv has.
@@ -60,13 +62,19 @@ def measure(
     effects = {name: int(clock) for name, clock in outbox.conn.execute(COMMITS.encode())}
     found = {
         **{"transactions/s": reached, "missing": float(len(sent.keys() - came.keys()))},
-        **_latencies(sent, came, ""),
+        **latencies(sent, came),
     }
-    return {**found, **_latencies(sent, effects, "durable ")} if effects else found
+    return {**found, **latencies(sent, effects, "durable ")} if effects else found
 
 
-def _latencies(sent: dict[str, int], came: dict[str, int], prefix: str) -> Measurement:
-    begin = min(sent.values()) + WARM_UP_NS
+def latencies(
+    sent: Mapping[Name, int],
+    came: Mapping[Name, int],
+    prefix: str = "",
+    warm_up_ns: int = WARM_UP_NS,
+) -> Measurement:
+    """Milliseconds from one clock (ns) to the other, of what is in both."""
+    begin = min(sent.values(), default=0) + warm_up_ns
     found = sorted(
         (came[name] - clock) / 1e6
         for name, clock in sent.items()

@@ -17,6 +17,8 @@ from bench.environment import variables
 from bench.handlers import ARRIVALS
 from bench.outbox import Backlog, Outbox, wait_until
 from bench.peers import Live
+from bench.receivers import Receiver, delivering
+from bench.results import Measurement
 from relay.config import Settings
 from relay.install import initialise
 
@@ -30,6 +32,8 @@ INLINE = {"inline_max_events": 10_000}
 # What a job costs however small it is spreads over more events.
 SPARK = {"inline_max_events": 0, "max_events": 50_000, "max_bytes": 33_554_432}
 SESSION_READY = "the Spark session is ready"
+CLAIMED = "select true from relay.sinks where group_id = %s and instance is not null"
+SINK_ATTACHED = "a sink is attached to the stream"
 
 
 @dataclass(slots=True)
@@ -48,14 +52,15 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """relay with one handler, inline or on Spark; everything else is the default."""
+    """relay with one handler, inline or on Spark; everything else is the default but `source.mode`."""
 
     name: str
-    handler: Mapping[str, str]
+    handler: Mapping[str, Any]
     spark: bool = False
     master: str = "local[*]"
     batch: Mapping[str, int] | None = None
     style: str = "relay"
+    mode: str = "wal"
 
     def unavailable(self) -> str | None:
         return None
@@ -99,9 +104,9 @@ class Relay:
         self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
     ) -> Iterator[Running]:
         """A relay that has just been started."""
-        initialise(self._settings(outbox, slot))
+        initialise(self._settings(outbox, slot, self.mode))
         noted = {ARRIVALS: str(arrivals)} if arrivals else {}
-        with self._running(outbox, slot, folder, environment=noted) as running:
+        with self._running(outbox, slot, folder, self.mode, noted) as running:
             yield running
 
     @property
@@ -128,10 +133,30 @@ class Relay:
             )
         return events / (finished - started)
 
+    def deliver(self, outbox: Outbox, events: int, folder: Path, receiver: Receiver) -> Measurement:
+        """Events a second to a sink that begins with the first one, from the moment it is claimed to the last event."""
+        group = outbox.new_name()
+        with self.cold(outbox, group, folder) as running:
+            process = running.process
+            wait_until(lambda: bool(outbox.value(CLAIMED, group)), "sink claimed", process=process)
+            figures = _delivered(process, events, receiver)
+        outbox.drop(group)
+        return figures
+
+    def deliver_stream(
+        self, outbox: Outbox, backlog: Backlog, folder: Path, receiver: Receiver
+    ) -> Measurement:
+        """Events a second to a sink that takes them from the stream, from its start to the last event."""
+        with outbox.copy(backlog) as slot, self.warm(outbox, slot, folder) as running:
+            return _delivered(running.process, backlog.events, receiver)
+
     @contextmanager
     def consuming(self, live: Live) -> Iterator[None]:
-        slot = live.outbox.new_slot()
-        with self.warm(live.outbox, slot, live.folder, live.arrivals):
+        # With another mode than wal a group begins at a slot of its own.
+        slot = live.outbox.new_slot() if self.mode == "wal" else live.outbox.new_name()
+        with self.warm(live.outbox, slot, live.folder, live.arrivals) as running:
+            if self.mode != "wal":
+                running.said(SINK_ATTACHED)
             yield
         live.outbox.drop(slot)
 
@@ -180,3 +205,9 @@ class Relay:
             handlers={"bench": dict(self.handler)},
             routes=[{"handlers": ["bench"]}],
         )
+
+
+def _delivered(process: subprocess.Popen[bytes], events: int, receiver: Receiver) -> Measurement:
+    with delivering(events, process.pid) as figures:
+        wait_until(lambda: receiver.received() >= events, "every event", process=process)
+    return figures

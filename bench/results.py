@@ -19,7 +19,7 @@ Measurement = dict[str, float]
 
 MORE_IS_BETTER = ("events/s", "transactions/s", "commits/s")
 
-JUDGED = ("events/s", "commits/s", "p50", "p99", "durable p50", "durable p99")
+JUDGED = ("events/s", "its CPU, µs/event", "commits/s", "p50", "p99", "durable p50", "durable p99")
 """The figures that are compared."""
 
 SUMMED = ("samples", "lock waits", "extend waits")

@@ -11,6 +11,7 @@ import psycopg
 import typer
 
 from relay import __version__
+from relay.cli_deferred import deferred
 from relay.cli_dlq import dlq
 from relay.cli_options import (
     AdminFileOption,
@@ -24,6 +25,7 @@ from relay.cli_options import (
     warn,
     with_options,
 )
+from relay.cli_sinks import sink
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
 from relay.dsn import administrator_dsn
@@ -38,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(dlq, name="dlq")
+app.add_typer(deferred, name="deferred")
+app.add_typer(sink, name="sink")
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
@@ -191,6 +195,12 @@ def status(
         float | None,
         typer.Option(min=0, metavar="N", help="Checks the age of the oldest unread event."),
     ] = None,
+    max_sink_lag_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="N", help="Checks the age of the oldest event that a sink has not read."
+        ),
+    ] = None,
     max_deferred: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Checks the deferred transactions.")
     ] = None,
@@ -198,7 +208,8 @@ def status(
         int | None, typer.Option(min=0, metavar="N", help="Checks the dead letters.")
     ] = None,
 ) -> None:
-    """Show slot, partitions and dead letters."""
+    """Show slot, partitions, sinks and dead letters."""
+    from relay.admin import sinks
     from relay.observe.health import Limits, failures
     from relay.status import lag_seconds, read
 
@@ -208,11 +219,14 @@ def status(
         print(json.dumps(found.as_json(), indent=2))
     else:
         _print_status(found, settings.source.mode)
-    limits = Limits(max_lag_bytes, max_lag_seconds, max_deferred, max_dead)
+    limits = Limits(max_lag_bytes, max_lag_seconds, max_sink_lag_seconds, max_deferred, max_dead)
     if not alive and limits == Limits():
         return
     lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
-    if failed := list(failures(found, settings.group, limits, lag)):
+    sink_lags = {}
+    if max_sink_lag_seconds is not None:
+        sink_lags = sinks.lag_seconds(sinks.listed(settings))
+    if failed := list(failures(found, settings.group, limits, lag, sink_lags)):
         _fail("\n".join(failed), 1)
 
 
@@ -231,11 +245,12 @@ def _print_status(found: Any, mode: str) -> None:
         facts += _slot_facts(slot, found.slot_waits_for)
     facts.append(("dead letters", found.dead_letters))
     waiting = found.deferred
-    facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.blocked} blocked"))
+    facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.holding} holding"))
     facts += [("", _why(reason)) for reason in waiting.reasons]
     for each in found.braked:
         since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
+    facts += [(f"sink {each.sink}", _sink_state(each)) for each in found.sinks]
     if found.staged:
         facts.append(("to be written with Spark", f"{found.staged} events"))
     print_facts(facts)
@@ -243,6 +258,16 @@ def _print_status(found: Any, mode: str) -> None:
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _sink_state(found: Any) -> str:
+    """What a sink does, and what keeps it, on one line."""
+    if found.state == "paused":
+        why = f": {found.reason}" if found.reason else ""
+        return f"paused since {found.paused_at:%Y-%m-%d %H:%M:%S %Z} by {found.paused_by}{why}"
+    if found.fault:
+        return f"{found.state}, nothing is delivered since {found.fault_since:%Y-%m-%d %H:%M:%S %Z}: {found.fault}"
+    return str(found.state)
 
 
 def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
@@ -264,12 +289,13 @@ def _why(reason: Any) -> str:
     """Why some transactions are deferred, on one line."""
     causes = {
         "retry": f"{reason.handler}: {reason.reason}",
-        "blocked": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",
+        "holding": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",
         "replay": "replayed",
         "scheduled": "scheduled with deliver_at",
-        "behind": "blocked by an earlier transaction of the same key",
+        "blocked": "blocked by an earlier transaction of the same key",
     }
-    told = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {causes[reason.kind]}"
+    sink = f"sink {reason.sink}, " if reason.sink else ""
+    told = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {sink}{causes[reason.kind]}"
     if reason.next is None:
         return told
     until = "" if reason.until == reason.next else f", the last {reason.until:%Y-%m-%d %H:%M:%S%z}"
@@ -371,14 +397,16 @@ def offsets_seek(
         else f"{move.again} events will be delivered again, {move.skipped} will be passed over"
     )
     print(f"group {settings.group} goes on {move.goal.text}: {effect}")
+    if move.sinks:
+        print(f"so do its sinks {', '.join(move.sinks)}")
     if any(move.given_up):
         print(
             f"of what is delivered again, {move.given_up.dead} dead transactions are discarded and "
-            f"{move.given_up.waiting} that wait are forgotten"
+            f"{move.given_up.deferred} deferred ones are forgotten"
         )
     if not yes:
         typer.confirm("Go on?", abort=True)
-    seek(settings, move.goal, partition)
+    seek(settings, move, partition)
 
 
 @offsets.command("repartition")

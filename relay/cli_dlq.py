@@ -33,6 +33,9 @@ TransactionOption = Annotated[
     UUID | None, typer.Option("--transaction", help="Its transaction_id.")
 ]
 HostOption = Annotated[UUID | None, typer.Option("--host", help="Its host_id.")]
+SinkOption = Annotated[
+    str | None, typer.Option("--sink", help="The sink that it belongs to; '' for the target.")
+]
 HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one that failed.")]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
 SinceOption = Annotated[
@@ -98,8 +101,8 @@ def _approved(opened: _Opened, found: Found, what: str, dry_run: bool, yes: bool
 
 def _print(found: Sequence[DeadTransaction]) -> None:
     headings = (
-        *("id", "transaction", "host", "events", "event type", "handler", "exception"),
-        *("status", "since"),
+        *("id", "transaction", "host", "events", "event type", "sink", "handler"),
+        *("exception", "status", "since"),
     )
     print_table(
         headings,
@@ -110,6 +113,7 @@ def _print(found: Sequence[DeadTransaction]) -> None:
                 item.host_id or "-",
                 item.events,
                 item.event_type or "-",
+                item.sink or "-",
                 item.handler or "-",
                 item.exception.partition("\n")[0][:80],
                 item.status,
@@ -132,6 +136,7 @@ def dlq_list(
     id_: IdOption = None,
     transaction: TransactionOption = None,
     host: HostOption = None,
+    sink: SinkOption = None,
     handler: HandlerOption = None,
     type_: TypeOption = None,
     since: SinceOption = None,
@@ -142,7 +147,9 @@ def dlq_list(
     as_json: JsonOption = False,
 ) -> None:
     """List dead transactions, newest first."""
-    wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception, status)
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
+    )
     with _opened(config) as opened:
         found = dead_letters.transactions(opened.conn, opened.group, limit, wanted)
     if as_json:
@@ -195,6 +202,7 @@ def dlq_replay(
     id_: IdOption = None,
     transaction: TransactionOption = None,
     host: HostOption = None,
+    sink: SinkOption = None,
     handler: HandlerOption = None,
     type_: TypeOption = None,
     since: SinceOption = None,
@@ -217,34 +225,45 @@ def dlq_replay(
     ] = False,
     yes: YesOption = False,
 ) -> None:
-    """Queue dead transactions to be applied again, in their order; later events of their keys are blocked by them."""
-    wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
+    """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
         if not found.transactions:
-            _say_none(wanted, opened.group, "transaction to be applied again")
+            _say_none(wanted, opened.group, "transaction to be replayed")
             return
         for name, count in opened.letters.missing_handlers(found).items():
             warn(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
                 "more: they go where the routes lead now"
             )
-        if not _approved(opened, found, "will be applied again", dry_run, yes):
+        done = _done(opened.letters.sinks(found).values(), found.transactions)
+        if not _approved(opened, found, f"will be {done} again", dry_run, yes):
             return
         queued = opened.letters.replay(found, reason, edit)
         print(f"{len(queued)} transactions are queued")
         if queued and not opened.letters.instances():
             warn(
-                f"no instance of group {opened.group!r} is running: they are applied when one starts"
+                f"no instance of group {opened.group!r} is running: they are {done} when one starts"
             )
         if wait:
-            _wait_for(opened.letters, queued)
+            _wait_for(opened.letters, queued, done)
 
 
-def _wait_for(letters: Any, queued: Sequence[int]) -> None:
+def _done(of_sinks: Iterable[int], transactions: int) -> str:
+    """What is done with transactions, so many of which belong to sinks."""
+    delivered = sum(of_sinks)
+    if not delivered:
+        return "applied"
+    return "delivered" if delivered == transactions else "applied or delivered"
+
+
+def _wait_for(letters: Any, queued: Sequence[int], done: str) -> None:
     outcome = letters.outcome(queued)
     discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
-    print(f"{outcome.applied} transactions are applied, {outcome.dead} are dead again{discarded}")
+    print(f"{outcome.done} transactions are {done}, {outcome.dead} are dead again{discarded}")
     if outcome.dead:
         raise typer.Exit(1)
 
@@ -255,6 +274,7 @@ def dlq_discard(
     id_: IdOption = None,
     transaction: TransactionOption = None,
     host: HostOption = None,
+    sink: SinkOption = None,
     handler: HandlerOption = None,
     type_: TypeOption = None,
     since: SinceOption = None,
@@ -266,7 +286,9 @@ def dlq_discard(
     yes: YesOption = False,
 ) -> None:
     """Give dead transactions up; the keys that they hold are released, the letters stay."""
-    wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything))
         if not found.transactions:
@@ -281,6 +303,7 @@ def dlq_export(
     id_: IdOption = None,
     transaction: TransactionOption = None,
     host: HostOption = None,
+    sink: SinkOption = None,
     handler: HandlerOption = None,
     type_: TypeOption = None,
     since: SinceOption = None,
@@ -292,7 +315,9 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write letters with their payloads, a JSON object on each line, in the order of publishing."""
-    wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception, status)
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
+    )
     with _opened(config) as opened:
         exported = dead_letters.exported(opened.conn, opened.group, wanted)
         letters = 0
@@ -331,6 +356,7 @@ def dlq_purge(
     id_: IdOption = None,
     transaction: TransactionOption = None,
     host: HostOption = None,
+    sink: SinkOption = None,
     handler: HandlerOption = None,
     type_: TypeOption = None,
     since: SinceOption = None,
@@ -342,7 +368,9 @@ def dlq_purge(
     yes: YesOption = False,
 ) -> None:
     """Delete the letters of transactions that were replayed or discarded; what was done stays noted."""
-    wanted = Filter(id_ or (), transaction, host, handler, type_, since, until, exception)
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
     with _opened(config) as opened:
         found = opened.letters.find(_asked(wanted, everything), ("replayed", "discarded"))
         if not found.transactions:

@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     SecretStr,
     ValidationError,
@@ -31,9 +30,9 @@ from relay import environment
 from relay.dsn import check_dsn
 from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
-from relay.handler_settings import KINDS, Handler, SparkHandler
+from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
 from relay.paths import is_name
-from relay.sections import Name, Number, Secret, Section, resolve_secret
+from relay.sections import Name, Number, Seconds, Secret, Section, resolve_secret
 from relay.suggestions import keys_at, nearest
 
 _UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
@@ -191,6 +190,13 @@ class Spark(Section):
         return {key: value.get_secret_value() for key, value in self.conf.items()}
 
 
+class Sinks(Section):
+    """How long the WAL waits for a sink, which then polls: so many seconds for a commit, so many bytes of them."""
+
+    attach_seconds: Seconds = 5.0
+    attach_bytes: Annotated[int, Field(ge=65536), Number] = 8 * 1024 * 1024
+
+
 class DeadLetterLimits(Section):
     """How many transactions in a row a handler may let die of one kind of fault; 0 or null: any number."""
 
@@ -239,10 +245,19 @@ class Settings(BaseSettings):
     spark: Spark = Field(default_factory=Spark)
     handlers: dict[str, Handler] = Field(default_factory=dict)
     routes: list[Route] = Field(default_factory=list)
+    sinks: Sinks = Field(default_factory=Sinks)
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
     crash_limit: Annotated[PositiveInt, Number] = 3
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
-    shutdown_timeout: Annotated[PositiveFloat, Number] = 20.0
+    shutdown_timeout: Seconds = 20.0
+
+    @field_validator("handlers")
+    @classmethod
+    def _handlers_have_names(cls, value: dict[str, Handler]) -> dict[str, Handler]:
+        if "" in value:
+            # Which stands for the target where something belongs to a sink or to the target.
+            raise ValueError("there is a handler without a name")
+        return value
 
     @model_validator(mode="after")
     def _handlers_exist(self) -> Settings:
@@ -287,6 +302,16 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sinks_can_begin(self) -> Settings:
+        for name, handler in self.sink_handlers.items():
+            if handler.start == "beginning" and self.source.mode == "wal":
+                raise ValueError(
+                    f"handlers.{name}.start: source.mode: wal has nothing older than the slot: set it to now, or the "
+                    "mode to auto"
+                )
+        return self
+
     @property
     def brakes(self) -> dict[str, int]:
         """How many dead transactions in a row stop a handler, for each that has a brake."""
@@ -316,6 +341,11 @@ class Settings(BaseSettings):
         return {
             name: each for name, each in self.handlers.items() if isinstance(each, SparkHandler)
         }
+
+    @property
+    def sink_handlers(self) -> dict[str, SinkHandler]:
+        """The handlers that deliver events to other systems, by name."""
+        return {name: each for name, each in self.handlers.items() if isinstance(each, SinkHandler)}
 
     @property
     def one_database(self) -> bool:
@@ -418,6 +448,9 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
+_NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
+
+
 def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
         key = _key(fault["loc"])
@@ -427,6 +460,8 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
             message = _unknown(fault["loc"])
         elif fault["type"] == "missing":
             message = "is required"
+        elif fault["type"] in _NO_MAPPING:
+            message = "must be a mapping of keys"
         elif fault["type"].startswith("union_tag"):
             key, message = f"{key}.type", f"must be one of {', '.join(KINDS)}"
         else:

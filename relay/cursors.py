@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,19 +13,21 @@ import psycopg
 
 from relay.config import Settings
 from relay.events import INSERTED_BY, Lsn
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, TransientFault
 from relay.pipeline.runner import Pipeline
 from relay.preflight import reach_source, reach_target
 from relay.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.source.applied import Applied, applied_in
 from relay.source.poll import Poller
+from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight
 from relay.source.slot import slot_state
 from relay.source.tuples import Walked
 from relay.source.wal import commits_after
-from relay.store import groups, offsets, presence, rewind, snapshots
+from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
 from relay.store.rewind import GivenUp
+from relay.store.sinks import Position
 from relay.transactions import Transactions
 
 Connection = psycopg.Connection[Any]
@@ -35,7 +37,7 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class Standing:
     """One partition as `relay offsets show` prints it.
 
     `unread` counts its rows that are not applied; None where only the WAL is read.
@@ -69,17 +71,18 @@ class Goal:
 class Move:
     """What seeking would do: rows that would be delivered again, and rows that would be passed over.
 
-    Both are None where only the WAL is read, which does not tell. `given_up` are dead and waiting transactions that
-    would be discarded, since they would be delivered again.
+    Both are None where only the WAL is read, which does not tell. `given_up` are dead and deferred transactions that
+    would be discarded, since they would be delivered again. `sinks` go on at the goal too.
     """
 
     goal: Goal
     again: int | None
     skipped: int | None
     given_up: GivenUp
+    sinks: Sequence[str]
 
 
-def positions(settings: Settings) -> list[Position]:
+def positions(settings: Settings) -> list[Standing]:
     """Where the group's partitions stand.
 
     Raises ConfigurationError if a database cannot be reached or the group is not initialised.
@@ -95,7 +98,7 @@ def positions(settings: Settings) -> list[Position]:
             unread = rows.unread(source, applied, noted)
     standing = {each.partition: str(each.snapshot) for each in applied}
     return [
-        Position(
+        Standing(
             cursor.partition_id,
             cursor.next_offset,
             str(cursor.applied_lsn),
@@ -120,34 +123,64 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
         noted = snapshots.noted(target, group)
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
-            goal = _goal(settings, source, rows, to)
+            goal = find_goal(settings, source, rows, to)
+            along = _sinks_to_move(target, source, settings) if len(chosen) == len(cursors) else []
             with target.transaction(force_rollback=True):
-                given_up = _move(target, group, cursors, chosen, goal)
+                given_up = _move(target, settings, cursors, chosen, goal, along)
             if goal.snapshot is None or not before:
-                return Move(goal, None, None, given_up)
+                return Move(goal, None, None, given_up, along)
             after = [
                 Applied(cursor.partition_id, goal.snapshot, goal.now, goal.polled_offset)
                 for cursor in chosen
             ]
             again, skipped = rows.moved(source, before, noted, after)
-    return Move(goal, again, skipped, given_up)
+    return Move(goal, again, skipped, given_up, along)
 
 
-def seek(settings: Settings, goal: Goal, partition: int | None) -> None:
+def seek(settings: Settings, move: Move, partition: int | None) -> None:
     """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
     with reach_target(settings) as target, _stopped(target, settings), target.transaction():
         cursors = offsets.initialised(target, settings.group)
-        _move(target, settings.group, cursors, _chosen(settings, cursors, partition), goal)
+        chosen = _chosen(settings, cursors, partition)
+        _move(target, settings, cursors, chosen, move.goal, move.sinks)
+
+
+def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:
+    """The sinks that cannot stay where they are when the group goes on elsewhere.
+
+    Those that have delivered what the source has lost; all where only the WAL is read, which the group reads as one.
+    """
+    stored = sinks.read(target, settings.group, settings.sink_handlers)
+    if settings.source.mode == "wal":
+        return [each.sink for each in stored if each.state != sinks.NEW]
+    origin, recognition = groups.origin(target, settings.group), Recognition(settings)
+    lost: list[str] = []
+    for each in stored:
+        seen = each.position.following or each.position.snapshot
+        theirs = replace(
+            origin,
+            applied=Lsn(0),
+            polled=each.position.delivered_lsn,
+            xmax=seen.xmax if seen else 0,
+        )
+        try:
+            if recognition.has_lost(source, theirs):
+                lost.append(each.sink)
+        except TransientFault as error:
+            raise ConfigurationError(f"{error}: seek again later") from None
+    return lost
 
 
 def _move(
     target: Connection,
-    group: str,
+    settings: Settings,
     cursors: Sequence[offsets.Cursor],
     chosen: Sequence[offsets.Cursor],
     goal: Goal,
+    along: Sequence[str],
 ) -> GivenUp:
-    """Let the chosen ones of a group's partitions go on at a goal; returns what is discarded for it."""
+    """Let some of a group's partitions and sinks go on at a goal; returns what is discarded for it."""
+    group = settings.group
     numbers = [cursor.partition_id for cursor in chosen]
     given_up = GivenUp(0, 0)
     if goal.snapshot is not None:
@@ -164,6 +197,11 @@ def _move(
     if len(chosen) < len(cursors):
         _move_partition(target, group, chosen[0], goal)
         return given_up
+    for name in along:
+        of_sink = move_sink(target, settings, name, goal)
+        detail = {"goes on": goal.text, **of_sink._asdict()}
+        actions.record(target, group, name, "sink seek", "relay offsets seek", detail)
+        given_up = given_up.plus(of_sink)
     # Which source the position belongs to is found out again.
     groups.forget_origin(target, group)
     if goal.snapshot is None:
@@ -176,6 +214,27 @@ def _move(
     snapshots.forget_in(target, group, numbers)
     snapshots.prune(target, group)
     return given_up
+
+
+def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> GivenUp:
+    """Let a sink go on at a goal, on a running relay too; returns what is discarded for it."""
+    position = Position(goal.snapshot, applied_lsn=goal.lsn)
+    if goal.polled_offset != offsets.FIRST:
+        position = Position(goal.snapshot, goal.now, goal.polled_offset)
+    sinks.move(target, settings.group, name, position)
+    if goal.snapshot is None:
+        return GivenUp(0, 0)
+    return rewind.give_up(
+        target,
+        settings.group,
+        goal.snapshot,
+        goal.polled_offset,
+        goal.split,
+        goal.now.xmax,
+        settings.partitions,
+        range(settings.partitions),
+        name,
+    )
 
 
 def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal: Goal) -> None:
@@ -285,18 +344,29 @@ def _chosen(
     return chosen
 
 
-def _goal(settings: Settings, source: Connection, rows: OutboxRows, to: str) -> Goal:
+def find_goal(
+    settings: Settings,
+    source: Connection,
+    rows: OutboxRows,
+    to: str,
+    option: str = "--to",
+    lsn: bool = True,
+) -> Goal:
+    """What `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
+
+    `lsn` says whether an error may propose an LSN.
+    """
     seen = durable_sight(source)
     if "/" in to:
         try:
-            lsn = Lsn.parse(to)
+            after = Lsn.parse(to)
         except ValueError as error:
-            raise ConfigurationError(f"--to: {error}") from None
-        return _after(settings, source, lsn, seen.snapshot, seen.lsn)
+            raise ConfigurationError(f"{option}: {error}") from None
+        return _after(settings, source, after, seen.snapshot, seen.lsn)
     if settings.source.mode == "wal":
         if to != "end":
             raise ConfigurationError(
-                f"--to: {to!r} is no position in the WAL, and source.mode: wal has no others: give an LSN, or end"
+                f"{option}: {to!r} is no position in the WAL, and source.mode: wal has no others: give an LSN, or end"
             )
         return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
     if to == "end":
@@ -308,23 +378,23 @@ def _goal(settings: Settings, source: Connection, rows: OutboxRows, to: str) -> 
     if to.isdecimal():
         if int(to) > following:
             raise ConfigurationError(
-                f"--to: {to} is past the end of the outbox; the next c_offset is {following}"
+                f"{option}: {to} is past the end of the outbox; the next c_offset is {following}"
             )
         offset = int(to)
     else:
-        found = rows.first_since(source, _moment(to))
+        found = rows.first_since(source, _moment(to, option, lsn))
         offset = following if found is None else found
     split = tuple(rows.split_at(source, offset - 1))
     return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
 
 
-def _moment(to: str) -> datetime:
+def _moment(to: str, option: str, lsn: bool) -> datetime:
     try:
         moment = datetime.fromisoformat(to)
     except ValueError:
         raise ConfigurationError(
-            f"--to: {to!r} is neither a c_offset, an LSN such as 16/B374D848, a time such as 2026-03-01T12:00, "
-            "beginning nor end"
+            f"{option}: {to!r} is neither a c_offset, {'an LSN such as 16/B374D848, ' if lsn else ''}a time such as "
+            "2026-03-01T12:00, beginning nor end"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 

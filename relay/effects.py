@@ -19,7 +19,7 @@ from relay.config import Settings
 
 _LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
-    *("compress_above", "max_length", "max_events", "every", "bootstrap"),
+    *("compress_above", "max_length", "max_events", "every", "bootstrap", "start"),
 }
 """Keys of handlers that do not decide what an event leads to."""
 _LONGEST = 60
@@ -60,7 +60,7 @@ class Effects:
 
     def difference(self, other: Mapping[str, str]) -> str:
         """Name the keys that differ from another configuration's, which is named first: `partitions (8, here 4)`."""
-        here, there = _handlers(self.values), _handlers(other)
+        here, there = handlers_of(self.values), handlers_of(other)
         named = [f"handlers.{name} (only here)" for name in sorted(here - there)]
         named += [f"handlers.{name} (not here)" for name in sorted(there - here)]
         one_sided = tuple(f"handlers.{name}." for name in here ^ there)
@@ -70,7 +70,8 @@ class Effects:
         return ", ".join(named)
 
 
-def _handlers(values: Mapping[str, str]) -> set[str]:
+def handlers_of(values: Mapping[str, str]) -> set[str]:
+    """The names of the handlers among the keys that decide effects."""
     prefix, suffix = "handlers.", ".type"
     return {
         key[len(prefix) : -len(suffix)]

@@ -89,11 +89,22 @@ class Undecodable(Exception):
 
 
 class NotReceived(Exception):
-    """An event of the transaction is too large to be received. What it says is safe in a log."""
+    """An event of the transaction is too large to be received. What it says is safe in a log.
+
+    `offsets` are the c_offsets of such events, where they are known.
+    """
+
+    def __init__(self, text: str, offsets: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.offsets = offsets
 
 
 class ProcessDied(Exception):
     """Every process that had the transaction in flight died of it, so often that it is dead-lettered."""
+
+
+class Cancelled(Exception):
+    """An operator gave a deferred transaction up. What it says is safe in a log."""
 
 
 class TransactionAborted(Exception):

@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -20,7 +19,7 @@ from pydantic import (
 )
 
 from relay.events import EVENT_FIELDS
-from relay.sections import Number, Seconds, Secret, Section
+from relay.sections import Number, Seconds, SecondsOrZero, Secret, Section
 from relay.template import Template
 
 
@@ -34,13 +33,16 @@ class Retry(Section):
     attempts: Annotated[PositiveInt, Number] | None = None
     wait: Seconds = 1.0
     max_wait: Seconds = 300.0
-    jitter: Annotated[NonNegativeFloat, Number] = 0.5
+    jitter: SecondsOrZero = 0.5
     max_elapsed: Seconds | None = None
-    defer_after: Annotated[NonNegativeFloat, Number] = 0.5
+    defer_after: SecondsOrZero = 0.5
 
 
 class CircuitBreaker(Section):
-    """After so many failures in a row nothing is sent for `cool_down` seconds; keys are parked, no attempt is spent."""
+    """After so many failures in a row the sink stops where it is in the log: nothing is copied, no attempt is spent.
+
+    One delivery at a time tries whether its destination is back, first soon, later every `cool_down` seconds.
+    """
 
     failures: Annotated[PositiveInt, Number] = 5
     cool_down: Seconds = 30.0
@@ -123,15 +125,20 @@ class SparkHandler(_Handler):
         return self
 
 
-class OutsideHandler(_Handler):
-    """A handler that acts outside the target database, and what is put around it."""
+class SinkHandler(_Handler):
+    """A handler that delivers events to another system, and the limits of its deliveries."""
 
     retry: Retry = Field(default_factory=Retry)
     timeout: Seconds = 10.0
+    """Of HTTP the whole request, from connecting to the response's last byte. Of brokers how long connecting may take,
+    and how long a message that was sent may stay without an answer."""
     rate_limit: Annotated[PositiveFloat, Number] | None = None
     """Deliveries in a second, at most."""
-    concurrency: Annotated[PositiveInt, Number] = 4
-    circuit_breaker: CircuitBreaker | None = None
+    concurrency: Annotated[PositiveInt, Number] = 16
+    """How many transactions are delivered at once, at most."""
+    circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
+    start: Literal["now", "beginning"] = "now"
+    """Where the sink begins in the log, if the group has not had it before."""
 
 
 class Tls(Section):
@@ -143,7 +150,7 @@ class Tls(Section):
     key_file: Path | None = None
 
 
-# RFC 9110, "Field Names" and "Field Values"; httpx sends ASCII.
+# RFC 9110, "Field Names" and "Field Values", of ASCII.
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"([!-~]([ \t!-~]*[!-~])?)?")
 
@@ -166,7 +173,7 @@ def _require_port(parts: SplitResult) -> None:
         raise ValueError("has a port that is not a number from 1 to 65535")
 
 
-class HttpHandler(OutsideHandler):
+class HttpHandler(SinkHandler):
     """An endpoint that CloudEvents are posted to."""
 
     type: Literal["http"]
@@ -235,9 +242,10 @@ def _address(*schemes: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class BrokerHandler(OutsideHandler):
+class BrokerHandler(SinkHandler):
     """What is said of every broker: how an event becomes a message, and where it goes."""
 
+    concurrency: Annotated[PositiveInt, Number] = 64
     topic: Named
     mode: Literal["structured", "binary"] = "structured"
     source: str = "relay"
@@ -311,4 +319,6 @@ Handler = Annotated[
     | KafkaHandler,
     Field(discriminator="type"),
 ]
+
+
 KINDS = ("sql", "python", "spark", "http", "redis", "nats", "rabbitmq", "kafka")

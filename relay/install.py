@@ -27,7 +27,7 @@ from relay.source.open_transactions import telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight, sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
-from relay.store import groups, migrations, offsets, snapshots, streams
+from relay.store import groups, migrations, offsets, sinks, snapshots, streams
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +275,7 @@ class _Installation:
         self._apply(self.target, "target", "target.dsn")
         removal += self._stream()
         removal += self._begin()
+        self._begin_sinks()
         # Last, since publishers wait from here to the commit.
         self._set_gapless()
         self._set_notify()
@@ -361,7 +362,16 @@ class _Installation:
         first = links[0].id if links else None
         created = offsets.create(target, settings.group, settings.partitions, first, polled)
         self.done.append(f"group {settings.group} with {created} partitions, from {self.start} on")
-        return [lambda: offsets.remove(target, settings.group)]
+        return [
+            lambda: offsets.remove(target, settings.group),
+            lambda: sinks.remove(target, settings.group, settings.sink_handlers),
+        ]
+
+    def _begin_sinks(self) -> None:
+        """The positions of sinks that the group has not had before."""
+        for name, handler in self.settings.sink_handlers.items():
+            if sinks.begin(self.target, self.settings.group, name, handler.start):
+                self.done.append(f"sink {name}, from {handler.start} on")
 
 
 def _exists(conn: Connection, table: str) -> bool:

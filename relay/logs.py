@@ -114,5 +114,5 @@ def configure(log_format: LogFormat, level: str) -> None:
 
 def quiet_libraries() -> None:
     """Silence libraries that repeat, in words of their own and with names of hosts, what a fault says."""
-    for name in ("confluent_kafka", "nats", "pika", "psycopg", "py4j"):
+    for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,6 +18,7 @@ from relay.config import Settings
 from relay.effects import Effects
 from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
+from relay.handlers import Sink
 from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
@@ -27,7 +29,7 @@ from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
-from relay.store import admission, deferred, migrations, offsets, spark_batches, streams
+from relay.store import admission, deferred, migrations, offsets, sinks, spark_batches, streams
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -69,8 +71,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
             return
     try:
         built = handlers.build(settings.handlers, settings.group)
-        for outside, _ in handlers.build_outside(settings.handlers).values():
-            outside.close()
+        asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "handlers", str(error))
         built = {}
@@ -427,6 +428,11 @@ def _room(conn: Connection, setting: str, used: str) -> Finding:
     )
 
 
+async def _close(sinks: Iterable[Sink]) -> None:
+    for sink in sinks:
+        await sink.close()
+
+
 def _routes(settings: Settings) -> Iterator[Finding]:
     routed = {name for route in settings.routes for name in route.handlers}
     for name in settings.handlers:
@@ -453,6 +459,7 @@ def _target(
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
         yield _configuration(conn, settings)
         yield from _former_handlers(conn, settings)
+        yield from _sinks(conn, settings)
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
 
@@ -487,6 +494,30 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
             f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: they "
             "will be applied by the routes that there are now; put it back if it is to have them",
         )
+    stranded = deferred.waiting_for_sinks(conn, settings.group, list(settings.sink_handlers))
+    for name, transactions in stranded.items():
+        yield Finding(
+            Level.ERROR,
+            "handlers",
+            f"handlers.{name}: there is no such sink, but {transactions} transactions are deferred for it: put it back "
+            f"until `relay deferred list --sink {name}` shows none, or give them up with `relay deferred cancel`",
+        )
+
+
+def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Sinks that are no longer configured, and those that the WAL alone cannot feed."""
+    for each in sinks.read(conn, settings.group, settings.sink_handlers):
+        if each.state == sinks.GONE:
+            yield Finding(
+                Level.WARNING,
+                "handlers",
+                f"handlers.{each.sink}: the sink is no longer configured, and events are not kept for it: put it back, "
+                f"and it goes on where it was, or run `relay sink drop {each.sink}`",
+            )
+        elif settings.source.mode == "wal":
+            why = sinks.why_not_wal(each.sink, each.position, each.lags)
+            if why is not None:
+                yield Finding(Level.ERROR, "sinks", why)
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

@@ -40,9 +40,9 @@ _MAX_POLL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of replayed transactions: applied, dead once more, or discarded while they were queued."""
+    """What became of replayed transactions: applied or delivered, dead again, or discarded while they were queued."""
 
-    applied: int
+    done: int
     dead: int
     discarded: int
 
@@ -53,6 +53,7 @@ class DeadLetters:
     def __init__(self, settings: Settings, conn: Connection) -> None:
         self._group = settings.group
         self._handlers = settings.handlers.keys()
+        self._sinks = list(settings.sink_handlers)
         self._mapping = settings.source.mapping
         self._waiting = Waiting(settings, Routing(settings))
         self._conn = conn
@@ -66,18 +67,33 @@ class DeadLetters:
         failed = dead_letters.failed_handlers(self._conn, self._group, found)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
+    def sinks(self, found: Found) -> dict[str, int]:
+        """The sinks that transactions could not be delivered to, and how many of them to each."""
+        return dead_letters.sinks(self._conn, self._group, found)
+
+    def missing_sinks(self, found: Found) -> dict[str, int]:
+        """As `sinks`, those that are not configured any more."""
+        failed = self.sinks(found)
+        return {name: count for name, count in failed.items() if name not in self._sinks}
+
     def instances(self) -> list[str]:
         """The running instances of the group, as host:pid."""
         return presence.instances(self._conn, self._group)
 
     def replay(self, found: Found, reason: str | None, edits: Path | None = None) -> Sequence[int]:
-        """Queue transactions to be applied again by a running relay, all or none; returns their numbers.
+        """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
-        They keep the order in which they were published; later events of their ordering keys are blocked by them.
-        Those that are no longer dead are left out. A file of `edits`, as `relay dlq export` writes it, changes payloads
+        They keep the order in which they were published; later events of their ordering keys are blocked by them. What
+        could not be delivered to a sink goes to that sink, and nowhere else. Those that are no longer dead are left
+        out. A file of `edits`, as `relay dlq export` writes it, changes payloads
         first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read,
-        and for a payload that only the outbox has.
+        for a payload that only the outbox has, and for a sink that is not configured any more.
         """
+        for name, count in self.missing_sinks(found).items():
+            raise ConfigurationError(
+                f"handlers.{name}: there is no such sink any more, and {count} of these transactions can go nowhere "
+                "else: put it back, or replay the others (--sink, --handler) and discard these"
+            )
         queued = array("q")
         with self._conn.transaction():
             if edits is not None:
@@ -145,21 +161,27 @@ class DeadLetters:
         for place, each in enumerate(dead):
             if each.number in holding:
                 deferred.release(self._conn, holding[each.number], transactions[place])
-        deferred.park(
-            self._conn,
-            self._group,
-            (
+        for sink in dict.fromkeys(each.sink for each in dead):
+            deferred.park(
+                self._conn,
+                self._group,
                 (
-                    transaction,
-                    Wait(
-                        self._waiting.keys(transactions.part(place, place + 1)),
-                        dead_transaction=dead[place].number,
-                    ),
-                )
-                for place, transaction in enumerate(transactions)
-                if dead[place].number not in holding
-            ),
-        )
+                    (
+                        transaction,
+                        Wait(
+                            self._keys(transactions.part(place, place + 1), sink),
+                            dead_transaction=dead[place].number,
+                            undelivered=dead[place].undelivered,
+                        ),
+                    )
+                    for place, transaction in enumerate(transactions)
+                    if dead[place].sink == sink and dead[place].number not in holding
+                ),
+                sink,
+            )
+
+    def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
+        return self._waiting.delivery_keys(one, sink) if sink else self._waiting.keys(one)
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
         """Transactions as they were published, from their letters."""

@@ -22,7 +22,10 @@ def _no_boolean(value: Any) -> Any:
 
 
 Number = BeforeValidator(_no_boolean)
-Seconds = Annotated[float, Field(gt=0), Number]
+_MOST_SECONDS = 1e9
+"""A bound that keeps every time that relay computes within those that PostgreSQL and Python have."""
+Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS), Number]
+SecondsOrZero = Annotated[float, Field(ge=0, le=_MOST_SECONDS), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
 
 

@@ -17,6 +17,7 @@ import psycopg
 from relay.batch import Batch, Outcome, TaskOutcome
 from relay.catchup import CatchUp
 from relay.config import Settings
+from relay.delivery.sinks import Sinks
 from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
@@ -59,10 +60,11 @@ class Service:
     ) -> None:
         self._settings = settings
         self._source = open_source(settings)
+        self._sinks = Sinks(settings, self._source.confirm, self.stop)
         self._unflushed = (
             None
             if settings.target.durable or settings.source.mode == "poll"
-            else Unflushed(settings.target_dsn, settings.group, self._source.confirm, self.stop)
+            else Unflushed(settings.target_dsn, settings.group, self._sinks.durable, self.stop)
         )
         floors = self._unflushed.floors if self._unflushed else None
         self._pipeline = Pipeline(settings, session, floors)
@@ -100,6 +102,7 @@ class Service:
         self._source.stop()
         self._pipeline.interrupt()
         self._reviver.stop()
+        self._sinks.stop()
         for writer in self._writers:
             writer.stop()
 
@@ -118,8 +121,9 @@ class Service:
                 writer.start()
             if self._unflushed:
                 self._unflushed.start()
+            self._sinks.start()
             self._source.start()
-            for batch in self._source.batches():
+            for batch in self._source.batches(self._sinks):
                 self._relay(batch)
             self._raise_faults()
         except Interrupted:
@@ -127,6 +131,7 @@ class Service:
         finally:
             if self._unflushed:
                 self._unflushed.close()
+            self._sinks.close()
             self._source.close()
             self._reviver.close()
             for writer in self._writers:
@@ -144,7 +149,7 @@ class Service:
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
         lost = self._unflushed.error if self._unflushed else None
-        for error in (self._reviver.error, self._presence.error, lost):
+        for error in (self._reviver.error, self._sinks.error, self._presence.error, lost):
             if error is not None:
                 raise error
 
@@ -168,10 +173,15 @@ class Service:
 
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()
+        self._sinks.offer(batch)
         outcome = self._pipeline.run(batch)
+        self._sinks.taken()
         self._source.ack(batch, outcome)
-        if self._unflushed and batch.window is None and not outcome.busy:
-            self._unflushed.add(batch.end, outcome.reached)
+        if batch.window is None and not outcome.busy:
+            if self._unflushed:
+                self._unflushed.add(batch.end, outcome.reached)
+            else:
+                self._sinks.durable(batch.end)
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)
         self._summary.note(batch, outcome)

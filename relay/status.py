@@ -23,6 +23,7 @@ from relay.store import (
     groups,
     offsets,
     presence,
+    sinks,
     snapshots,
     spark_batches,
 )
@@ -48,6 +49,7 @@ class Status:
     deferred: deferred.Waiting
     staged: int
     braked: list[brakes.BrakedHandler]
+    sinks: list[sinks.Sink]
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -74,13 +76,27 @@ class Status:
             "braked": [
                 {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
             ],
+            "sinks": [_sink_as_json(each) for each in self.sinks],
         }
+
+
+def _sink_as_json(found: sinks.Sink) -> dict[str, Any]:
+    return {
+        "sink": found.sink,
+        "state": found.state,
+        "paused_at": found.paused_at and found.paused_at.isoformat(),
+        "paused_by": found.paused_by,
+        "reason": found.reason,
+        "fault": found.fault,
+        "fault_since": found.fault_since and found.fault_since.isoformat(),
+        "instance": found.instance,
+    }
 
 
 def _deferred_as_json(waiting: deferred.Waiting) -> dict[str, Any]:
     return {
         "transactions": waiting.transactions,
-        "blocked": waiting.blocked,
+        "holding": waiting.holding,
         "reasons": [
             {
                 key: value.isoformat() if isinstance(value, datetime) else value
@@ -106,6 +122,7 @@ def read(settings: Settings) -> Status:
         waiting = deferred.count(target, settings.group)
         staged = spark_batches.staged(target, settings.group)
         braked = brakes.braked(target, settings.group)
+        stored = sinks.read(target, settings.group, settings.sink_handlers)
         group = groups.read(target, settings.group)
         running = presence.instances(target, settings.group)
     return Status(
@@ -122,6 +139,7 @@ def read(settings: Settings) -> Status:
         deferred=waiting,
         staged=staged,
         braked=braked,
+        sinks=stored,
     )
 
 

@@ -48,6 +48,9 @@ class Broker(Protocol):
     def events(self) -> list[CloudEvent]:
         """All that it has, in its order (of each host's events, where it has partitions)."""
 
+    def count(self) -> int:
+        """How many events it has."""
+
 
 class _Process:
     """A broker that is a process of its own, on a port of its own."""
@@ -83,6 +86,16 @@ class _Process:
     def _listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def freeze(self) -> None:
+        """Let it do nothing at all until `thaw`, as a machine that is gone does."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -133,6 +146,10 @@ class RedisServer(_Process):
             assert f'"id": "{fields[b"id"].decode()}"'.encode() in fields[b"data"]
         return [json.loads(fields[b"data"]) for _, fields in found]
 
+    def count(self) -> int:
+        found: Any = redis.Redis(port=self.port).xlen(f"shop.{TYPE}")
+        return int(found)
+
 
 class NatsServer(_Process):
     """Debian's nats-server with a JetStream stream on disk."""
@@ -156,15 +173,24 @@ class NatsServer(_Process):
     def events(self) -> list[CloudEvent]:
         return asyncio.run(self._read())
 
+    def count(self) -> int:
+        return asyncio.run(self._count())
+
     async def _prepare(self) -> None:
         client = await nats.connect(self._url)
         await client.jetstream().add_stream(name="shop", subjects=["shop.>"])
         await client.close()
 
+    async def _count(self) -> int:
+        client = await nats.connect(self._url)
+        found = (await client.jetstream().stream_info("shop")).state.messages
+        await client.close()
+        return found
+
     async def _read(self) -> list[CloudEvent]:
         client = await nats.connect(self._url)
         stream = client.jetstream()
-        count = (await stream.stream_info("shop")).state.messages
+        count = await self._count()
         subscription = await stream.subscribe("shop.>", ordered_consumer=True)
         found = [json.loads((await subscription.next_msg(5)).data) for _ in range(count)]
         await client.close()
@@ -222,14 +248,21 @@ class RabbitmqServer(_Process):
             channel = connection.channel()
             queue = f"shop.{TYPE}"
             count = channel.queue_declare(queue, passive=True).method.message_count
-            found = []
+            found: list[CloudEvent] = []
+            if count == 0:
+                return found
             for _, properties, body in channel.consume(queue, inactivity_timeout=10):
                 assert body is not None, "a message is missing"
                 found.append(json.loads(body))
                 assert properties.message_id == found[-1]["id"]
                 if len(found) == count:
-                    return found
-        return []
+                    break
+        return found
+
+    def count(self) -> int:
+        with pika.BlockingConnection(self._parameters) as connection:
+            declared = connection.channel().queue_declare(f"shop.{TYPE}", passive=True)
+            return int(declared.method.message_count)
 
 
 class KafkaCluster:
@@ -273,23 +306,30 @@ class KafkaCluster:
         for broker in self._BROKERS:
             self._lib.rd_kafka_mock_broker_set_down(self._cluster, broker)
 
+    def slow_down(self, milliseconds: int) -> None:
+        """Answer each request only after some time."""
+        for broker in self._BROKERS:
+            self._lib.rd_kafka_mock_broker_set_rtt(self._cluster, broker, milliseconds)
+
+    def fail_requests(self, request: int, error: int) -> None:
+        """Answer the next request of a kind with an error; both are numbers of the protocol."""
+        self._lib.rd_kafka_mock_push_request_errors(
+            self._cluster, ctypes.c_int16(request), ctypes.c_size_t(1), ctypes.c_int(error)
+        )
+
     def events(self) -> list[CloudEvent]:
         return [json.loads(each.value() or b"") for each in self.messages()]
 
+    def count(self) -> int:
+        consumer, partitions = self._consumer()
+        found = sum(consumer.get_watermark_offsets(each, 10)[1] for each in partitions)
+        consumer.close()
+        return found
+
     def messages(self) -> list[confluent_kafka.Message]:
         """As the consumer of another program gets them."""
-        consumer = confluent_kafka.Consumer(
-            {
-                "bootstrap.servers": self._servers,
-                "group.id": "test",
-                "enable.partition.eof": True,
-                "auto.offset.reset": "earliest",
-            }
-        )
-        partitions = consumer.list_topics(f"shop.{TYPE}", 10).topics[f"shop.{TYPE}"].partitions
-        consumer.assign(
-            [confluent_kafka.TopicPartition(f"shop.{TYPE}", each, 0) for each in partitions]
-        )
+        consumer, partitions = self._consumer()
+        consumer.assign(partitions)
         found, ended = [], 0
         while ended < len(partitions):
             for message in consumer.consume(1_000, 0.5):
@@ -301,6 +341,21 @@ class KafkaCluster:
                     ended += 1
         consumer.close()
         return found
+
+    def _consumer(self) -> tuple[confluent_kafka.Consumer, list[confluent_kafka.TopicPartition]]:
+        """A consumer, and the beginnings of the topic's partitions."""
+        consumer = confluent_kafka.Consumer(
+            {
+                "bootstrap.servers": self._servers,
+                "group.id": "test",
+                "enable.partition.eof": True,
+                "auto.offset.reset": "earliest",
+            }
+        )
+        partitions = consumer.list_topics(f"shop.{TYPE}", 10).topics[f"shop.{TYPE}"].partitions
+        return consumer, [
+            confluent_kafka.TopicPartition(f"shop.{TYPE}", each, 0) for each in partitions
+        ]
 
 
 def _librdkafka() -> str:

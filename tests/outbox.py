@@ -20,6 +20,7 @@ from psycopg.types.json import Jsonb
 
 from relay.batch import Batch, TaskOutcome
 from relay.config import Settings
+from relay.delivery.sinks import Sinks
 from relay.faults import RelayError
 from relay.install import initialise
 from relay.pipeline.apply import Applier
@@ -211,10 +212,13 @@ class Outbox:
         )
 
     def handled(self) -> int:
-        """How many events are in the projection or among the dead letters."""
+        """How many events are in the projection or among the target's dead letters."""
         return int(
             self.value(
-                "select (select count(*) from projection) + (select count(*) from relay.dead_letter_queue)"
+                """
+                select (select count(*) from projection)
+                       + (select count(*) from relay.dead_letter_queue where sink = '')
+                """
             )
         )
 
@@ -222,6 +226,19 @@ class Outbox:
         """Wait until everything published so far is handled."""
         total = self.value("select count(*) from outbox_message_t")
         wait_until(lambda: self.handled() >= total, timeout)
+
+    def wait_delivered(self, sink: str, timeout: float = 60.0) -> None:
+        """Wait until a sink has stored everything published so far as done, and nothing is deferred."""
+        query = """
+            select not exists (select from relay.deferred where sink = %(sink)s) and not exists (
+                select from outbox_message_t, relay.sinks
+                 where sink = %(sink)s and not pg_visible_in_snapshot(c_xid, snapshot)
+                   and c_xid not in (select unnest(xids) from relay.sink_commits where sink = %(sink)s))
+              from relay.sinks where sink = %(sink)s
+        """
+        wait_until(
+            lambda: self.conn.execute(query, {"sink": sink}).fetchall() == [(True,)], timeout, 0.2
+        )
 
     def drain(
         self, settings: Settings, session: Session | None = None, timeout: float = 60.0
@@ -245,16 +262,16 @@ class Outbox:
         )
 
     def assert_complete(self) -> None:
-        """Projection + dead letters = outbox, nothing twice."""
+        """Projection + the target's dead letters = outbox, nothing twice."""
         assert self.value("select count(*) from projection") == self.value(
             "select count(distinct id) from projection"
         )
         assert not self.column(
             """
             (select id from outbox_message_t
-             except (select id from projection union select event_id from relay.dead_letter_queue))
+             except (select id from projection union select event_id from relay.dead_letter_queue where sink = ''))
             union all
-            ((select id from projection union all select event_id from relay.dead_letter_queue)
+            ((select id from projection union all select event_id from relay.dead_letter_queue where sink = '')
              except all select id from outbox_message_t)
             """
         )
@@ -305,7 +322,11 @@ def work_and_die(settings: Settings, tasks: int) -> None:
     source = open_source(settings)
     source.start()
     try:
-        apply_some(settings, next(iter(source.batches())), tasks)
+        apply_some(
+            settings,
+            next(iter(source.batches(Sinks(settings, source.confirm, source.stop)))),
+            tasks,
+        )
     finally:
         source.stop()
         source.close()
@@ -331,12 +352,12 @@ def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
     return [value for (value,) in rows]
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Ask again and again until the condition holds; fails after `timeout` seconds."""
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: float = 0.02) -> None:
+    """Ask every few seconds until the condition holds; fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def why_it_ends(settings: Settings) -> str:

@@ -23,6 +23,7 @@ class Request:
     body: bytes
     at: float
     status: int
+    path: str = ""
 
     @property
     def event(self) -> dict[str, Any]:
@@ -33,18 +34,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What to do with a request: answer after some seconds, or close the connection instead (status 0)."""
+    """What to do with a request: answer after some seconds, or close the connection instead (status 0).
+
+    The body may `drip`, so many seconds before each byte; it is sent `times` over, and `short` of some bytes.
+    """
 
     status: int = 204
     headers: tuple[tuple[str, str], ...] = ()
     after: float = 0.0
     body: bytes = b""
+    drip: float = 0.0
+    times: int = 1
+    short: int = 0
 
 
 Answers = Callable[[dict[str, str], bytes], Answer]
 
 
 class _Server(ThreadingHTTPServer):
+    request_queue_size = 1_000
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that was killed is what some tests are about."""
 
@@ -61,6 +70,8 @@ class Webhook:
         self.answers = answers
         self.requests: list[Request] = []
         self.connections = 0
+        self.sent = 0
+        """How many bytes of bodies went out."""
         self._released = threading.Event()
         self._server = _Server(("127.0.0.1", port), self._handler())
         self._server.daemon_threads = True
@@ -117,7 +128,7 @@ class Webhook:
                 at = time.monotonic()
                 answer = webhook.answers(headers, body)
                 webhook._released.wait(answer.after)
-                webhook.requests.append(Request(headers, body, at, answer.status))
+                webhook.requests.append(Request(headers, body, at, answer.status, self.path))
                 if not answer.status:
                     self.close_connection = True
                     return
@@ -126,9 +137,24 @@ class Webhook:
                     for key, value in answer.headers:
                         self.send_header(key, value)
                     if answer.status != 204:
-                        self.send_header("content-length", str(len(answer.body)))
+                        self.send_header("content-length", str(len(answer.body) * answer.times))
                     self.end_headers()
-                    self.wfile.write(answer.body)
+                    self._send_body(answer)
+                    return
+                # The client is gone.
+                self.close_connection = True
+
+            def _send_body(self, answer: Answer) -> None:
+                for _ in range(answer.times):
+                    if answer.drip:
+                        for byte in answer.body:
+                            webhook._released.wait(answer.drip)
+                            self.wfile.write(bytes([byte]))
+                    else:
+                        self.wfile.write(answer.body[: len(answer.body) - answer.short])
+                    webhook.sent += len(answer.body) - answer.short
+                if answer.short:
+                    self.close_connection = True
 
             def log_message(self, format: str, *args: object) -> None:
                 pass

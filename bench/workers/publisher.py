@@ -1,5 +1,6 @@
 """Publishes at a steady pace and notes the clock just before each COMMIT.
 
+It ends after so many seconds, or within one when the file `until` is there.
 One connection; what is published belongs to the publisher's own transaction, and its commit is durable.
 """
 
@@ -16,39 +17,39 @@ import psycopg
 
 from bench.workers.talk import arguments, say
 
-EVENTS = 5
+EVENTS, HOSTS = 5, 64
 Publish = Callable[[int, list[dict[str, Any]]], None]
 
 
-def events_of(transaction: int) -> list[dict[str, Any]]:
+def events_of(transaction: int, count: int = EVENTS) -> list[dict[str, Any]]:
     """The events of a transaction, each with an aggregate of its own so that its arrival can be told."""
     note = "x" * 100
     return [
         {
             "event_type": "order.placed",
             "aggregate_type": "Order",
-            "aggregate_id": str(EVENTS * transaction + n),
+            "aggregate_id": str(count * transaction + n),
             "payload": {"order": transaction, "amount": n, "note": note},
         }
-        for n in range(EVENTS)
+        for n in range(count)
     ]
 
 
-def host_of(transaction: int) -> str:
-    return f"00000000-0000-4000-8000-{transaction % 64:012}"
+def host_of(transaction: int, hosts: int = HOSTS) -> str:
+    return f"00000000-0000-4000-8000-{transaction % hosts:012}"
 
 
 def user_of(transaction: int) -> str:
     return f"00000000-0000-4000-9000-{transaction % 1000:012}"
 
 
-def to_relay(conn: psycopg.Connection[Any]) -> Publish:
+def to_relay(conn: psycopg.Connection[Any], hosts: int = HOSTS) -> Publish:
     """`relay.publish`, one call for all events of the transaction."""
 
     def publish(transaction: int, events: list[dict[str, Any]]) -> None:
         conn.execute(
             "select relay.publish(%s::uuid, %s::uuid, %s::jsonb)",
-            (host_of(transaction), user_of(transaction), json.dumps(events)),
+            (host_of(transaction, hosts), user_of(transaction), json.dumps(events)),
         )
 
     return publish
@@ -95,12 +96,18 @@ STYLES = {"relay": to_relay, "pgqueuer": to_pgqueuer, "pg-transactional-outbox":
 def main() -> None:
     job = arguments()
     rate, transactions = job["rate"], int(job["rate"] * job["seconds"])
+    count = job.get("events", EVENTS)
+    until = Path(job["until"]) if "until" in job else None
     committing: list[int] = []
     with psycopg.connect(job["dsn"], autocommit=True) as conn:
         publish = STYLES[job["style"]](conn)
+        if "hosts" in job:
+            publish = to_relay(conn, job["hosts"])
         started = time.perf_counter()
         for transaction in range(transactions):
-            events = events_of(transaction)
+            if until and transaction % rate == 0 and until.exists():
+                break
+            events = events_of(transaction, count)
             pause = started + transaction / rate - time.perf_counter()
             if pause > 0:
                 time.sleep(pause)
@@ -109,12 +116,12 @@ def main() -> None:
                 committing.append(time.time_ns())
         took = time.perf_counter() - started
     lines = [
-        f"{EVENTS * transaction + n} {clock}"
+        f"{count * transaction + n} {clock}"
         for transaction, clock in enumerate(committing)
-        for n in range(EVENTS)
+        for n in range(count)
     ]
     Path(job["file"]).write_text("\n".join(lines))
-    say("done", rate=transactions / took)
+    say("done", rate=len(committing) / took)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from relay.handler_settings import (
     HttpHandler,
     KafkaHandler,
     NatsHandler,
-    OutsideHandler,
     PythonHandler,
     RabbitmqHandler,
     RedisHandler,
+    SinkHandler,
     SparkHandler,
     SqlHandler,
 )
@@ -41,16 +41,22 @@ class Handler(Protocol):
         """Apply transactions, in order. What it raises is judged by `relay.faults`."""
 
 
-class Outside(Protocol):
-    """Delivers transactions to the outside world, one at a time in each thread."""
+class Sink(Protocol):
+    """Delivers transactions to another system. Its methods run in one event loop, that of the sink's worker."""
 
     name: str
 
-    def deliver(self, transaction: Transaction) -> None:
-        """Deliver; raises TransientFault where it is worth another attempt, and anything else where it is not."""
+    async def deliver(self, transaction: Transaction) -> None:
+        """Deliver all events of a transaction, in order; returns when the receiver has confirmed them.
 
-    def close(self) -> None:
-        """Let go of connections."""
+        Many calls may run at once, but never two for the same ordering key. A call that is cancelled disturbs no other
+        one; its events may arrive all the same.
+
+        Raises Undelivered where another attempt is worth it, and Rejected, or anything else, where it is not.
+        """
+
+    async def close(self) -> None:
+        """Close the connections. Deliveries that still run fail."""
 
 
 def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler]:
@@ -76,21 +82,19 @@ def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler
     return handlers
 
 
-def build_outside(
-    configured: Mapping[str, Configured],
-) -> dict[str, tuple[Outside, OutsideHandler]]:
-    """The handlers that act outside the target, with their configuration, by name in its order.
+def build_sinks(configured: Mapping[str, Configured]) -> dict[str, tuple[Sink, SinkHandler]]:
+    """The sinks with their configuration, by name in its order. They connect with the first delivery.
 
     Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
     """
-    handlers: dict[str, tuple[Outside, OutsideHandler]] = {}
-    for name, settings in configured.items():
-        if isinstance(settings, OutsideHandler):
-            handlers[name] = (_outside(name, settings), settings)
-    return handlers
+    return {
+        name: (_sink(name, settings), settings)
+        for name, settings in configured.items()
+        if isinstance(settings, SinkHandler)
+    }
 
 
-def _outside(name: str, settings: OutsideHandler) -> Outside:
+def _sink(name: str, settings: SinkHandler) -> Sink:
     try:
         return _build(name, settings)
     except ModuleNotFoundError as error:
@@ -100,7 +104,7 @@ def _outside(name: str, settings: OutsideHandler) -> Outside:
         ) from None
 
 
-def _build(name: str, settings: OutsideHandler) -> Outside:
+def _build(name: str, settings: SinkHandler) -> Sink:
     from relay.handlers.messages import Publishing
 
     match settings:

@@ -19,7 +19,12 @@ def verification(name: str, tls: Tls) -> ssl.SSLContext:
             context.load_cert_chain(tls.cert_file, tls.key_file)
     except OSError as error:
         raise ConfigurationError(
-            f"handlers.{name}.tls: a certificate cannot be used: {error.strerror or error}: give the files of a CA, "
-            "or of a certificate and its key, in PEM"
+            f"handlers.{name}.tls: {_files(tls)}: a certificate cannot be used: {error.strerror or error}: give the "
+            "files of a CA, or of a certificate and its key, in PEM"
         ) from None
     return context
+
+
+def _files(tls: Tls) -> str:
+    given = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
+    return ", ".join(f"{key} {path}" for key, path in given.items() if path is not None)

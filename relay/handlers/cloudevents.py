@@ -6,8 +6,8 @@ and "Sequence".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from urllib.parse import quote
 
 from relay.events import Event
@@ -67,18 +67,23 @@ def data(event: Event) -> bytes:
 
 def headers(attributes: Mapping[str, str]) -> dict[str, str]:
     """Attributes as the headers of HTTP and of NATS."""
-    return {f"ce-{name}": _header(value) for name, value in attributes.items()}
+    return {f"ce-{name}": header(value) for name, value in attributes.items()}
 
 
 def _envelope(event: Event, source: str) -> str:
-    # The payload goes as PostgreSQL prints it: numbers keep every digit.
-    head = json.dumps({**attributes(event, source), "datacontenttype": DATA}, ensure_ascii=False)
+    # All values are texts, and json.dumps would take twice as long.
+    named = {**attributes(event, source), "datacontenttype": DATA}.items()
+    head = ", ".join([f'"{name}": {encode_basestring(value)}' for name, value in named])
     payload = event.text("payload")
-    return head if payload is None else f'{head[:-1]}, "data": {payload}}}'
+    # It goes as PostgreSQL prints it: numbers keep every digit.
+    return f"{{{head}}}" if payload is None else f'{{{head}, "data": {payload}}}'
 
 
-def _header(value: str) -> str:
-    """Printable ASCII but quotes and percent stays as it is (HTTP Protocol Binding, 3.1.3.2)."""
+def header(value: str) -> str:
+    """A value as a header's: printable ASCII but quotes and percent stays as it is, the rest is percent-encoded.
+
+    Source: HTTP Protocol Binding, 3.1.3.2.
+    """
     return quote(value.encode("utf-8", "replace"), safe=_PRINTABLE)
 
 

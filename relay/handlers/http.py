@@ -6,62 +6,70 @@ IETF draft "The Idempotency-Key HTTP Header Field"; RFC 9110 (status codes, Retr
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hmac
+import os
+import socket
+import ssl
 import time
 from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from http import HTTPStatus
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
+from yarl import URL
 
 from relay.events import Event, Transaction
+from relay.fates import LONGEST_ASKED_SECONDS
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handler_settings import HttpHandler
 from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
 
 _TRANSIENT = frozenset(
-    {
-        httpx.codes.REQUEST_TIMEOUT,
-        httpx.codes.TOO_EARLY,
-        httpx.codes.TOO_MANY_REQUESTS,
-    }
+    {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 )
 _TOLD_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
+_READ_BYTES = 8_000
+"""How much of a response is read, so that its connection can be used again; of a longer one it is closed."""
+_KEPT_SECONDS = 5.0
+"""For how long an idle connection is kept: less than most servers do, so that none is used that they just closed."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
+_SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
 class Http:
     """Posts each event, or each transaction, and takes any 2xx for an answer. Connections are kept and shared."""
 
     def __init__(self, name: str, settings: HttpHandler) -> None:
-        """Raises ConfigurationError where a certificate cannot be used."""
+        """Raises ConfigurationError where a certificate, the address or the environment's proxy cannot be used."""
         self.name = name
         self._settings = settings
         self._secret = _key(name, settings)
-        self._headers = {key: value.get_secret_value() for key, value in settings.headers.items()}
         self._target = f"POST {public_url(settings.url)}"
-        self._client = httpx.Client(
-            timeout=settings.timeout,
-            verify=verification(name, settings.tls),
-            limits=httpx.Limits(
-                max_connections=settings.concurrency,
-                max_keepalive_connections=settings.concurrency,
-            ),
-            headers={"user-agent": "relay"},
-        )
+        self._url = _address(name, settings.url)
+        self._proxy = _proxy(name, settings.url)
+        self._tls = verification(name, settings.tls)
+        self._tls.set_alpn_protocols(["http/1.1"])
+        self._headers = _credentials(settings.url) | {
+            key.lower(): value.get_secret_value() for key, value in settings.headers.items()
+        }
+        self._session: aiohttp.ClientSession | None = None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        if self._session is not None:
+            await self._session.close()
 
-    def deliver(self, transaction: Transaction) -> None:
+    async def deliver(self, transaction: Transaction) -> None:
         """Post the events, in order. Raises Undelivered or Rejected."""
         for identity, headers, body in self._requests(transaction.events):
-            self._post(identity, headers, body)
+            await self._post(identity, headers, body)
 
     def _requests(self, events: Iterable[Event]) -> Iterator[tuple[str, dict[str, str], bytes]]:
         source = self._settings.source
@@ -84,7 +92,8 @@ class Http:
                 body = cloudevents.structured(event, source)
                 yield identity, {"content-type": cloudevents.STRUCTURED}, body
 
-    def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:
+    async def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:
+        identity = cloudevents.header(identity)
         headers = {**headers, "idempotency-key": identity, **self._headers}
         if self._secret:
             headers |= signature(self._secret, identity, int(time.time()), body)
@@ -92,12 +101,65 @@ class Http:
         if limit is not None and len(body) > limit:
             body = gzip.compress(body, mtime=0)
             headers["content-encoding"] = "gzip"
+        await self._send(headers, body)
+
+    async def _send(self, headers: dict[str, str], body: bytes) -> None:
+        """Post a body and judge the response. Raises Undelivered or Rejected."""
+        response: aiohttp.ClientResponse | None = None
+        start = bytearray()
+        timeout = self._settings.timeout
         try:
-            response = self._client.post(self._settings.url, content=body, headers=headers)
-        except httpx.RequestError as error:
-            detail = f"{self._target}: {error}"
-            raise Undelivered(type(error).__name__, detail=detail) from None
-        _judge(response, self._target)
+            async with asyncio.timeout(timeout):
+                response = await self._opened().post(
+                    self._url, data=body, headers=headers, proxy=self._proxy, allow_redirects=False
+                )
+                await _read(response, start)
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            # RuntimeError: the client was closed meanwhile. A refusal is one even if the rest of it does not come.
+            if response is None or _is_success(response):
+                if isinstance(error, TimeoutError):
+                    raise Undelivered(f"no complete response in {timeout:g} s") from None
+                detail = f"{self._target}: {_words(error)}"
+                raise Undelivered(_reason(error), detail=detail) from None
+        finally:
+            if response is not None:
+                response.close()
+        _judge(response, bytes(start), self._target)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """The client, which needs a running event loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=self._settings.concurrency,
+                    ssl=self._tls,
+                    keepalive_timeout=_KEPT_SECONDS,
+                    socket_factory=_socket,
+                ),
+                # One deadline for all, see `_send`.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+                headers={"user-agent": "relay", "accept-encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                read_bufsize=_TOLD_BYTES,
+            )
+        return self._session
+
+
+async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
+    """Read a response to its end, or as much of it as is worth keeping its connection, and keep its start."""
+    left = _READ_BYTES
+    while left > 0 and (part := await response.content.read(left)):
+        left -= len(part)
+        start += part[: _TOLD_BYTES - len(start)]
+
+
+def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
+    """A socket that takes little more of a response than is read of it, however large it is."""
+    family, kind, protocol, *_ = address
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
+    return found
 
 
 def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str, str]:
@@ -121,34 +183,109 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 
-def _judge(response: httpx.Response, target: str) -> None:
-    if response.is_success:
+def _address(name: str, url: str) -> URL:
+    """The address without credentials and fragment; what an address may not have in it is percent-encoded."""
+    parts = urlsplit(url)
+    try:
+        host = URL(url).raw_host
+    except ValueError:
+        raise ConfigurationError(f"handlers.{name}.url: the host's name cannot be used") from None
+    return URL.build(
+        scheme=parts.scheme,
+        host=host or "",
+        port=parts.port,
+        # Otherwise as it is configured: it may be signed.
+        path=quote(parts.path or "/", safe=_SAFE_IN_PATH),
+        query_string=quote(parts.query, safe=f"{_SAFE_IN_PATH}?"),
+        encoded=True,
+    )
+
+
+def _credentials(url: str) -> dict[str, str]:
+    """The header for the user and password of an address (RFC 7617)."""
+    parts = urlsplit(url)
+    if parts.username is None:
+        return {}
+    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+
+
+def _proxy(name: str, url: str) -> str | None:
+    """The proxy that the environment names for an address: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY."""
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    if "://" not in proxy:
+        proxy = f"http://{proxy}"
+    if not proxy.startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"handlers.{name}.url: the environment names a proxy that is neither http:// nor https://: exempt the host "
+            "with NO_PROXY, or name another proxy"
+        )
+    return proxy
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong on the network, in words that are safe in a log: no address, and nothing of the response."""
+    kind = type(error).__name__
+    words: str | None = None
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        words = f"the proxy answers {error.status}"
+    elif isinstance(error, aiohttp.ClientResponseError):
+        words = "the response is not valid HTTP"
+    elif isinstance(error, aiohttp.ClientConnectorCertificateError):
+        words = getattr(error.certificate_error, "verify_message", None)
+    else:
+        # aiohttp gives OpenSSL's errno as if it were the system's.
+        cause = error.__cause__ or error
+        if isinstance(cause, ssl.SSLError):
+            words = cause.reason
+        elif isinstance(cause, socket.gaierror):
+            words = cause.strerror
+        elif isinstance(cause, OSError) and cause.errno is not None:
+            words = os.strerror(cause.errno)
+    return f"{kind}: {words}" if words else kind
+
+
+def _words(error: Exception) -> str:
+    """What an error says, without the address, which may hold a secret."""
+    return error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+
+
+def _is_success(response: aiohttp.ClientResponse) -> bool:
+    return 200 <= response.status < 300
+
+
+def _judge(response: aiohttp.ClientResponse, start: bytes, target: str) -> None:
+    if _is_success(response):
         return
-    reason = f"HTTP {response.status_code}"
-    detail = f"{target}: {_told(response)}"
-    if response.status_code in _TRANSIENT or response.status_code >= 500:
+    status = f"{response.status} {response.reason or ''}".rstrip()
+    told = f"{status}\n{start.decode(errors='replace')}" if start else status
+    reason = f"HTTP {response.status}"
+    detail = f"{target}: {told}"
+    if response.status in _TRANSIENT or response.status >= 500:
         after = retry_after(response.headers.get("retry-after"))
         raise Undelivered(reason, after=after, detail=detail)
     raise Rejected(reason, detail=detail)
 
 
-def _told(response: httpx.Response) -> str:
-    """The status and the start of the response."""
-    status = f"{response.status_code} {response.reason_phrase}".rstrip()
-    start = response.content[:_TOLD_BYTES].decode(errors="replace")
-    return f"{status}\n{start}" if start else status
-
-
 def retry_after(value: str | None) -> float | None:
-    """How many seconds the header asks for, which gives them or a date; None where it says neither."""
+    """The seconds that the header asks for, which gives them or a date; None where it says neither.
+
+    Never more than `LONGEST_ASKED_SECONDS`, whatever it says.
+    """
     if value is None:
         return None
     if value.isascii() and value.isdecimal():
-        return float(value)
+        return min(float(value), LONGEST_ASKED_SECONDS)
     try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
+        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+    except Exception:
+        # The parser of dates raises much for what is none.
         return None
+    return min(max(0.0, seconds), LONGEST_ASKED_SECONDS)
 
 
 def _key(name: str, settings: HttpHandler) -> bytes:

@@ -6,16 +6,21 @@ Binding".
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
-from threading import Lock
+from contextlib import suppress
+from functools import partial
+from threading import Thread
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Message as Delivered
 
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handler_settings import KafkaHandler
 from relay.handlers.messages import Message
+from relay.handlers.window import Sending, Window
 
 _REFUSED = frozenset(
     {
@@ -26,68 +31,121 @@ _REFUSED = frozenset(
         KafkaError.TOPIC_EXCEPTION,
     }
 )
+_POLL_SECONDS = 0.1
+"""How long the poll thread blocks, which is how long closing takes."""
+_LINGER_MS = 0.5
+"""Deliveries that run at once share batches also without waiting; a single one does not wait for others."""
+
+
+_Report = tuple[Sending, int, KafkaError | None]
 
 
 class Kafka:
-    """One producer, which is replaced after a fatal error."""
+    """One producer for all transactions, whose messages share its batches. It is replaced after a fatal error."""
 
     def __init__(self, name: str, settings: KafkaHandler) -> None:
         """Raises ConfigurationError for what the client does not know."""
-        self._timeout = settings.timeout
         self._conf: dict[str, Any] = {
             "bootstrap.servers": ",".join(settings.bootstrap),
-            "linger.ms": 5,
+            "linger.ms": _LINGER_MS,
             **{key: value.get_secret_value() for key, value in settings.conf.items()},
             "enable.idempotence": True,
             "delivery.timeout.ms": int(settings.timeout * 1000),
         }
-        self._lock = Lock()
         try:
-            self._producer = self._open()
+            self._current = _Producer(self._conf)
         except KafkaException as error:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
+        self._retired: set[asyncio.Task[None]] = set()
+        # The producer itself answers no later than its delivery timeout.
+        self._window = Window(settings.timeout * 2)
 
-    def _open(self) -> Producer:
-        return Producer(self._conf, logger=logging.getLogger("confluent_kafka"))
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give up what is on its way."""
-        self._producer.purge()
+        await asyncio.gather(self._current.close(), *self._retired)
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Produce the messages and wait for all acknowledgements. Raises Undelivered or Rejected."""
-        producer = self._producer
-        answers: list[KafkaError | None] = []
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Produce all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
+        if self._current.is_broken:
+            retired = asyncio.create_task(self._current.close())
+            self._retired.add(retired)
+            retired.add_done_callback(self._retired.discard)
+            self._current = _Producer(self._conf)
         try:
-            for message in messages:
-                producer.produce(
-                    message.topic,
-                    message.body,
-                    message.key,
-                    headers=_headers(message),
-                    on_delivery=lambda error, _: answers.append(error),
-                )
+            await self._window.send(self._window.sending(messages), self._current.publish)
+        except TimeoutError:
+            raise Undelivered("no acknowledgement in time") from None
         except BufferError:
             raise Undelivered("the producer's queue is full") from None
         except KafkaException as error:
-            answers.append(error.args[0])
-        # Nothing is left in the queue for longer than the delivery timeout.
-        producer.flush(self._timeout * 2)
-        errors = [answer for answer in answers if answer is not None]
-        if errors:
-            self._fail(producer, errors)
-        if len(answers) < len(messages):
-            raise Undelivered("no acknowledgement in time")
+            fault: KafkaError = error.args[0]
+            kind = Rejected if fault.code() in _REFUSED else Undelivered
+            raise kind(fault.name()) from None
 
-    def _fail(self, producer: Producer, errors: Sequence[KafkaError]) -> None:
-        if any(error.fatal() for error in errors):
-            with self._lock:
-                if self._producer is producer:
-                    self._producer = self._open()
-        refused = [error for error in errors if error.code() in _REFUSED]
-        if refused:
-            raise Rejected(refused[0].name())
-        raise Undelivered(errors[0].name())
+
+class _Producer:
+    """A producer with a thread that takes its reports to the event loop, many at a time."""
+
+    def __init__(self, conf: dict[str, Any]) -> None:
+        """Raises KafkaException for a setting that the client does not know."""
+        self.is_broken = False
+        """Whether it met a fatal error: it delivers nothing more."""
+        self._producer = Producer(conf, logger=logging.getLogger("confluent_kafka"))
+        self._reports: list[_Report] = []
+        self._thread: Thread | None = None
+        self._is_closing = False
+
+    async def publish(self, sending: Sending, index: int) -> None:
+        if self._thread is None:
+            loop = asyncio.get_running_loop()
+            self._thread = Thread(target=self._poll, args=(loop,), name="kafka", daemon=True)
+            self._thread.start()
+        message = sending.messages[index]
+        self._producer.produce(
+            message.topic,
+            message.body,
+            message.key,
+            headers=_headers(message),
+            on_delivery=partial(self._reported, sending, index),
+        )
+
+    async def close(self) -> None:
+        """Give up what is on its way: it is answered with a fault."""
+        await asyncio.to_thread(self._producer.purge)
+        self._is_closing = True
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        with suppress(KafkaException):
+            self._producer.poll(0)
+        _answer(self._reports)
+        await asyncio.to_thread(self._producer.close)
+
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._is_closing:
+            try:
+                # Calls `_reported`, and passes the client's log on.
+                self._producer.poll(_POLL_SECONDS)
+            except KafkaException:
+                # So it tells of a fatal error. What is on its way would have no answer.
+                self.is_broken = True
+                self._producer.purge(blocking=False)
+            if self._reports:
+                reports, self._reports = self._reports, []
+                try:
+                    loop.call_soon_threadsafe(_answer, reports)
+                except RuntimeError:
+                    # The loop was closed before the producer was.
+                    return
+
+    def _reported(
+        self, sending: Sending, index: int, error: KafkaError | None, _: Delivered
+    ) -> None:
+        self._reports.append((sending, index, error))
+
+
+def _answer(reports: list[_Report]) -> None:
+    for sending, index, error in reports:
+        sending.answer(index, None if error is None else KafkaException(error))
 
 
 def _headers(message: Message) -> list[tuple[str, str | bytes | None]]:

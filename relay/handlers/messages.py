@@ -1,9 +1,8 @@
-"""What handlers for brokers have in common: events as messages, in order, some in one step."""
+"""What sinks for brokers have in common: events as messages, in order, many on their way at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from relay.events import Event, Transaction
@@ -12,7 +11,9 @@ from relay.handler_settings import BrokerHandler
 from relay.handlers import cloudevents
 from relay.template import Template
 
-_AT_ONCE = 500
+_PORTION = 500
+_PORTION_BYTES = 4_000_000
+"""What a transaction has in memory at once, which bounds that of the sink, whose `concurrency` is a multiple of it."""
 
 
 class Message(NamedTuple):
@@ -27,16 +28,17 @@ class Message(NamedTuple):
 
 
 class Broker(Protocol):
-    """A connection to a broker, made when it is needed and again after it was lost. Used by several threads."""
+    """A connection to a broker, made when it is needed and again after it was lost. All calls are in one event loop."""
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Return when the broker has confirmed all of them; raises Undelivered or Rejected.
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Send messages, in order; returns when the broker has confirmed all. Raises Undelivered or Rejected.
 
-        A message may be stored although it was not confirmed, but none before one that precedes it.
+        Many calls may run at once. A message may be stored although it was not confirmed. When the connection is lost
+        none is stored before one that precedes it; when the broker refuses only one, those after it may be.
         """
 
-    def close(self) -> None:
-        """Close the connection."""
+    async def close(self) -> None:
+        """Close the connection. Calls that still run fail."""
 
 
 class Publishing:
@@ -53,29 +55,50 @@ class Publishing:
         self._topic = Template(settings.topic)
         self._key = None if key is None else Template(key)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connection."""
-        self._broker.close()
+        await self._broker.close()
 
-    def deliver(self, transaction: Transaction) -> None:
+    async def deliver(self, transaction: Transaction) -> None:
         """Send the events. Raises Undelivered or Rejected."""
-        events = iter(transaction.events)
-        while some := list(islice(events, _AT_ONCE)):
-            messages = [self._message(event) for event in some]
+        for messages in self._portions(transaction.events):
             try:
-                self._broker.send(messages)
+                await self._broker.send(messages)
             except (Undelivered, Rejected):
                 raise
             except Exception as error:
                 # What a client did not mean to raise is its own fault, and no event is to be dead-lettered for it.
                 raise Undelivered(type(error).__name__) from error
 
+    def _portions(self, events: Iterable[Event]) -> Iterator[list[Message]]:
+        portion: list[Message] = []
+        size = 0
+        for event in events:
+            message = self._message(event)
+            portion.append(message)
+            size += len(message.body)
+            if len(portion) == _PORTION or size >= _PORTION_BYTES:
+                yield portion
+                portion, size = [], 0
+        if portion:
+            yield portion
+
     def _message(self, event: Event) -> Message:
-        topic = self._topic.fill(event)
-        key = None if self._key is None else self._key.fill(event)
+        topic = _name(self._topic, event)
+        key = None if self._key is None else _name(self._key, event)
         identity = cloudevents.identity(event)
         if self._structured:
             body = cloudevents.structured(event, self._source)
             return Message(topic, key, identity, cloudevents.STRUCTURED, {}, body)
         attributes = cloudevents.attributes(event, self._source)
         return Message(topic, key, identity, cloudevents.DATA, attributes, cloudevents.data(event))
+
+
+def _name(template: Template, event: Event) -> str:
+    """The text of a template. Raises Rejected where it has none, or a part of a surrogate pair, as JSON may have."""
+    name = template.fill(event)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Rejected("a name is no valid Unicode") from None
+    return name

@@ -1,29 +1,35 @@
 """Handlers that publish events to NATS JetStream; `Nats-Msg-Id` lets the stream drop what comes twice.
 
-The client is asynchronous, so each handler has an event loop in a thread of its own.
-
-Sources: NATS documentation, "JetStream Model Deep Dive", message deduplication; CloudEvents, "NATS Protocol Binding".
+Sources: NATS documentation, "JetStream Model Deep Dive", message deduplication, and "JetStream wire API Reference",
+publishing; CloudEvents, "NATS Protocol Binding".
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
-from threading import Thread
+from contextlib import suppress
 from typing import Any
 
 from nats.aio.client import Client
-from nats.errors import BadSubjectError, Error, MaxPayloadError
-from nats.js.errors import APIError
+from nats.aio.msg import Msg
+from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
+from nats.js.errors import NoStreamResponseError
 
 from relay.faults import Rejected, Undelivered
 from relay.handler_settings import NatsHandler
 from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
 from relay.handlers.messages import Message
+from relay.handlers.shared import Shared
+from relay.handlers.window import Sending, Unanswered, Window
 
 _TOO_LARGE = 10054
 """The error code of JetStream for a message above what the stream takes."""
+_NO_RESPONDERS = "503"
+"""The status of an answer that the server gives itself, since no stream takes the subject."""
+_CLOSING_SECONDS = 2.0
 
 
 class NoTls(Error):
@@ -45,12 +51,14 @@ class _SecureClient(Client):
         self._always_tls = always_tls
 
     def abandon(self) -> None:
-        """Close the socket of a connection that failed, which `connect` leaves open.
-
-        `close` would wait for ever for the end of a TLS handshake that has failed.
-        """
+        """Close the socket at once; `close` waits for a server that is gone, or for a TLS handshake that failed."""
         transport: Any = self._transport
-        if transport:
+        if not transport:
+            return
+        writer = getattr(transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        else:
             transport.close()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -67,82 +75,124 @@ class _SecureClient(Client):
 
 
 class Nats:
-    """One connection, opened again when it is lost."""
+    """One connection for all transactions, opened again when it is lost."""
 
     def __init__(self, name: str, settings: NatsHandler) -> None:
         """Raises ConfigurationError where a certificate cannot be used."""
         self._settings = settings
         self._tls = verification(name, settings.tls)
-        self._client: Client | None = None
-        self._connecting = asyncio.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="nats", daemon=True)
-        self._thread.start()
+        self._link = Shared(self._connect, lambda link: not link.client.is_closed)
+        self._window = Window(settings.timeout)
 
-    def close(self) -> None:
-        """Close the connection and end the loop."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    async def close(self) -> None:
+        """Close the connection."""
+        link = await self._link.close()
+        if link is not None:
+            with suppress(Exception):
+                async with asyncio.timeout(_CLOSING_SECONDS):
+                    await link.client.close()
+            link.client.abandon()
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Publish the messages, each acknowledged before the next. Raises Undelivered or Rejected."""
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Publish all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
         try:
-            asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop).result()
+            link = await self._link.get()
+            try:
+                await self._window.send(self._window.sending(messages), link.publish)
+            except TimeoutError:
+                if link.unanswered.is_silent(self._settings.timeout):
+                    # The server may be gone without a word; the client would notice that minutes later.
+                    link.lose()
+                raise
         except (BadSubjectError, MaxPayloadError) as error:
             raise Rejected(type(error).__name__) from None
-        except APIError as error:
-            kind = Rejected if error.err_code == _TOO_LARGE else Undelivered
-            raise kind(f"JetStream {error.err_code}") from None
         except NoTls as error:
             raise Undelivered(str(error)) from None
         except (Error, OSError, TimeoutError) as error:
             raise Undelivered(type(error).__name__) from None
 
-    async def _publish(self, messages: Sequence[Message]) -> None:
-        client = await self._connected()
-        stream = client.jetstream(timeout=self._settings.timeout)
-        try:
-            for message in messages:
-                await stream.publish(message.topic, message.body, headers=_headers(message))
-        except TimeoutError:
-            # The server may be gone without a word; the client would notice that minutes later.
-            await client.close()
-            raise
-
-    async def _connected(self) -> Client:
-        async with self._connecting:
-            if self._client is None or self._client.is_closed:
-                self._client = await self._connect()
-            return self._client
-
-    async def _connect(self) -> Client:
+    async def _connect(self) -> _Link:
         settings = self._settings
         client = _SecureClient(always_tls="tls" in settings.model_fields_set)
+        link = _Link(client)
         options: dict[str, Any] = {
-            "connect_timeout": settings.timeout,
+            "closed_cb": link.closed,
             # Each server is asked twice, at once: waiting is not for the client.
+            "connect_timeout": settings.timeout / len(settings.servers),
             "allow_reconnect": False,
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0,
+            "ping_interval": settings.timeout,
+            "max_outstanding_pings": 1,
+            # Publishing never waits for the socket, where the client would swallow a cancellation. `Window` limits it.
+            "pending_size": 0,
             "tls": self._tls,
             "tls_handshake_first": settings.tls_first,
         }
+        servers = [each.get_secret_value() for each in settings.servers]
         try:
-            await client.connect([each.get_secret_value() for each in settings.servers], **options)
+            async with asyncio.timeout(settings.timeout):
+                await client.connect(servers, **options)
+                await link.subscribe()
         except BaseException:
             client.abandon()
             raise
-        return client
+        return link
 
-    async def _end(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+
+class _Link:
+    """A connection, and the inbox to which JetStream answers: a number for each message."""
+
+    def __init__(self, client: _SecureClient) -> None:
+        self.client = client
+        self.unanswered = Unanswered()
+        self._inbox = ""
+        self._number = 0
+
+    async def subscribe(self) -> None:
+        self._inbox = self.client.new_inbox()
+        await self.client.subscribe(f"{self._inbox}.*", cb=self._answered)
+
+    async def publish(self, sending: Sending, index: int) -> None:
+        message = sending.messages[index]
+        self._number += 1
+        number = self._number
+        self.unanswered.add(number, sending, index)
+        try:
+            reply = f"{self._inbox}.{number}"
+            await self.client.publish(message.topic, message.body, reply, _headers(message))
+        except BaseException:
+            self.unanswered.discard(number)
+            raise
+
+    def lose(self) -> None:
+        """Give up the connection."""
+        self.client.abandon()
+        self.unanswered.fail(ConnectionClosedError())
+
+    async def closed(self) -> None:
+        """The client has closed the connection."""
+        self.unanswered.fail(ConnectionClosedError())
+
+    async def _answered(self, msg: Msg) -> None:
+        number = msg.subject.rpartition(".")[2]
+        if number.isdecimal():
+            self.unanswered.settle(int(number), _fault(msg))
+
+
+def _fault(msg: Msg) -> Exception | None:
+    """What an answer of JetStream says is wrong, or None."""
+    if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
+        return NoStreamResponseError()
+    try:
+        answer = json.loads(msg.data)
+        if "error" not in answer:
+            # Whoever else subscribes to the subject may answer too, but only a stream has a sequence.
+            return None if "seq" in answer else Undelivered("the answer is none of JetStream's")
+        code = answer["error"].get("err_code")
+    except (ValueError, TypeError, AttributeError):
+        return Undelivered("the answer is none of JetStream's")
+    return Rejected(f"JetStream {code}") if code == _TOO_LARGE else Undelivered(f"JetStream {code}")
 
 
 def _headers(message: Message) -> dict[str, str]:

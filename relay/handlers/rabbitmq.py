@@ -6,28 +6,42 @@ Protocol Binding".
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Lock, local
+from functools import partial
+from typing import Any
 
 import pika
-from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
-from pika.exceptions import ChannelClosedByBroker, NackError, ShortStringTooLong, UnroutableError
+from pika.adapters.asyncio_connection import AsyncioConnection
+from pika.channel import Channel
+from pika.exceptions import ChannelClosedByBroker, ShortStringTooLong
 
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handler_settings import RabbitmqHandler
 from relay.handlers.messages import Message
+from relay.handlers.shared import Shared
+from relay.handlers.window import Sending, Unanswered, Window
 
 _REFUSED = frozenset({311, 406, 501})
 """Content too large, a precondition that does not hold, a frame that cannot be read: the message's own fault."""
+_CLOSING_SECONDS = 2.0
+
+
+class _Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
+    """A connection that writes a message's frames together, not each with a system call of its own."""
+
+    def _output_marshaled_frames(self, marshaled_frames: Sequence[bytes]) -> None:
+        super()._output_marshaled_frames([b"".join(marshaled_frames)])
 
 
 class Rabbitmq:
-    """A connection and a channel for each thread, since the client allows no sharing."""
+    """One connection with one channel for all transactions, opened again when it is lost."""
 
     def __init__(self, name: str, settings: RabbitmqHandler) -> None:
         """Raises ConfigurationError for an address with options that the client does not know."""
         self._exchange = settings.exchange
+        self._timeout = settings.timeout
         try:
             self._parameters = pika.URLParameters(settings.url.get_secret_value())
         except (ValueError, TypeError):
@@ -37,33 +51,113 @@ class Rabbitmq:
         self._parameters.blocked_connection_timeout = settings.timeout
         self._parameters.socket_timeout = settings.timeout
         self._parameters.stack_timeout = settings.timeout
-        # What ends the wait for a confirmation when the server is gone without a word.
+        # Ends an idle connection whose server is gone without a word.
         self._parameters.heartbeat = max(1, round(settings.timeout))
-        self._mine = local()
-        self._opened: list[BlockingConnection] = []
-        self._lock = Lock()
+        self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
+        self._channel = Shared(self._open_channel, lambda channel: channel.is_open)
+        self._window = Window(settings.timeout)
 
-    def close(self) -> None:
-        """Close the connections."""
-        for connection in self._opened:
-            _close(connection)
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+        connection = await self._connection.close()
+        if connection is None or not connection.is_open:
+            return
+        closed = asyncio.Event()
+        connection.add_on_close_callback(lambda *_: closed.set())
+        with suppress(Exception):  # the client may raise anything when a connection breaks
+            connection.close()
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                await closed.wait()
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Publish the messages, each confirmed before the next. Raises Undelivered or Rejected."""
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Publish all messages, then wait for the confirms. Raises Undelivered or Rejected."""
         try:
-            channel = self._channel()
-            for message in messages:
-                self._publish(channel, message)
-        except (UnroutableError, NackError) as error:
-            # A queue that is not there yet, or full, is no fault of the event.
-            raise Undelivered(type(error).__name__) from None
+            channel = await self._channel.get()
+            sending = self._window.sending(messages)
+            try:
+                await self._publish(channel, sending)
+                return
+            except ChannelClosedByBroker:
+                # It does not say for which message, perhaps for one of another transaction.
+                pass
+            await self._send_alone(sending.unconfirmed)
+        except (Undelivered, Rejected):
+            raise
         except Exception as error:
-            # The client raises much when a connection breaks, and cannot be asked whether it is whole.
-            self._forget()
             raise _judged(error) from None
 
-    def _publish(self, channel: BlockingChannel, message: Message) -> None:
-        channel.basic_publish(
+    async def _send_alone(self, messages: Sequence[Message]) -> None:
+        """Send the messages one by one on a channel of their own: if it is closed, that is for the one just sent."""
+        channel = await self._open_channel()
+        try:
+            for message in messages:
+                await self._publish(channel, self._window.sending([message]))
+        finally:
+            channel.close()
+
+    async def _publish(self, channel: _Channel, sending: Sending) -> None:
+        try:
+            await self._window.send(sending, channel.publish)
+        except TimeoutError:
+            if channel.unanswered.is_silent(self._timeout):
+                channel.unanswered.fail(TimeoutError())
+                _end(channel.connection)
+            raise
+
+    async def _connect(self) -> _Connection:
+        opened: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
+        connection = _Connection(
+            self._parameters,
+            on_open_callback=partial(_open, opened),
+            on_open_error_callback=partial(_fail, opened),
+        )
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await opened
+        except BaseException:
+            _end(connection)
+            raise
+
+    async def _open_channel(self) -> _Channel:
+        connection = await self._connection.get()
+        channel = _Channel(connection, self._exchange)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await channel.ready
+        except TimeoutError:
+            _end(connection)
+            raise
+        return channel
+
+
+class _Channel:
+    """A channel in confirm mode. `ready` is done when it is open; its confirms count what is published from 1 on."""
+
+    def __init__(self, connection: _Connection, exchange: str) -> None:
+        self.connection = connection
+        self.unanswered = Unanswered()
+        self.ready = asyncio.get_running_loop().create_future()
+        self._exchange = exchange
+        self._fault: Exception | None = None
+        self._number = 0
+        self._returned: set[str] = set()
+        self._channel: Channel = connection.channel(on_open_callback=self._on_open)
+        self._channel.add_on_close_callback(self._on_close)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._channel.is_open)
+
+    def close(self) -> None:
+        if self._channel.is_open:
+            self._channel.close()
+
+    async def publish(self, sending: Sending, index: int) -> None:
+        if self._fault is not None:
+            raise self._fault
+        message = sending.messages[index]
+        self._channel.basic_publish(
             self._exchange,
             message.topic,
             message.body,
@@ -75,35 +169,54 @@ class Rabbitmq:
             ),
             mandatory=True,
         )
+        self._number += 1
+        self.unanswered.add(self._number, sending, index)
 
-    def _channel(self) -> BlockingChannel:
-        if not self._is_alive():
-            self._forget()
-            self._mine.connection = connection = BlockingConnection(self._parameters)
-            with self._lock:
-                self._opened.append(connection)
-            self._mine.channel = connection.channel()
-            self._mine.channel.confirm_delivery()
-        channel: BlockingChannel = self._mine.channel
-        return channel
+    def _on_open(self, channel: Channel) -> None:
+        channel.add_on_return_callback(self._on_return)
+        channel.confirm_delivery(self._on_confirm, self._on_select)
 
-    def _is_alive(self) -> bool:
-        """Also notices that the server has closed an idle connection, since nobody answered its heartbeats."""
-        if not hasattr(self._mine, "channel"):
-            return False
-        try:
-            self._mine.connection.process_data_events(0)
-        except Exception:  # as above
-            return False
-        return bool(self._mine.channel.is_open)
+    def _on_select(self, _: Any) -> None:
+        if self.ready.done():
+            # Nobody waits for it any more.
+            self.close()
+        else:
+            self.ready.set_result(None)
 
-    def _forget(self) -> None:
-        connection: BlockingConnection | None = self._mine.__dict__.pop("connection", None)
-        self._mine.__dict__.clear()
-        if connection is not None:
-            with self._lock:
-                self._opened.remove(connection)
-            _close(connection)
+    def _on_return(self, _: Channel, __: Any, properties: Any, ___: bytes) -> None:
+        # A message that no queue takes comes back before it is confirmed, and without its number.
+        self._returned.add(properties.message_id)
+
+    def _on_confirm(self, frame: Any) -> None:
+        confirm = frame.method
+        number = confirm.delivery_tag
+        for each in self.unanswered.up_to(number) if confirm.multiple else (number,):
+            message = self.unanswered.message(each)
+            fault: Exception | None = None
+            # A queue that is not there yet, or full, is no fault of the event.
+            if isinstance(confirm, pika.spec.Basic.Nack):
+                fault = Undelivered("NackError")
+            elif message and message.identity in self._returned:
+                self._returned.discard(message.identity)
+                fault = Undelivered("UnroutableError")
+            self.unanswered.settle(each, fault)
+
+    def _on_close(self, _: Channel, reason: Exception) -> None:
+        self._fault = reason
+        _fail(self.ready, None, reason)
+        self.unanswered.fail(reason)
+
+
+def _open(future: asyncio.Future[_Connection], connection: _Connection) -> None:
+    if not future.done():
+        future.set_result(connection)
+
+
+def _fail(future: asyncio.Future[Any], _: object, error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        # It is told to whoever waits, which may be nobody.
+        future.exception()
 
 
 def _judged(error: Exception) -> Exception:
@@ -115,6 +228,8 @@ def _judged(error: Exception) -> Exception:
     return Undelivered(type(error).__name__)
 
 
-def _close(connection: BlockingConnection) -> None:
-    with suppress(Exception):  # as above
-        connection.close()
+def _end(connection: _Connection) -> None:
+    """Close a connection without waiting for the server; if that is gone, the heartbeat ends it."""
+    with suppress(Exception):  # the client may raise anything when a connection breaks
+        if not connection.is_closing and not connection.is_closed:
+            connection.close()

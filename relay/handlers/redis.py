@@ -1,62 +1,132 @@
 """Handlers that append events to Redis streams. A message's fields are `id`, the attributes and `data`.
 
-Source: Redis documentation, "XADD" and "Transactions".
+Source: Redis documentation, "XADD", "Transactions" and "Pipelining".
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import redis
+from redis.asyncio import Redis as Client
+from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handler_settings import RedisHandler
 from relay.handlers.messages import Message
 
+_AT_ONCE = 1_000
+_AT_ONCE_BYTES = 4_000_000
+"""How much goes in one round trip, about."""
+
 
 class Redis:
-    """A pool of connections to a server."""
+    """Sends what has come in the meantime, all in one round trip, and then what has come meanwhile."""
 
     def __init__(self, name: str, settings: RedisHandler) -> None:
         """Raises ConfigurationError for an address with options that the client does not know."""
         self._max_length = settings.max_length
+        self._timeout = settings.timeout
+        self._waiting: deque[_Append] = deque()
+        self._sender: asyncio.Task[None] | None = None
         try:
-            self._client = redis.Redis.from_url(
+            self._client = Client.from_url(
                 settings.url.get_secret_value(),
                 socket_timeout=settings.timeout,
                 socket_connect_timeout=settings.timeout,
                 # A connection that the server closed while it was idle is no failure; waiting is not for the client.
                 retry=Retry(NoBackoff(), 1),
             )
-            self._client.connection_pool.make_connection()
+            self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, RedisError):
             raise ConfigurationError(
                 f"handlers.{name}.url: the part after ? has an option that cannot be used"
             ) from None
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait([self._sender])
+        await self._client.aclose()
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Append all messages or none, in one round trip. Raises Undelivered or Rejected."""
-        transaction = self._client.pipeline(transaction=True)
-        for message in messages:
-            fields: dict[Any, Any] = {
-                "id": message.identity,
-                **message.attributes,
-                "data": message.body,
-            }
-            transaction.xadd(message.topic, fields, maxlen=self._max_length)
-        try:
-            answers = transaction.execute(raise_on_error=False)
-        except RedisError as error:
-            # Also for a command that the server would not even queue, as when it is full or a replica.
-            raise Undelivered(type(error).__name__) from None
-        for answer in answers:
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Append all messages or none. Raises Undelivered or Rejected."""
+        append = _Append(messages)
+        self._waiting.append(append)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        fault = await append.fault
+        if fault is not None:
+            raise fault
+
+    async def _send(self) -> None:
+        while self._waiting:
+            taken = self._take()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    answers = await self._execute(taken)
+                for append in taken:
+                    append.settle(append.judge(answers))
+            except asyncio.CancelledError:
+                for append in (*taken, *self._waiting):
+                    append.settle(Undelivered("the sink is closed"))
+                raise
+            except Exception as error:
+                for append in taken:
+                    append.settle(Undelivered(type(error).__name__))
+
+    def _take(self) -> list[_Append]:
+        taken: list[_Append] = []
+        count = size = 0
+        while self._waiting and count < _AT_ONCE and size < _AT_ONCE_BYTES:
+            append = self._waiting.popleft()
+            # What was cancelled is not sent.
+            if not append.fault.done():
+                taken.append(append)
+                count += len(append.messages)
+                size += sum(len(message.body) for message in append.messages)
+        return taken
+
+    async def _execute(self, appends: Sequence[_Append]) -> deque[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for append in appends:
+            pipeline.execute_command("MULTI")
+            for message in append.messages:
+                fields: dict[Any, Any] = {
+                    "id": message.identity,
+                    **message.attributes,
+                    "data": message.body,
+                }
+                pipeline.xadd(message.topic, fields, maxlen=self._max_length)
+            pipeline.execute_command("EXEC")
+        return deque(await pipeline.execute(raise_on_error=False))
+
+
+class _Append:
+    """Messages that are appended together, in MULTI and EXEC. `fault` is what came of it."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self.fault: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    def settle(self, fault: Exception | None) -> None:
+        if not self.fault.done():
+            self.fault.set_result(fault)
+
+    def judge(self, answers: deque[Any]) -> Exception | None:
+        """Take the answers to these commands from those to all; returns what they say is wrong, or None."""
+        queued = [answers.popleft() for _ in range(len(self.messages) + 1)]
+        done = answers.popleft()
+        for answer in (*queued, done):
             if isinstance(answer, Exception):
-                raise Rejected(str(answer).partition(" ")[0])
+                # A command that the server would not even queue, as when it is full or a replica.
+                return Undelivered(type(answer).__name__)
+        for answer in done:
+            if isinstance(answer, Exception):
+                return Rejected(str(answer).partition(" ")[0])
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relay.source.slot import SlotState
@@ -15,12 +15,19 @@ class Limits:
 
     lag_bytes: int | None = None
     lag_seconds: float | None = None
+    sink_lag_seconds: float | None = None
     deferred: int | None = None
     dead: int | None = None
 
 
-def failures(found: Status, group: str, limits: Limits, lag_seconds: float | None) -> Iterator[str]:
-    """A line for everything that is not healthy. `lag_seconds` need only be given where it is limited."""
+def failures(
+    found: Status,
+    group: str,
+    limits: Limits,
+    lag_seconds: float | None,
+    sink_lag_seconds: Mapping[str, float],
+) -> Iterator[str]:
+    """A line for everything that is not healthy. What lags, in seconds, need only be given where it is limited."""
     if not found.instances:
         yield f"no instance of group {group!r} runs: start `relay run`"
     if found.source_mode != "poll":
@@ -30,6 +37,13 @@ def failures(found: Status, group: str, limits: Limits, lag_seconds: float | Non
     waiting, dead = found.deferred.transactions, found.dead_letters
     if limits.lag_seconds is not None and (lag_seconds or 0.0) > limits.lag_seconds:
         yield f"the oldest unread event is {lag_seconds:.1f} s old, the limit is {limits.lag_seconds:g}"
+    if limits.sink_lag_seconds is not None:
+        for sink, lag in sink_lag_seconds.items():
+            if lag > limits.sink_lag_seconds:
+                yield (
+                    f"the oldest event that sink {sink} has not read is {lag:.1f} s old, the limit is "
+                    f"{limits.sink_lag_seconds:g}"
+                )
     if limits.deferred is not None and waiting > limits.deferred:
         yield f"{waiting} transactions are deferred, the limit is {limits.deferred}"
     if limits.dead is not None and dead > limits.dead:

@@ -25,15 +25,17 @@ from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait,
 from relay.faults import (
     Braked,
     NotReceived,
+    NotRouted,
     ProcessDied,
     RelayError,
+    Undecodable,
     describe,
     timed_out,
 )
 from relay.handler_settings import PythonHandler
 from relay.logs import RepeatedLines
 from relay.paths import JSON_FIELDS
-from relay.pipeline.brake import Brake, run_of, told
+from relay.pipeline.brake import Brake, run_of
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
@@ -94,10 +96,6 @@ class Applier:
         """Open a connection now instead of with the first task. Raises psycopg.Error."""
         with self._pool.connection():
             pass
-
-    def interrupt(self) -> None:
-        """Deliver nothing more to the outside, so that what is in flight ends soon."""
-        self._handling.interrupt()
 
     def forgive(self) -> None:
         """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
@@ -308,9 +306,9 @@ class Applier:
                 if place in waits:
                     waits[place] = replace(waits[place], dead_transaction=number)
         # In commit order, since that is the order in which they are taken up again.
-        deferred.park(
-            conn, self._group, ((transactions[place], waits[place]) for place in sorted(waits))
-        )
+        places = sorted(waits)
+        parked = zip(transactions.take(places), map(waits.__getitem__, places), strict=True)
+        deferred.park(conn, self._group, parked)
         self._report(fates)
         waiting = [place for place, wait in waits.items() if not wait.blocked]
         return dead, int(transactions.facts["events"][waiting].sum()), braked
@@ -344,7 +342,7 @@ class Applier:
             )
             before = brake.streaks.get(handler)
             if stopped and not (before and before.braked):
-                said.append(told(handler, self._limits[handler], stopped))
+                said.append(brake.told(handler))
             elif handler in failed and not stopped and deaths > self._limits[handler]:
                 raise brake.fault(handler, failed[handler].error)
         return said
@@ -404,24 +402,46 @@ class Applier:
             log.error("a handler is stopped", extra={"fault": fault})
         done: list[int] = []
         replayed: list[int] = []
+        undelivered: list[int] = []
+        again: list[tuple[int, Wait]] = []
         dead: list[DeadTransaction] = []
         for place, each in enumerate(due):
             fate, number = fates.get(place), each.dead_transaction
             if is_dead(fate):
-                number, buried = self._bury(conn, transactions[place], fate, number)
+                number, buried = self._bury(
+                    conn, transactions[place], fate, number, each.undelivered
+                )
                 dead.append(buried)
-            elif fate is None and number is not None:
-                replayed.append(number)
-            if fate is not None and has_to_wait(fate):
-                wait = self._wait(transactions, place, fate, histories[place])
-                deferred.wait_again(conn, each.id, replace(wait, dead_transaction=number))
-            else:
+            elif fate is None:
+                if number is not None:
+                    replayed.append(number)
+                if each.undelivered:
+                    undelivered.append(place)
+            if fate is None or not has_to_wait(fate):
                 done.append(each.id)
+            elif isinstance(fate, Failure) or not each.holds:
+                wait = self._wait(transactions, place, fate, histories[place])
+                again.append((each.id, replace(wait, dead_transaction=number)))
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
         self._report(fates)
+        self._deliver_to_sinks(conn, transactions, undelivered)
+        deferred.wait_again(conn, again)
         deferred.settle(conn, done)
         return len(due) - len(fates), dead
+
+    def _deliver_to_sinks(
+        self, conn: Connection, transactions: Transactions, undelivered: Iterable[int]
+    ) -> None:
+        """Defer, for each sink, the transactions that no sink has had: its worker delivers them in their order."""
+        by_sink: dict[str, list[tuple[Undecoded, Wait]]] = {}
+        for place in undelivered:
+            for sink, delivery, wait in self._waiting.deliveries(
+                transactions.part(place, place + 1)
+            ):
+                by_sink.setdefault(sink, []).append((delivery, wait))
+        for sink, deliveries in by_sink.items():
+            deferred.park(conn, self._group, deliveries, sink)
 
     def _report(self, fates: Fates) -> None:
         """Log which handlers and faults defer transactions, however many there are."""
@@ -448,16 +468,32 @@ class Applier:
                 yield event.without(JSON_FIELDS)
 
     def _bury(
-        self, conn: Connection, transaction: Undecoded, failure: Failure, number: int | None = None
+        self,
+        conn: Connection,
+        transaction: Undecoded,
+        failure: Failure,
+        number: int | None = None,
+        undelivered: bool = False,
     ) -> tuple[int, DeadTransaction]:
-        """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has."""
+        """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has.
+
+        `undelivered` says that no sink has had it, as none has what cannot be routed.
+        """
         events = self._routing.events(transaction)
         left_out: list[int] = []
         written = (
             self._small(events, left_out) if isinstance(failure.error, ProcessDied) else events
         )
         if number is None:
-            number = dead_letters.bury(conn, self._group, written, failure.handler, failure.error)
+            undelivered |= isinstance(failure.error, NotRouted | Undecodable | NotReceived)
+            number = dead_letters.bury(
+                conn,
+                self._group,
+                written,
+                failure.handler,
+                failure.error,
+                undelivered=undelivered,
+            )
         else:
             dead_letters.bury_again(conn, self._group, number, failure.handler, failure.error)
         if left_out:

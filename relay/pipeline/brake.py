@@ -27,6 +27,7 @@ class Brake:
         self.streaks = streaks
         self.defers = defers
         self.braked: dict[str, str] = {}
+        self._described: dict[str, str] = {}
         self._limits = limits
         self._lock = Lock()
         self.begin()
@@ -40,6 +41,13 @@ class Brake:
         with self._lock:
             for handler in handlers:
                 self._counts.pop(handler, None)
+                self.braked.pop(handler, None)
+
+    def streak(self, handler: str) -> Streak | None:
+        """The transactions in a row that died in a handler, up to now."""
+        if handler not in self._counts:
+            return None
+        return Streak(*self._counts[handler], handler in self.braked)
 
     def stops(self, handler: str, error: BaseException) -> bool:
         """Count a transaction that is to be dead-lettered; returns whether it must not be, for there are too many."""
@@ -50,9 +58,11 @@ class Brake:
         with self._lock:
             known, deaths = self._counts.get(handler, (fault, 0))
             deaths = deaths + 1 if known == fault else 1
-            self._counts[handler] = (fault, deaths)
+            # Those above the limit do not die.
+            self._counts[handler] = (fault, min(deaths, limit))
             if deaths <= limit:
                 return False
+            self._described[handler] = describe(error)
             self.braked[handler] = fault
             return True
 
@@ -72,11 +82,15 @@ class Brake:
     def fault(self, handler: str, error: BaseException) -> Braked:
         """The fault of a handler that is stopped."""
         return Braked(
-            told(handler, self._limits[handler], describe(error)), handler, kind_of(error)
+            _told(handler, self._limits[handler], describe(error)), handler, kind_of(error)
         )
 
+    def told(self, handler: str) -> str:
+        """Why a handler is stopped, and what to do, in one line."""
+        return _told(handler, self._limits[handler], self._described[handler])
 
-def told(handler: str, limit: int, fault: str) -> str:
+
+def _told(handler: str, limit: int, fault: str) -> str:
     """What has happened, and what to do, in one line."""
     return (
         f"handlers.{handler}: more than {limit} transactions in a row failed with {fault}: no more of them are "

@@ -32,7 +32,6 @@ from relay.faults import (
 from relay.handler_settings import PythonHandler
 from relay.patience import LONGEST_WAIT_SECONDS
 from relay.pipeline.brake import Brake
-from relay.pipeline.outside import Outside, Parcel
 from relay.pipeline.routed import Parts, Routing
 from relay.pipeline.waiting import Waiting
 from relay.store import suspects
@@ -68,22 +67,17 @@ class Handling:
         self._waiting = waiting
         self._connections = connections
         self._inside = handlers.build(settings.handlers, settings.group)
-        self._outside = Outside(settings)
         self._defers = {
             name: each.retry
             for name, each in settings.handlers.items()
             if isinstance(each, PythonHandler)
         }
-        self._may_hold = self._outside.names | {
+        self._may_hold = {
             name
-            for name, each in settings.handlers.items()
-            if isinstance(each, PythonHandler) or each.blocks_key
+            for name in self._inside
+            if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
-
-    def interrupt(self) -> None:
-        """Deliver nothing more to the outside; what is not delivered waits."""
-        self._outside.interrupt()
 
     def forgive(self) -> None:
         """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
@@ -92,7 +86,6 @@ class Handling:
 
     def close(self) -> None:
         """Let go of what the handlers hold."""
-        self._outside.close()
         if "_suspects" in self.__dict__:
             self._suspects.close()
 
@@ -129,7 +122,7 @@ class Handling:
         histories: Histories,
         brake: Brake,
     ) -> Fates:
-        """Route transactions and run their handlers, those inside the target first; returns what was not applied.
+        """Route transactions and run their transactional handlers; returns what was not applied.
 
         A transaction that is not applied has no effects in the target. Where a transactional handler lets too many
         transactions in a row die, raises Braked, or defers them if `brake` says so.
@@ -139,8 +132,8 @@ class Handling:
         places = transactions.besides(refused)
         known = {new: histories[old] for new, old in enumerate(places) if old in histories}
         # All together they are applied or not, so that nothing has to be taken out.
-        simple = self._outside.names if run == self.together else self._may_hold
-        if parts.keys().isdisjoint(simple) and not brake.defers:
+        holds = run != self.together and not self._may_hold.isdisjoint(parts)
+        if not (holds or brake.defers):
             found = run(conn, deliverable, parts, brake)
         else:
             found = self._settle(conn, deliverable, parts, run, known, brake)
@@ -157,7 +150,7 @@ class Handling:
     ) -> Fates:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begins again."""
         fates: Fates = {}
-        rest, known, delivered = transactions, histories, False
+        rest, known = transactions, histories
         while True:
             places = transactions.besides(fates)
             if fates:
@@ -168,16 +161,10 @@ class Handling:
                 found = self._judged(run(conn, rest, parts, brake), known, brake)
                 behind = self._behind(rest, found)
                 found |= behind
-                again = bool(behind)
-                if not (again or delivered or self._outside.names.isdisjoint(parts)):
-                    outside = self._outside.deliver(self._parcels(rest, found, known), brake)
-                    found |= outside
-                    again = bool(outside) and not self._outside.names >= parts.keys()
-                    delivered = True
-                if again:
+                if behind:
                     raise psycopg.Rollback(savepoint)
             fates |= {places[place]: fate for place, fate in found.items()}
-            if not again:
+            if not behind:
                 return fates
 
     def _judged(self, found: Fates, histories: Histories, brake: Brake) -> Fates:
@@ -216,23 +203,6 @@ class Handling:
                 held |= keys
                 behind[place] = Behind()
         return behind
-
-    def _parcels(
-        self, transactions: Transactions, fates: Fates, histories: Histories
-    ) -> list[Parcel]:
-        parcels = []
-        for place in range(len(transactions)):
-            if place in fates:
-                continue
-            one = transactions.part(place, place + 1)
-            _, parts, _ = self._routing.route(one)
-            contents = [
-                (name, next(iter(parts[name]))) for name in self._outside.names if name in parts
-            ]
-            if contents:
-                keys = self._waiting.keys_of(one, parts)
-                parcels.append(Parcel(place, keys, contents, histories.get(place, NEW)))
-        return parcels
 
     def together(self, conn: Connection, _: Transactions, parts: Parts, __: Brake) -> Fates:
         """Apply all of them at once, or raise."""

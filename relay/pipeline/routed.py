@@ -65,7 +65,7 @@ class Routing:
     def _route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
         if not len(transactions):
             return transactions, {}, {}
-        decoder = self._decoder(transactions.columns)
+        decoder = self.decoder(transactions.columns)
         if not self._router.fields and (names := self._router.choose(())):
             return transactions, dict.fromkeys(names, Routed(transactions, decoder)), {}
         chosen = list(self._choices(transactions, decoder))
@@ -81,7 +81,7 @@ class Routing:
 
     def reached(self, transactions: Transactions, handler: str) -> Mask:
         """Which of the transactions have an event that goes to a handler."""
-        decoder = self._decoder(transactions.columns)
+        decoder = self.decoder(transactions.columns)
         if not self._router.fields:
             return np.full(len(transactions), handler in self._router.choose(()))
         choices = self._choices(transactions, decoder)
@@ -92,8 +92,12 @@ class Routing:
 
     def events(self, transaction: Undecoded) -> Events:
         """All events of a transaction."""
-        decoder = self._decoder(transaction.columns)
+        decoder = self.decoder(transaction.columns)
         return Events(transaction.tuples, decoder, transaction.commit)
+
+    def whole(self, transactions: Transactions) -> Routed:
+        """Transactions with all of their events."""
+        return Routed(transactions, self.decoder(transactions.columns))
 
     def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
         """The times at which events are to be delivered, where they have one, with their places among all events."""
@@ -101,7 +105,7 @@ class Routing:
 
     def _present(self, transactions: Transactions, field: str) -> Iterator[tuple[int, str]]:
         """The values of a time, or of NOTE, where there are any, with their places among all events."""
-        decoder = self._decoder(transactions.columns)
+        decoder = self.decoder(transactions.columns)
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
             found = decoder.present(rows, field)
@@ -171,7 +175,8 @@ class Routing:
             refused[place] = NotRouted(what)
         return refused
 
-    def _decoder(self, columns: tuple[str, ...]) -> RowDecoder:
+    def decoder(self, columns: tuple[str, ...]) -> RowDecoder:
+        """Reads rows with these columns."""
         decoder = self._decoders.get(columns)
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)

@@ -106,7 +106,6 @@ class Pipeline:
     def interrupt(self) -> None:
         """Give up waiting to try again: the batch in flight ends or raises Interrupted."""
         self._stopping.set()
-        self.applier.interrupt()
 
     def close(self) -> None:
         """Stop the engines and close the connections."""

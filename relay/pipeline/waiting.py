@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import psycopg
 
 from relay.config import Settings
-from relay.events import Event
-from relay.handler_settings import Handler
+from relay.events import Event, Transaction
+from relay.handler_settings import Handler, SinkHandler
 from relay.pipeline.routed import Parts, Routing
 from relay.store import deferred
 from relay.store.deferred import Wait
-from relay.transactions import Transactions
+from relay.transactions import Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
 
@@ -24,7 +25,11 @@ _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
 
 class Ordering:
-    """The ordering keys of transactions: what the handlers of their events order by."""
+    """The ordering keys of one transaction: what handlers of its events order by.
+
+    Two transactions with a key in common stay in order. A key begins with the host_id and a space, by which
+    `relay.lock_partitions` finds those of a host.
+    """
 
     def __init__(self, configured: dict[str, Handler]) -> None:
         # Nothing waits for a handler that is not reliable, nor does it wait for others.
@@ -32,32 +37,51 @@ class Ordering:
             name: handler.order_by if handler.reliable else "none"
             for name, handler in configured.items()
         }
+        self._sinks = {name for name, each in configured.items() if isinstance(each, SinkHandler)}
 
     def keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
-        """Of one transaction, routed. Two transactions with a key in common stay in order."""
-        keys: set[str] = set()
-        for name, routed in parts.items():
-            order_by = self._order_by[name]
-            if order_by == "host":
-                keys.update(f"host {host}" for host in hosts)
-            elif order_by != "none":
-                fields = _FIELDS[order_by]
-                keys.update(
-                    _key(order_by, event, fields)
-                    for transaction in routed
-                    for event in transaction.events
-                )
-        return frozenset(keys)
+        """What the handlers that get a part order by, all together."""
+        return frozenset[str]().union(
+            *(self.delivery_keys(name, hosts, routed) for name, routed in parts.items())
+        )
+
+    def transactional_keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
+        """What the handlers order by that act inside the target's transaction."""
+        return self.keys(
+            hosts, {name: routed for name, routed in parts.items() if name not in self._sinks}
+        )
+
+    def delivery_keys(
+        self, name: str, hosts: Sequence[str], delivered: Iterable[Transaction]
+    ) -> frozenset[str]:
+        """What one handler orders by, of what is delivered to it."""
+        order_by = self._order_by[name]
+        if order_by == "none":
+            return frozenset()
+        if order_by == "host":
+            return frozenset(f"{host} host" for host in hosts)
+        fields = _FIELDS[order_by]
+        return frozenset(
+            _key(order_by, event, fields)
+            for transaction in delivered
+            for event in transaction.events
+        )
 
 
 _FIELDS = {
-    "user": ("host_id", "user_id"),
-    "aggregate": ("host_id", "aggregate_type", "aggregate_id"),
+    "user": ("user_id",),
+    "aggregate": ("aggregate_type", "aggregate_id"),
 }
+_LONGEST_KEY = 1_000
+"""In bytes. What an index of PostgreSQL holds is at most 2,704 bytes, group, sink and host_id included."""
 
 
 def _key(kind: str, event: Event, fields: Iterable[str]) -> str:
-    return " ".join((kind, *(event.text(field) or "" for field in fields)))
+    of_host = " ".join((kind, *(event.text(field) or "" for field in fields)))
+    octets = of_host.encode("utf-8", "surrogateescape")
+    if len(octets) > _LONGEST_KEY:
+        of_host = f"{kind} {sha256(octets).hexdigest()}"
+    return f"{event.text('host_id') or ''} {of_host}"
 
 
 class Waiting:
@@ -67,14 +91,28 @@ class Waiting:
         self._group = settings.group
         self._routing = routing
         self._ordering = Ordering(settings.handlers)
+        self._sinks = list(settings.sink_handlers)
 
     def keys(self, one: Transactions) -> frozenset[str]:
         """The ordering keys of a single transaction; none where it is not routed."""
         return self.keys_of(one, self._routing.route(one)[1])
 
     def keys_of(self, one: Transactions, parts: Parts) -> frozenset[str]:
-        """The ordering keys of a single transaction that was routed."""
-        return self._ordering.keys(one.hosts[int(one.facts["hosts"][0])], parts)
+        """The ordering keys in the target of a single transaction that was routed: sinks have their own."""
+        return self._ordering.transactional_keys(one.hosts[int(one.facts["hosts"][0])], parts)
+
+    def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
+        """The ordering keys of a single delivery to a sink: it has the events that go there, and no others."""
+        hosts = one.hosts[int(one.facts["hosts"][0])]
+        return self._ordering.delivery_keys(sink, hosts, self._routing.whole(one))
+
+    def deliveries(self, one: Transactions) -> Iterator[tuple[str, Undecoded, Wait]]:
+        """What of a single transaction goes to each sink that the routes name, to be delivered now."""
+        _, parts, _ = self._routing.route(one)
+        for name in self._sinks:
+            if name in parts:
+                delivery = parts[name].transactions
+                yield name, delivery[0], Wait(self.delivery_keys(delivery, name))
 
     def split(
         self, conn: Connection, transactions: Transactions, holding: set[str]
@@ -90,19 +128,22 @@ class Waiting:
         return waits
 
     def _until(self, transactions: Transactions) -> dict[int, Wait]:
-        """Those with an event whose time is still to come; the latest one counts."""
+        """Those with an event whose time is still to come; the latest one counts. What only sinks get, they defer."""
         now = datetime.now(UTC)
         moments: dict[int, datetime] = {}
         ends = np.cumsum(transactions.facts["events"])
         for row, value in self._routing.times(transactions):
-            moment = _moment(value)
+            moment = moment_of(value)
             if moment > now:
                 place = int(np.searchsorted(ends, row, side="right"))
                 moments[place] = max(moment, moments.get(place, moment))
-        return {
-            place: Wait(self.keys(transactions.part(place, place + 1)), holds=False, until=moment)
-            for place, moment in moments.items()
-        }
+        waits: dict[int, Wait] = {}
+        for place, moment in moments.items():
+            one = transactions.part(place, place + 1)
+            _, parts, _ = self._routing.route(one)
+            if parts.keys() - set(self._sinks):
+                waits[place] = Wait(self.keys_of(one, parts), holds=False, until=moment)
+        return waits
 
     def _behind(
         self,
@@ -118,7 +159,7 @@ class Waiting:
             if place not in scheduled
         }
         asked = frozenset[str]().union(*keys.values())
-        held = deferred.held(conn, self._group, asked) if asked else set()
+        held = deferred.held(conn, self._group, "", asked) if asked else set()
         waits: dict[int, Wait] = {}
         for place, own in keys.items():
             if not held.isdisjoint(own):
@@ -127,7 +168,7 @@ class Waiting:
         return waits
 
 
-def _moment(value: str) -> datetime:
+def moment_of(value: str) -> datetime:
     """A time as PostgreSQL prints it in UTC; what lies outside of Python's calendar as the end of it that is nearer."""
     try:
         return datetime.fromisoformat(value)

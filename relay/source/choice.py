@@ -18,7 +18,7 @@ from relay.faults import RelayError, describe
 from relay.snapshots import full_xids
 from relay.source.assembler import Begun
 from relay.source.interval import Interval
-from relay.source.poll import BUSY_SECONDS, Poller, PollSource, note_mode
+from relay.source.poll import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
 from relay.source.server import Sight
 from relay.source.wal import WalSource
@@ -42,14 +42,14 @@ class Source(Protocol):
     def start(self) -> None:
         """Begin to receive."""
 
-    def batches(self) -> Iterator[Batch]:
-        """Batches as they come. Ends after `stop()`. Raises RelayError."""
+    def batches(self, follower: Follower) -> Iterator[Batch]:
+        """Batches as they come; `follower` is told how. Ends after `stop()`. Raises RelayError."""
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is committed, and durable unless `target.synchronous_commit` is off."""
+        """The batch is committed."""
 
     def confirm(self, end: Lsn) -> None:
-        """Everything up to a position is durable, where `ack` did not say so."""
+        """Nobody needs the WAL up to a position any more."""
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
@@ -124,14 +124,15 @@ class StreamSource:
             return
         self._refused = outcome.busy
         if not outcome.busy:
-            self._wal.ack(batch, outcome)
+            self._wal.ack(batch)
 
     def confirm(self, end: Lsn) -> None:
         """Everything up to a position is durable."""
         self._wal.confirm(end)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, follower: Follower) -> Iterator[Batch]:
         """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
+        self._follower = follower
         while not self._stopping.is_set():
             batch = self._wal.take(self._pause())
             if batch is not None:
@@ -143,6 +144,8 @@ class StreamSource:
                 yield from self._around(self._wal.stuck)
             elif self._wal.outage is not None:
                 yield from self._polled()
+            elif self._wal.is_standing_by:
+                self._stand_by()
             elif self._wal.connections:
                 yield from self._missing()
                 self._enter("wal")
@@ -189,7 +192,7 @@ class StreamSource:
             self._sight = self._sight or self._poller.sight()
             if self._wal.flushed < self._sight.lsn:
                 return
-            whole = self._poller.adopt(self._sight, opening=self._polls)
+            whole = self._poller.adopt(self._sight, self._polls, self._follower.adopt)
             self._wal.next_xid = self._sight.snapshot.xmax
         except psycopg.Error as error:
             self._next_audit = now + AUDIT_SECONDS
@@ -281,12 +284,23 @@ class StreamSource:
         if not self._progressed:
             self._stopping.wait(BUSY_SECONDS)
 
+    def _stand_by(self) -> None:
+        """Another process has taken the slot over, if this one has read it."""
+        if self._mode:
+            self._mode = ""
+            self._sight = None
+            self._interval.leave()
+            self._follower.standing_by()
+
     def _enter(self, mode: str, reason: str | None = None) -> None:
         if mode == self._mode:
             return
         self._mode = mode
         if mode == "wal":
             self._interval.leave()
+            self._follower.streaming()
+        else:
+            self._follower.polling()
         log.log(
             logging.WARNING if reason else logging.INFO,
             "polling, since the WAL cannot be had" if reason else "reading the WAL",

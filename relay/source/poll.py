@@ -10,11 +10,11 @@ Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are diffe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psycopg
@@ -103,11 +103,11 @@ class Poller:
             links = snapshots.chain(conn, self._settings.group)
         return links[-1] if links else None
 
-    def adopt(self, seen: Sight, opening: bool) -> bool:
+    def adopt(self, seen: Sight, opening: bool, adopted: Callable[[Sight], None]) -> bool:
         """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
 
         False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
-        Raises psycopg.Error.
+        `adopted` is called if the WAL has brought everything that the sight shows. Raises psycopg.Error.
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
@@ -128,6 +128,7 @@ class Poller:
                 return False
             if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
                 snapshots.replace(target, group, last, seen.snapshot)
+            adopted(seen)
             return True
 
     def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
@@ -246,6 +247,22 @@ class Poller:
         self._checked = True
 
 
+class Follower(Protocol):
+    """Who has to know how the source is read."""
+
+    def streaming(self) -> None:
+        """The WAL is read from now on; no batch of it has been yielded yet."""
+
+    def polling(self) -> None:
+        """The outbox is polled from now on."""
+
+    def standing_by(self) -> None:
+        """Another process reads the WAL from now on; all that it has brought here was yielded."""
+
+    def adopt(self, seen: Sight) -> None:
+        """The WAL has brought everything that a sight shows, and all of it is confirmed."""
+
+
 class PollSource:
     """The outbox as a source of batches, without logical replication.
 
@@ -284,11 +301,12 @@ class PollSource:
         """Nothing is confirmed to anybody."""
         return Lsn(0)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, follower: Follower) -> Iterator[Batch]:
         """Windows as long as there is something to do, then as it is published. Ends after `stop()`.
 
         Raises RelayError.
         """
+        follower.polling()
         while not self._stopping.is_set():
             batch = self._poller.window()
             if batch is None:

@@ -161,7 +161,8 @@ class Sighting:
         lost = (
             f"has lost events that group {self.group!r} has applied: they reach up to {origin.applied}"
             if origin.applied > limit
-            else f"may have lost events that group {self.group!r} has polled: they lie below {origin.polled}"
+            else f"may have lost events that group {self.group!r} has polled or delivered: they lie below "
+            f"{origin.polled}"
         )
         raise RelayError(
             f"the source {lost}, but {ours}: a failover with a loss, a former primary, or an older backup. New events "
@@ -234,21 +235,44 @@ class Recognition:
         Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that cannot be
         told.
         """
+        sighting = self._polled(source, origin)
+        if sighting is None:
+            return
+        try:
+            self._remember(sighting)
+        except Unavailable as error:
+            raise TransientFault(str(error)) from None
+
+    def has_lost(self, source: Connection, origin: groups.Origin) -> bool:
+        """Whether the source that a connection polls has lost events that were applied, polled or delivered.
+
+        Changes nothing. Raises TransientFault or psycopg.Error while that cannot be told.
+        """
+        try:
+            sighting = self._polled(source, origin)
+            if sighting is not None:
+                sighting.require_valid()
+        except Unavailable:
+            return False
+        except TransientFault:
+            raise
+        except RelayError:
+            return True
+        return False
+
+    def _polled(self, source: Connection, origin: groups.Origin) -> Sighting | None:
+        """The source that a connection polls; None for a standby, which may lag: that the snapshots tell."""
         identifier, timeline, standby = server_of(source)
         known, ours = _known(origin), identifier == origin.identifier
         if ours and standby and timeline in known.timelines:
-            # It may lag, which the snapshots tell.
-            return
+            return None
         seen = sight(source)
         history = known if ours and timeline == known.timeline else History(timeline)
         system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
         sighting = self._sighting(source, origin, system)
         if not sighting.same and timeline > 1:
             sighting = replace(sighting, system=replace(system, history=self._told(sighting)))
-        try:
-            self._remember(sighting)
-        except Unavailable as error:
-            raise TransientFault(str(error)) from None
+        return sighting
 
     def _told(self, sighting: Sighting) -> History:
         """The history of a polled server's timeline, which only a replication connection tells.

@@ -29,6 +29,7 @@ from relay.source.server import sight
 from relay.source.translation import Encoding, Translation
 from relay.store import arrays
 from relay.store.connections import pin_text_form
+from relay.store.sinks import Position
 from relay.store.snapshots import xids_of
 from relay.transactions import Places, Rows, Transactions
 
@@ -42,6 +43,11 @@ _MOST_COMPRESSED = 4096
 
 UNMARKED = "2"
 """Stands for the c_xid of a row from before there was one: FrozenTransactionId, which every snapshot sees."""
+
+# Python knows no others.
+_OLDEST = sql.SQL(
+    "case when min(happened) is not null then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,20 +293,23 @@ class OutboxRows:
         )
         return {partition: xids_of(sent) for partition, sent in rows}
 
-    def plan(self, conn: Connection, between: Difference, after: int) -> Generator[Portion]:
+    def plan(
+        self, conn: Connection, between: Difference, after: int, whole: bool = True
+    ) -> Generator[Portion]:
         """A difference in portions, in order of the transactions' positions, after one of these.
 
+        Where there is much to do they are large, since they are split by partitions; not `whole`, they are small.
         Its transactions are found once and stay with the server. The connection is in use until the generator is
         closed. Raises TransientFault where the server does not have yet what is to be planned.
         """
         require_visible(conn, between.after)
         with conn.cursor("relay_difference", withhold=True, binary=True) as cursor:
             cursor.itersize = 64
-            cursor.execute(self._planning(conn, between), {"after": after})
+            cursor.execute(self._planning(conn, between, whole), {"after": after})
             for (upto, left), rows in groupby(cursor, itemgetter(0, 1)):
                 yield Portion(upto, left, tuple(_share(*row) for _, _, *row in rows))
 
-    def _planning(self, conn: Connection, between: Difference) -> sql.Composed:
+    def _planning(self, conn: Connection, between: Difference, whole: bool) -> sql.Composed:
         settings = self._settings
         most = settings.batch.max_events
         marked = sql.SQL(
@@ -354,7 +363,9 @@ class OutboxRows:
         ).format(
             units=sql.SQL("").join(unit.format(**names) for unit in units),
             most=max(settings.poll.batch_size, most),
-            large=max(settings.poll.batch_size, most * settings.partitions),
+            large=max(settings.poll.batch_size, most * settings.partitions)
+            if whole
+            else settings.poll.batch_size,
             small=settings.poll.batch_size,
         )
 
@@ -366,15 +377,56 @@ class OutboxRows:
             sql.SQL(
                 """
                 select partition, count(*),
-                       -- Python knows no others.
-                       case when min(happened) is not null
-                            then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end
+                       {oldest}
                   from ({states}) as r where not applied group by partition
                 """
-            ).format(states=self._states(conn, applied, noted, _oldest(applied))),
+            ).format(oldest=_OLDEST, states=self._states(conn, applied, noted, _oldest(applied))),
             prepare=False,
         )
         return {partition: (count, oldest) for partition, count, oldest in rows}
+
+    def unread_after(
+        self, conn: Connection, position: Position, done: Xids
+    ) -> tuple[int, datetime | None]:
+        """How many rows a sink has still to look at, and the least event_ts of them.
+
+        From its position on, but those of transactions that are done.
+        """
+        assert position.snapshot is not None  # noqa: S101
+        now = sight(conn).snapshot
+        xid = sql.Identifier(INSERTED_BY)
+        if not now.covers(position.snapshot):
+            return 0, None
+        (found,) = conn.execute(
+            sql.SQL(
+                """
+                select count(*), {oldest} from (
+                    select {happened} as happened, coalesce({xid}, {unmarked}::xid8) as xid,
+                           case when {xid} is null then {offset}
+                                else max({offset}) over (partition by {xid}) end as position
+                      from {table} where {between}) as row
+                 where xid <> all({done}) and not (position <= {polled} and {following})
+                """
+            ).format(
+                oldest=_OLDEST,
+                happened=self._or_null(conn, "event_ts", "null::timestamptz"),
+                xid=xid,
+                unmarked=UNMARKED,
+                offset=self._offset,
+                table=self._table,
+                between=self.between(Difference(position.snapshot, now)),
+                done=_array(done.tolist(), "xid8"),
+                polled=position.polled_offset,
+                following=sql.SQL("false")
+                if position.following is None
+                else sql.SQL("pg_visible_in_snapshot(xid, {}::pg_snapshot)").format(
+                    str(position.following)
+                ),
+            ),
+            prepare=False,
+        )
+        count, oldest = found
+        return int(count), oldest
 
     def moved(
         self, conn: Connection, before: Sequence[Applied], noted: Xids, after: Sequence[Applied]

@@ -33,7 +33,7 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.batch import Batch, Outcome
+from relay.batch import Batch
 from relay.config import Settings
 from relay.events import POSTGRES_EPOCH, Lsn
 from relay.faults import (
@@ -141,6 +141,7 @@ class WalSource:
         self._opening: psycopg.Connection[object] | None = None
         self._tell = changed
         self._outage: Outage | None = None
+        self._standing_by = False
         self._fruitless = 0
         self._heard = False
         self._undecodable = False
@@ -249,6 +250,11 @@ class WalSource:
         return self._outage
 
     @property
+    def is_standing_by(self) -> bool:
+        """Whether another process reads the slot."""
+        return self._standing_by
+
+    @property
     def connections(self) -> int:
         """How often streaming has begun."""
         return self._connections
@@ -288,14 +294,8 @@ class WalSource:
             next_xid=self.next_xid,
         )
 
-    def ack(self, batch: Batch, _: Outcome) -> None:
-        """The batch is committed: its memory is free, and PostgreSQL may recycle its WAL if that is durable."""
-        self.release(batch)
-        if self._settings.target.durable:
-            self.confirm(batch.end)
-
-    def release(self, batch: Batch) -> None:
-        """The memory of the batch is free."""
+    def ack(self, batch: Batch) -> None:
+        """The batch is committed: its memory is free."""
         with self._changed:
             self._buffered -= batch.size
         self._bell.ring()
@@ -474,7 +474,8 @@ class WalSource:
             error = state.outcome.exception() if state.outcome else None
             if error is None:
                 return
-            if isinstance(error, _SlotActive):
+            self._standing_by = isinstance(error, _SlotActive)
+            if self._standing_by:
                 self._outage = None
                 reason = "another process reads the slot; standing by"
             else:
@@ -559,6 +560,7 @@ class WalSource:
             self.next_xid = system.next_xid
             self._progress.start(confirmed)
             self._system = system
+            self._standing_by = False
             self._connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
@@ -797,7 +799,7 @@ def commits_after(settings: Settings, lsn: Lsn, until: Lsn) -> Iterator[Transact
             later = batch.transactions.facts["end_lsn"] > lsn
             if later.any():
                 yield batch.transactions.take(np.flatnonzero(later))
-            source.release(batch)
+            source.ack(batch)
     finally:
         source.close()
 

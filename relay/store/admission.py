@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from relay.effects import Effects
+from relay.effects import Effects, handlers_of
 from relay.faults import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,16 @@ def difference_from_running(conn: Connection, group: str, effects: Effects) -> s
     if stored is None or not _runs(conn, group, stored[0]):
         return None
     return effects.difference(stored[1])
+
+
+def running_handlers(conn: Connection, group: str) -> set[str]:
+    """The handlers of the stored configuration, if an instance runs with it."""
+    stored = conn.execute(
+        "select configuration_digest, configuration from relay.groups where group_id = %s", (group,)
+    ).fetchone()
+    if stored is None or stored[0] is None or not _runs(conn, group, stored[0]):
+        return set()
+    return handlers_of(stored[1])
 
 
 def _other(conn: Connection, group: str, effects: Effects) -> tuple[str, dict[str, str]] | None:

@@ -21,3 +21,17 @@ def of_texts(texts: Collection[str]) -> str:
 def of_numbers(numbers: Iterable[int]) -> str:
     """The literal of an array of integers."""
     return f"{{{','.join(map(str, numbers))}}}"
+
+
+def of_values(values: Iterable[object]) -> str:
+    """The literal of an array of what has a text that PostgreSQL reads, such as numbers, times and texts, or None."""
+    return f"{{{','.join(map(_element, values))}}}"
+
+
+def _element(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, int | float):
+        return str(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

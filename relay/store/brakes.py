@@ -80,6 +80,29 @@ def add(
     return int(row[0]) if row else 0
 
 
+def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> None:
+    """Store the streak of a handler that one worker alone counts; None: it has succeeded."""
+    if streak is None:
+        forget(conn, group, handler)
+        return
+    conn.execute(
+        """
+        insert into relay.brakes as b (group_id, handler, fault, deaths, braked_at)
+        values (%(group)s, %(handler)s, %(fault)s, %(deaths)s, case when %(braked)s then now() end)
+        on conflict (group_id, handler) do update
+           set deaths = excluded.deaths, fault = excluded.fault,
+               braked_at = case when %(braked)s then coalesce(b.braked_at, now()) end
+        """,
+        {
+            "group": group,
+            "handler": handler,
+            "fault": streak.fault,
+            "deaths": streak.deaths,
+            "braked": streak.braked,
+        },
+    )
+
+
 def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
     """The handler's progress is stopped."""
     conn.execute(

@@ -50,12 +50,12 @@ Letter = dict[str, str | None]
 """The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
 _COLUMNS = (
-    *("group_id", "dead_transaction", "handler", "exception", "attempts"),
+    *("group_id", "dead_transaction", "sink", "undelivered", "handler", "exception", "attempts"),
     *("refused", *_FROM_EVENT),
 )
 _TYPES = [SQL_TYPES[field] for field in _FROM_EVENT.values()]
 _INSERT = sql.SQL(
-    "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, 1, %s::json, {})"
+    "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, %s, %s, 1, %s::json, {})"
 ).format(
     sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)),
     sql.SQL(", ").join(sql.SQL(f"%s::{sql_type}") for sql_type in _TYPES),
@@ -76,18 +76,22 @@ def bury(
     events: Iterable[Event],
     handler: str | None,
     error: BaseException,
+    sink: str = "",
+    undelivered: bool = False,
 ) -> int:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
-    `handler` is the one that failed; None where no route matched. Returns the number of the dead transaction. A value
-    that its column refuses is kept beside it, as text: a dead letter that cannot be written would hold up the rest.
+    `handler` is the one that failed; None where no route matched. `sink` is the one that the events were to be
+    delivered to, and to which alone they are replayed; '' where they were to be applied to the target, and then
+    `undelivered` says that no sink has had them either. Returns the number of the dead transaction. A value that its
+    column refuses is kept beside it, as text: a dead letter that cannot be written would hold up the rest.
     """
     number = _next_number(conn)
     exception = exception_text(error)
     remaining = iter(events)
     while chunk := list(islice(remaining, _CHUNK)):
         rows = [tuple(event.text(field) for field in _FROM_EVENT.values()) for event in chunk]
-        head = (group, number, handler)
+        head = (group, number, sink, undelivered, handler)
         try:
             _write(conn, [(*head, exception, None, *row) for row in rows])
         except _REFUSALS:
@@ -180,7 +184,8 @@ def _ascii(text: str) -> str:
 class Filter:
     """Which dead transactions: those with an event that all of this holds of. None says nothing.
 
-    `event_type` and `handler` are exact, `exception` is a part of the text, times are those of the dead-lettering.
+    `event_type`, `handler` and `sink` ('' for the target) are exact, `exception` is a part of the text, times are
+    those of the dead-lettering.
     """
 
     ids: Sequence[int] = ()
@@ -192,6 +197,7 @@ class Filter:
     until: datetime | None = None
     exception: str | None = None
     status: str | None = None
+    sink: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
         """The condition on a letter `d`, and its parameters."""
@@ -205,6 +211,7 @@ class Filter:
             "until": ("d.created_dt < %(until)s", self.until),
             "exception": ("strpos(d.exception, %(exception)s) > 0", self.exception),
             "status": ("d.status = %(status)s", self.status),
+            "sink": ("d.sink = %(sink)s", self.sink),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
         conditions = [sql.SQL(condition) for condition, _ in given.values()]
@@ -216,13 +223,17 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class DeadTransaction:
-    """One dead business transaction in a list; `id` is that of its first event, `letters` those of all, in order."""
+    """One dead business transaction in a list; `id` is that of its first event, `letters` those of all, in order.
+
+    `sink` is empty where it could not be applied to the target.
+    """
 
     id: int
     transaction_id: str | None
     host_id: str | None
     events: int
     event_type: str | None
+    sink: str
     handler: str | None
     exception: str
     status: str
@@ -244,11 +255,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The number of a dead transaction, how many events it has, and the bytes of their payloads and metadata."""
+    """The number of a dead transaction, how many events it has, and the bytes of their payloads and metadata.
+
+    `sink` is the one that it goes to; '' for the target, and for the sinks as well if it is `undelivered`.
+    """
 
     number: int
     events: int
     size: int
+    sink: str
+    undelivered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +278,7 @@ class Done:
 
 
 _SHOWN = (
-    *("id", "group_id", "status", "handler", "exception", "attempts", "host_id", "user_id"),
+    *("id", "group_id", "status", "sink", "handler", "exception", "attempts", "host_id", "user_id"),
     *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
     *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
     *("commit_lsn", "payload", "original_payload", "metadata", "created_dt"),
@@ -298,7 +314,8 @@ def transactions(
                 """
                 select min(d.id) as id, min(d.transaction_id::text) as transaction_id,
                        min(d.host_id::text) as host_id, count(*)::int as events,
-                       (array_agg(d.event_type order by d.id))[1] as event_type, min(d.handler) as handler,
+                       (array_agg(d.event_type order by d.id))[1] as event_type, min(d.sink) as sink,
+                       min(d.handler) as handler,
                        min(d.exception) as exception, min(d.status) as status, max(d.attempts) as attempts,
                        min(d.created_dt) as created_dt, array_agg(d.id order by d.id) as letters
                   from relay.dead_letter_queue d
@@ -348,7 +365,8 @@ def numbers(conn: psycopg.Connection[Any], group: str, found: Found) -> Iterator
                 """
                 select d.dead_transaction as number, count(*) as events,
                        sum(coalesce(octet_length(d.payload::text), 0) + coalesce(octet_length(d.metadata::text), 0))
-                           ::bigint as size
+                           ::bigint as size,
+                       min(d.sink) as sink, bool_or(d.undelivered) as undelivered
                   from relay.dead_letter_queue d
                  where d.status = any(%(statuses)s) and d.dead_transaction in (
                        select d.dead_transaction from relay.dead_letter_queue d
@@ -368,16 +386,27 @@ def numbers(conn: psycopg.Connection[Any], group: str, found: Found) -> Iterator
 
 
 def failed_handlers(conn: psycopg.Connection[Any], group: str, found: Found) -> dict[str, int]:
-    """The handlers that the transactions failed in, and how many of them in each."""
+    """The handlers of the target that the transactions failed in, and how many of them in each."""
+    return _by_name(conn, group, found, sql.SQL("case when d.sink = '' then d.handler end"))
+
+
+def sinks(conn: psycopg.Connection[Any], group: str, found: Found) -> dict[str, int]:
+    """The sinks that the transactions could not be delivered to, and how many of them to each."""
+    return _by_name(conn, group, found, sql.SQL("nullif(d.sink, '')"))
+
+
+def _by_name(
+    conn: psycopg.Connection[Any], group: str, found: Found, name: sql.SQL
+) -> dict[str, int]:
     where, parameters = found.wanted.where()
     rows = conn.execute(
         sql.SQL(
             """
-            select d.handler, count(distinct d.dead_transaction) from relay.dead_letter_queue d
-             where d.handler is not null and d.status = any(%(statuses)s) and d.id <= %(last_id)s and {where}
-             group by d.handler order by d.handler
+            select {name}, count(distinct d.dead_transaction) from relay.dead_letter_queue d
+             where {name} is not null and d.status = any(%(statuses)s) and d.id <= %(last_id)s and {where}
+             group by 1 order by 1
             """
-        ).format(where=where),
+        ).format(name=name, where=where),
         {
             **parameters,
             "group": group,
@@ -548,6 +577,21 @@ def bury_again(
         (handler, exception, number),
     )
     note(conn, group, [number], "died again", None)
+
+
+def put_back(
+    conn: psycopg.Connection[Any],
+    group: str,
+    dead: Sequence[int],
+    exception: str,
+    reason: str | None,
+) -> None:
+    """Dead transactions that were queued to be replayed are cancelled: they are dead as before."""
+    conn.execute(
+        "update relay.dead_letter_queue set status = 'dead', exception = %s where dead_transaction = any(%s)",
+        (_writable(conn, exception), list(dead)),
+    )
+    note(conn, group, dead, "cancel", reason)
 
 
 def mark_by_reference(conn: psycopg.Connection[Any], number: int, offsets: Sequence[int]) -> None:

@@ -1,29 +1,45 @@
-"""Business transactions that wait: `relay.deferred`, and their rows in `relay.deferred_rows`."""
+"""Deferred business transactions: `relay.deferred`; the rows of large ones are in `relay.deferred_rows`.
+
+What is deferred belongs to a sink, or to the target's cursor, whose sink is ''. Nothing here costs more where many
+transactions of one key are deferred: keys that are held are rows of `relay.deferred_keys`, and a transaction is not
+looked at again while the one that is its `predecessor` is there.
+
+A predecessor is only ever noted where whoever removes that row is sure to see the note: in the database transaction
+that inserts both, or under a lock of the predecessor's row. A trigger takes the note back.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby, islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString, NamedTuple
 
 import numpy as np
 import psycopg
-from psycopg.rows import class_row, scalar_row
+from psycopg import sql
+from psycopg.rows import class_row, scalar_row, tuple_row
 
-from relay.events import Lsn
+from relay.events import Lsn, Tuples
 from relay.source.spool import Spool, SpooledTuples
-from relay.transactions import FACTS, Rows, Transactions, Undecoded, portions
+from relay.store import arrays
+from relay.store.deferred_copy import COLUMNS, END, START, Encoder
+from relay.transactions import FACTS, Rows, Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
 
 _CLAIM_LOCK = 0x72656C61
 """Of the advisory locks, those for claiming; the other half is the group's."""
-_PARKED_AT_ONCE = 1_000
+_PARKED_AT_ONCE = 5_000
 _PORTION_EVENTS = 10_000
 _PORTION_BYTES = 1024 * 1024
+_ROUNDS = 20
+"""How often a claim goes on where all that it has looked at is behind others."""
+_LOOKED_AT = 10_000
+"""How many keys a claim looks at, about, for what follows on the first of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class Wait:
     reason: str | None = None
     blocked: bool = False
     dead_transaction: int | None = None
+    undelivered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +68,13 @@ class Due:
     """A transaction whose turn it is."""
 
     id: int
+    keys: list[str]
+    holds: bool
     attempts: int
     first_failed_at: float | None
+    handler: str | None
     dead_transaction: int | None
+    undelivered: bool
     transaction_id: str | None
     hosts: list[str]
     columns: list[str]
@@ -67,153 +88,314 @@ class Due:
     size: int
 
 
-def held(conn: Connection, group: str, keys: Collection[str]) -> set[str]:
-    """Those of the keys that a transaction of the group holds."""
+DUE_COLUMNS = sql.SQL(
+    """
+    d.id, d.keys, d.holds, d.attempts, extract(epoch from d.first_failed_at)::float8 as first_failed_at, d.handler,
+    d.dead_transaction, d.undelivered, d.transaction_id, d.hosts, d.columns, d.commit_lsn::text, d.end_lsn::text,
+    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
+    """
+)
+"""What makes a `Due` of a row `d` of relay.deferred."""
+
+
+# Statements that are never prepared: a plan that was made while a table was empty would read all of it later.
+
+
+def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[str]:
+    """Those of the keys that a deferred transaction holds."""
     with conn.cursor(row_factory=scalar_row) as cursor:
+        # The order lets only the index be of use: a key that nobody holds would be looked for in the whole table where
+        # most rows have the same one.
         cursor.execute(
             """
-            select distinct key from relay.deferred, unnest(keys) as key
-             where group_id = %(group)s and holds and keys && %(asked)s::text[] and key = any(%(asked)s)
+            select asked.key from unnest(%(asked)s::text[]) as asked (key)
+             where (select k.deferred_id from relay.deferred_keys as k
+                     where k.group_id = %(group)s and k.sink = %(sink)s and k.key = asked.key
+                     order by k.deferred_id limit 1) is not null
             """,
-            {"group": group, "asked": list(keys)},
+            {"group": group, "sink": sink, "asked": arrays.of_texts(keys)},
+            prepare=False,
         )
         return set(cursor)
 
 
-_PARK = """
-    with parked as (
-        insert into relay.deferred (
-            group_id, keys, holds, blocked, retry_at, attempts, first_failed_at, handler, reason, dead_transaction,
-            transaction_id, hosts, columns, commit_lsn, end_lsn, commit_ts, xid, first_offset, last_offset,
-            events, size)
-        values (%s, %s, %s, %s, coalesce(%s, clock_timestamp() + make_interval(secs => %s)), %s, to_timestamp(%s),
-                %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
-        returning id)
-    insert into relay.deferred_rows (deferred_id, portion, sizes, data) select id, 0, %s, %s from parked
-    returning deferred_id
-"""
+_COPY = f"copy relay.deferred ({', '.join(COLUMNS)}) from stdin (format binary)"
+_COPIED_AT_ONCE = 64 * 1024
 
 
-def park(conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]]) -> None:
-    """Let transactions wait, in this order, behind all that wait already."""
-    rest = iter(waiting)
-    with conn.cursor() as cursor:
-        while some := list(islice(rest, _PARKED_AT_ONCE)):
-            for large, alike in groupby(some, key=lambda each: each[0].size > _PORTION_BYTES):
-                if not large:
-                    cursor.executemany(
-                        _PARK,
-                        [_parked(group, *each, next(_portions(each[0]))) for each in alike],
-                    )
-                    continue
-                for transaction, wait in alike:
-                    portions = _portions(transaction)
-                    cursor.execute(_PARK, _parked(group, transaction, wait, next(portions)))
-                    (deferred_id,) = next(cursor)
-                    _write_rows(cursor, deferred_id, portions, first=1)
-
-
-def _parked(group: str, transaction: Undecoded, wait: Wait, rows: Rows) -> Sequence[Any]:
-    commit = transaction.commit
-    return (
-        group,
-        sorted(wait.keys),
-        wait.holds,
-        wait.blocked,
-        wait.until,
-        wait.after,
-        wait.attempts,
-        wait.first_failed_at,
-        wait.handler,
-        wait.reason,
-        wait.dead_transaction,
-        transaction.transaction_id,
-        list(transaction.hosts),
-        list(transaction.columns),
-        str(commit.lsn),
-        str(commit.end_lsn),
-        commit.ts,
-        commit.xid,
-        transaction.first_offset,
-        transaction.last_offset,
-        len(transaction.tuples),
-        transaction.size,
-        rows.sizes.tolist(),
-        b"".join(rows),
+def any_held(conn: Connection, group: str, sink: str) -> bool:
+    """Whether a deferred transaction holds any key."""
+    found = conn.execute(
+        "select from relay.deferred_keys where group_id = %s and sink = %s limit 1",
+        (group, sink),
+        prepare=False,
     )
+    return found.rowcount > 0
 
 
-def _write_rows(
-    cursor: psycopg.Cursor[Any], deferred_id: int, portions: Iterable[Rows], first: int = 0
+def park(
+    conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]], sink: str = ""
 ) -> None:
-    """Write portions of a transaction's rows, numbered from `first` on."""
-    for number, rows in enumerate(portions, start=first):
-        cursor.execute(
+    """Defer transactions, in this order, after all that are deferred already."""
+    rest = iter(waiting)
+    holders: dict[str, int] = {}
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        while some := list(islice(rest, _PARKED_AT_ONCE)):
+            ids, now = cursor.execute(
+                """
+                select array_agg(nextval('relay.deferred_id_seq')),
+                       (extract(epoch from clock_timestamp()) * 1000000)::bigint - 946684800000000
+                  from generate_series(1, %s)
+                """,
+                (len(some),),
+            ).fetchall()[0]
+            encoder = Encoder(group, sink, conn.info.encoding, now)
+            large: list[tuple[int, Tuples]] = []
+            with cursor.copy(_COPY) as copy:
+                portion = bytearray(START)
+                for number, (transaction, wait) in zip(ids, some, strict=True):
+                    rows = _inline(transaction)
+                    if rows is None:
+                        large.append((number, transaction.tuples))
+                    predecessor = _predecessor(holders, number, wait)
+                    portion += encoder.row(number, transaction, wait, predecessor, rows)
+                    if len(portion) > _COPIED_AT_ONCE:
+                        copy.write(portion)
+                        portion = bytearray()
+                copy.write(portion + END)
+            for number, tuples in large:
+                _write_rows(conn, number, tuples)
+
+
+def _predecessor(holders: dict[str, int], number: int, wait: Wait) -> int | None:
+    """The last row of a call that holds one of the keys. `holders` has these by key; the next one is `number`."""
+    predecessor = None
+    for key in wait.keys:
+        before = holders.get(key)
+        if before is not None and (predecessor is None or before > predecessor):
+            predecessor = before
+        if wait.holds:
+            holders[key] = number
+    return predecessor
+
+
+def _inline(transaction: Undecoded) -> list[bytes] | None:
+    """The rows of a transaction, where they are in memory and no more than a portion."""
+    tuples = transaction.tuples
+    if (
+        isinstance(tuples, Rows)
+        and len(tuples) <= _PORTION_EVENTS
+        and transaction.size <= _PORTION_BYTES
+    ):
+        return list(tuples)
+    return None
+
+
+def _write_rows(conn: Connection, number: int, tuples: Tuples) -> None:
+    """Write a transaction's rows, a portion in memory at a time. They may come from the same connection."""
+    for portion, rows in enumerate(_portions(tuples)):
+        conn.execute(
             "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
-            (deferred_id, number, rows.sizes.tolist(), b"".join(rows)),
+            (number, portion, list(map(len, rows)), b"".join(rows)),
         )
 
 
-def _portions(transaction: Undecoded) -> Iterator[Rows]:
-    return portions(transaction.tuples, _PORTION_EVENTS, _PORTION_BYTES)
+def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
+    some: list[bytes] = []
+    size = 0
+    for row in tuples:
+        some.append(row)
+        size += len(row)
+        if len(some) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def lock(conn: Connection, group: str) -> None:
+    """Wait until nobody claims what the group's target has deferred; to the end of the database transaction."""
+    conn.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", (_CLAIM_LOCK, group))
 
 
 def claim(conn: Connection, group: str, limit: int) -> list[Due]:
-    """Transactions whose time has come, oldest first, but none behind one of its keys that is not among them.
+    """The transactions of the target's cursor whose turn it is, as `heads` finds them.
 
-    They are of one table layout. Until the end of the database transaction nobody else can claim any of the group.
+    Until the end of the database transaction nobody else can claim any of the group.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
         if not cursor.execute(
             "select pg_try_advisory_xact_lock(%s, hashtext(%s))", (_CLAIM_LOCK, group)
         ).fetchone():
             return []
-    with conn.cursor(row_factory=class_row(Due)) as cursor:
-        found = cursor.execute(
+    return heads(conn, group, "", limit)
+
+
+def heads(
+    conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int] = ()
+) -> list[Due]:
+    """At most `limit` transactions whose turn it is, in the order in which they were deferred.
+
+    For each key the first ones, so many of one key together; none whose time has not come, and none before which
+    another one holds one of its keys that is not returned with it. They are of one table layout. What is due longest
+    goes first. Those `in_flight`, by id, were returned before: they are left out, and hold their keys.
+    """
+    for _ in range(_ROUNDS):
+        ready = _ready(conn, group, sink, limit, in_flight)
+        chosen = _chosen(ready)
+        found = ready
+        if chosen and len(chosen) < limit:
+            room = limit - len(chosen)
+            found = [*ready, *_following(conn, chosen, room, ready, in_flight)]
+            chosen = _chosen(found)
+        _note_predecessors(conn, ready, chosen)
+        if chosen or len(ready) < limit:
+            break
+    else:
+        return []
+    due = [
+        each.due for each in sorted(found, key=lambda each: each.due.id) if each.due.id in chosen
+    ]
+    return list(takewhile(lambda each: each.columns == due[0].columns, due[:limit]))
+
+
+class _Found(NamedTuple):
+    """A transaction that may be due, with the last row before it that holds each of its keys."""
+
+    due: Due
+    is_early: bool
+    earlier: list[int]
+
+
+_FOUND = sql.SQL(
+    """
+    select d.blocked or d.retry_at > now(),
+           array(select distinct before.deferred_id
+                   from unnest(d.keys) as own (key)
+                  cross join lateral (
+                        select k.deferred_id from relay.deferred_keys as k
+                         where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id < d.id
+                         order by k.deferred_id desc limit 1) as before),
+           {due}
+    """
+).format(due=DUE_COLUMNS)
+_READY = sql.SQL(
+    """
+    {found}
+      from relay.deferred as d
+     where d.group_id = %(group)s and d.sink = %(sink)s and not d.blocked and d.predecessor is null
+       and d.retry_at <= now() and d.id <> all(%(in_flight)s::bigint[])
+     order by d.retry_at, d.id limit %(limit)s
+    """
+).format(found=_FOUND)
+# Of each key as many, so that one with a long run does not take all of the room.
+_FOLLOWING = sql.SQL(
+    """
+    with following as (
+        select next.deferred_id, min(next.number) as number
+          from relay.deferred as d
+         cross join unnest(d.keys) as own (key)
+         cross join lateral (
+               select k.deferred_id, row_number() over (order by k.deferred_id) as number
+                 from relay.deferred_keys as k
+                where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id > d.id
+                order by k.deferred_id limit %(each)s) as next
+         where d.id = any(%(chosen)s::bigint[]) and next.deferred_id <> all(%(known)s::bigint[])
+         group by next.deferred_id
+         order by 2, 1 limit %(room)s)
+    {found}
+      from following join relay.deferred as d on d.id = following.deferred_id
+    """
+).format(found=_FOUND)
+
+
+def _ready(
+    conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int]
+) -> list[_Found]:
+    return _found(
+        conn,
+        _READY,
+        {
+            "group": group,
+            "sink": sink,
+            "limit": limit,
+            "in_flight": arrays.of_numbers(in_flight),
+        },
+    )
+
+
+def _following(
+    conn: Connection,
+    chosen: Collection[int],
+    room: int,
+    ready: Sequence[_Found],
+    in_flight: Collection[int],
+) -> list[_Found]:
+    """What comes after the chosen ones with their keys."""
+    keys = sum(len(each.due.keys) for each in ready if each.due.id in chosen)
+    if not keys:
+        return []
+    known = (*(each.due.id for each in ready), *in_flight)
+    return _found(
+        conn,
+        _FOLLOWING,
+        {
+            "chosen": arrays.of_numbers(chosen),
+            "known": arrays.of_numbers(known),
+            "each": min(room, max(math.ceil(room / keys), _LOOKED_AT // keys)),
+            "room": room,
+        },
+    )
+
+
+def _found(conn: Connection, query: sql.Composed, parameters: dict[str, Any]) -> list[_Found]:
+    rows = conn.execute(query, parameters, prepare=False)
+    return [_Found(Due(*due), is_early, earlier) for is_early, earlier, *due in rows]
+
+
+def _chosen(found: Iterable[_Found]) -> set[int]:
+    """Those that may be tried together: whatever holds one of their keys before them is among them."""
+    chosen: set[int] = set()
+    for each in sorted(found, key=lambda each: each.due.id):
+        if not each.is_early and chosen.issuperset(each.earlier):
+            chosen.add(each.due.id)
+    return chosen
+
+
+def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[int]) -> None:
+    """Let those that are due but follow on others be left alone until the last of these is gone.
+
+    A row that somebody has locked may be gone soon, without its trigger seeing the note: it is not noted.
+    """
+    predecessors = {
+        each.due.id: max(set(each.earlier) - chosen) for each in ready if each.due.id not in chosen
+    }
+    if predecessors:
+        conn.execute(
             """
-            with recursive barred (key, id) as (
-                select own.key, d.id from relay.deferred d, unnest(d.keys) as own (key)
-                 where d.group_id = %(group)s and d.holds and (d.blocked or d.retry_at > now())
-                union
-                select own.key, d.id
-                  from barred
-                  join relay.deferred d on d.holds and d.keys @> array[barred.key] and d.id > barred.id
-                       and cardinality(d.keys) > 1,
-                       unnest(d.keys) as own (key)
-                 where d.group_id = %(group)s
-            ), first_barred as (
-                select key, min(id) as id from barred group by key
-            ), due as (
-                select d.id from relay.deferred d
-                  left join lateral unnest(d.keys) as own (key) on true
-                  left join first_barred on first_barred.key = own.key and first_barred.id < d.id
-                 where d.group_id = %(group)s and not d.blocked and d.retry_at <= now()
-                 group by d.id
-                having count(first_barred.key) = 0
-                 order by d.id
-                 limit %(limit)s
-            )
-            select id, attempts, extract(epoch from first_failed_at)::float8 as first_failed_at, dead_transaction,
-                   transaction_id, hosts, columns, commit_lsn::text, end_lsn::text, commit_ts, xid, first_offset,
-                   last_offset, events, size
-              from relay.deferred join due using (id)
-             order by id
+            update relay.deferred as d set predecessor = noted.predecessor
+              from (select n.id, p.id as predecessor
+                      from unnest(%s::bigint[], %s::bigint[]) as n (id, predecessor)
+                      join relay.deferred as p on p.id = n.predecessor
+                       for key share of p skip locked) as noted
+             where d.id = noted.id
             """,
-            {"group": group, "limit": limit},
+            (arrays.of_numbers(predecessors), arrays.of_numbers(predecessors.values())),
             prepare=False,
-        ).fetchall()
-    return list(takewhile(lambda each: each.columns == found[0].columns, found))
+        )
 
 
-def seconds_to_next(conn: Connection, group: str) -> float | None:
+def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | None:
     """How long it is until the next transaction's time comes; None if none waits for a time."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             """
-            select extract(epoch from min(retry_at) - clock_timestamp())::float8 from relay.deferred
-             where group_id = %s and not blocked and retry_at > clock_timestamp()
+            select extract(epoch from retry_at - clock_timestamp())::float8 from relay.deferred
+             where group_id = %s and sink = %s and not blocked and predecessor is null and retry_at > clock_timestamp()
+             order by retry_at limit 1
             """,
-            (group,),
+            (group, sink),
+            prepare=False,
         ).fetchone()
     return None if found is None else float(found)
 
@@ -249,7 +431,10 @@ def transactions(
     columns = tuple(due[0].columns)
     found = _rows(conn, [each.id for each in due])
     if sum(each.size for each in due) <= spool_above:
-        return Transactions(columns, facts, ids, hosts, Rows.of([row for _, row in found]))
+        rows: dict[int, list[bytes]] = {each.id: [] for each in due}
+        for deferred_id, row in found:
+            rows[deferred_id].append(row)
+        return Transactions(columns, facts, ids, hosts, Rows.of([*chain(*rows.values())]))
     spool = Spool(spool_directory)
     spooled = {each.id: SpooledTuples(spool) for each in due}
     for deferred_id, row in found:
@@ -258,46 +443,99 @@ def transactions(
     return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))
 
 
-def _rows(conn: Connection, ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """The rows of transactions, with whose they are, as they were parked; a portion in memory at a time."""
-    with conn.cursor(binary=True) as cursor:
-        found = cursor.stream(
-            "select deferred_id, sizes, data from relay.deferred_rows where deferred_id = any(%s)"
-            " order by deferred_id, portion",
-            (list(ids),),
+def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]:
+    """The rows of transactions, with whose they are; each one's in order, a portion in memory at a time."""
+    others = set(ids)
+    for deferred_id, row in _stored(
+        conn,
+        "select id, sizes, data from relay.deferred where id = any(%s::bigint[]) and data is not null",
+        ids,
+    ):
+        others.discard(deferred_id)
+        yield deferred_id, row
+    if others:
+        yield from _stored(
+            conn,
+            """
+            select deferred_id, sizes, data from relay.deferred_rows where deferred_id = any(%s::bigint[])
+             order by deferred_id, portion
+            """,
+            others,
         )
-        for deferred_id, sizes, data in found:
+
+
+def _stored(
+    conn: Connection, query: LiteralString, ids: Collection[int]
+) -> Iterator[tuple[int, bytes]]:
+    with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+        for deferred_id, sizes, data in cursor.stream(query, (arrays.of_numbers(ids),)):
             start = 0
             for size in sizes:
                 yield deferred_id, data[start : start + size]
                 start += size
 
 
-def settle(conn: Connection, ids: Sequence[int]) -> None:
-    """Claimed transactions wait no longer."""
-    conn.execute("delete from relay.deferred where id = any(%s)", (list(ids),))
+def settle(conn: Connection, ids: Collection[int]) -> set[int]:
+    """Transactions are deferred no longer; returns those that still were, by id: somebody may have cancelled others."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            "delete from relay.deferred where id = any(%s::bigint[]) returning id",
+            (arrays.of_numbers(ids),),
+            prepare=False,
+        )
+        return set(cursor)
 
 
-def wait_again(conn: Connection, deferred_id: int, wait: Wait) -> None:
-    """A claimed transaction has failed once more: it keeps its place, and what is behind it waits on."""
+def wait_again(conn: Connection, waits: Collection[tuple[int, Wait]]) -> set[int]:
+    """Transactions, by id, have failed once more: they keep their turn, and what follows on them waits on.
+
+    Returns those that are still deferred. Their keys stay what they are.
+    """
+    if not waits:
+        return set()
     conn.execute(
         """
-        update relay.deferred
-           set holds = %s, blocked = %s, retry_at = clock_timestamp() + make_interval(secs => %s), attempts = %s,
-               first_failed_at = to_timestamp(%s), handler = %s, reason = %s, dead_transaction = %s
-         where id = %s
+        with newly as (
+            update relay.deferred set holds = true where id = any(%s::bigint[]) and not holds
+            returning group_id, sink, keys, id)
+        insert into relay.deferred_keys (group_id, sink, key, deferred_id)
+        select d.group_id, d.sink, own.key, d.id from newly as d, unnest(d.keys) as own (key)
         """,
-        (
-            wait.holds,
-            wait.blocked,
-            wait.after,
-            wait.attempts,
-            wait.first_failed_at,
-            wait.handler,
-            wait.reason,
-            wait.dead_transaction,
-            deferred_id,
-        ),
+        (arrays.of_numbers(number for number, wait in waits if wait.holds),),
+        prepare=False,
+    )
+    columns = zip(*(_again(number, wait) for number, wait in waits), strict=True)
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            update relay.deferred as d
+               set retry_at = coalesce(w.until, clock_timestamp() + make_interval(secs => w.after)),
+                   blocked = w.blocked, attempts = w.attempts, first_failed_at = to_timestamp(w.first_failed_at),
+                   handler = w.handler, reason = w.reason, dead_transaction = w.dead_transaction
+              from unnest(%s::bigint[], %s::boolean[], %s::float8[], %s::timestamptz[], %s::int[], %s::float8[],
+                          %s::text[], %s::text[], %s::bigint[])
+                   as w (id, blocked, after, until, attempts, first_failed_at, handler, reason, dead_transaction)
+             where d.id = w.id
+            returning d.id
+            """,
+            [arrays.of_values(column) for column in columns],
+            prepare=False,
+        )
+        return set(cursor)
+
+
+def _again(number: int, wait: Wait) -> tuple[object, ...]:
+    """The values for a row that is tried again."""
+    return (
+        number,
+        wait.blocked,
+        wait.after,
+        wait.until,
+        wait.attempts,
+        wait.first_failed_at,
+        wait.handler,
+        wait.reason,
+        wait.dead_transaction,
     )
 
 
@@ -312,30 +550,51 @@ def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
 
 def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
     """Try a blocked transaction again, with the rows that it has now; it keeps its turn."""
+    rows = _inline(transaction)
     conn.execute(
         """
         update relay.deferred
            set blocked = false, retry_at = clock_timestamp(), attempts = 0, first_failed_at = null, handler = null,
-               reason = null, columns = %s, events = %s, size = %s
+               reason = null, columns = %s, events = %s, size = %s, sizes = %s, data = %s
          where id = %s
         """,
-        (list(transaction.columns), len(transaction.tuples), transaction.size, deferred_id),
+        (
+            list(transaction.columns),
+            len(transaction.tuples),
+            transaction.size,
+            None if rows is None else list(map(len, rows)),
+            None if rows is None else b"".join(rows),
+            deferred_id,
+        ),
     )
     conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
-    with conn.cursor() as cursor:
-        _write_rows(cursor, deferred_id, _portions(transaction))
+    if rows is None:
+        _write_rows(conn, deferred_id, transaction.tuples)
+
+
+KIND = sql.SQL(
+    """
+    case when d.blocked then 'holding'
+         when d.attempts > 0 then 'retry'
+         when d.dead_transaction is not null then 'replay'
+         when d.holds then 'blocked'
+         else 'scheduled' end
+    """
+)
+"""Why a row `d` is deferred: see `Reason`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why some transactions are deferred, and since and until when.
 
-    `kind` is `retry` (the handler failed with `reason`), `blocked` (a dead transaction that holds its key),
-    `replay`, `scheduled` (deliver_at) or `behind` (an earlier transaction holds one of their keys). `since` is when the
-    first of them failed or was deferred, `next` when the first of them may be tried and `until` when the last; both
-    are null where that is no question of time.
+    `kind` is `retry` (the handler failed with `reason`), `holding` (a dead transaction that holds its key),
+    `replay`, `scheduled` (deliver_at) or `blocked` (an earlier transaction holds one of their keys). `since` is when
+    the first of them failed or was deferred, `next` when the first of them may be tried and `until` when the last; both
+    are null where that is no question of time. `sink` is empty for the target.
     """
 
+    sink: str
     kind: str
     handler: str | None
     reason: str | None
@@ -347,10 +606,10 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How many transactions of a group are deferred, how many of these are blocked, and the most frequent reasons."""
+    """How many transactions of a group are deferred, how many of these are dead letters, and the commonest reasons."""
 
     transactions: int
-    blocked: int
+    holding: int
     reasons: Sequence[Reason] = ()
 
 
@@ -359,39 +618,67 @@ _REASONS = 20
 
 
 def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
-    """How many transactions wait because of a handler that is not among these, by its name."""
+    """How many transactions of the target wait because of a handler that is not among these, by its name."""
     return dict(
         conn.execute(
-            "select handler, count(*) from relay.deferred where group_id = %s and handler <> all(%s::text[])"
-            " group by 1 order by 1",
+            """
+            select handler, count(*) from relay.deferred
+             where group_id = %s and sink = '' and handler <> all(%s::text[]) group by 1 order by 1
+            """,
             (group, list(handlers)),
         ).fetchall()
     )
 
 
+def waiting_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
+    """How many transactions are deferred for a sink that is not among these, by its name."""
+    return dict(
+        conn.execute(
+            """
+            select sink, count(*) from relay.deferred
+             where group_id = %s and sink <> '' and sink <> all(%s::text[]) group by 1 order by 1
+            """,
+            (group, list(sinks)),
+        ).fetchall()
+    )
+
+
+def count_by_sink(conn: Connection, group: str) -> dict[str, int]:
+    """How many transactions are deferred for each sink; '' is the target."""
+    rows = conn.execute(
+        "select sink, count(*) from relay.deferred where group_id = %s group by sink", (group,)
+    )
+    return dict(rows.fetchall())
+
+
+def forget(conn: Connection, group: str, sink: str) -> int:
+    """Forget what is deferred for a sink; returns how many transactions."""
+    return conn.execute(
+        "delete from relay.deferred where group_id = %s and sink = %s", (group, sink)
+    ).rowcount
+
+
 def count(conn: Connection, group: str) -> Waiting:
-    """How many transactions of the group are deferred, and why."""
+    """How many transactions of the group are deferred, and why. Reads all of them."""
     with conn.cursor(row_factory=class_row(Reason)) as cursor:
         found = cursor.execute(
-            """
-            with reasons as (
-                select case when blocked then 'blocked'
-                            when attempts > 0 then 'retry'
-                            when dead_transaction is not null then 'replay'
-                            when holds then 'behind'
-                            else 'scheduled' end as kind,
-                       handler, reason, deferred_at, first_failed_at, retry_at
-                  from relay.deferred where group_id = %s)
-            select kind, handler, reason, count(*) as transactions,
-                   min(coalesce(first_failed_at, deferred_at)) as since,
-                   case when kind in ('retry', 'scheduled') then least(min(retry_at), '9999-01-01') end as next,
-                   case when kind in ('retry', 'scheduled') then least(max(retry_at), '9999-01-01') end as until
-              from reasons group by kind, handler, reason order by count(*) desc, kind, handler, reason
-            """,
+            sql.SQL(
+                """
+                with reasons as (
+                    select d.sink, {kind} as kind, d.handler, d.reason, d.deferred_at, d.first_failed_at, d.retry_at
+                      from relay.deferred as d where d.group_id = %s)
+                select sink, kind, handler, reason, count(*) as transactions,
+                       min(coalesce(first_failed_at, deferred_at)) as since,
+                       case when kind in ('retry', 'scheduled') then least(min(retry_at), '9999-01-01') end as next,
+                       case when kind in ('retry', 'scheduled') then least(max(retry_at), '9999-01-01') end as until
+                  from reasons group by sink, kind, handler, reason
+                 order by count(*) desc, sink, kind, handler, reason
+                """
+            ).format(kind=KIND),
             (group,),
         ).fetchall()
     return Waiting(
         sum(each.transactions for each in found),
-        sum(each.transactions for each in found if each.kind == "blocked"),
+        sum(each.transactions for each in found if each.kind == "holding"),
         tuple(found[:_REASONS]),
     )

@@ -115,9 +115,9 @@ class Origin:
     """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
 
     `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
-    `polled` a position that the commits which were polled lie below. `xmax` is that of its newest snapshot, 0 without
-    one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may lack commits, None while it
-    is read, or where nobody knows.
+    `polled` a position that the commits which were polled, or delivered to sinks, lie below. `xmax` is that of the
+    newest snapshot, 0 without one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may
+    lack commits, None while it is read, or where nobody knows.
     """
 
     identifier: str | None
@@ -131,7 +131,7 @@ class Origin:
 
 
 def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Origin:
-    """Where the group's LSNs belong to. `lock` keeps tasks from applying anything until the transaction ends."""
+    """Where the group's LSNs belong to. `lock` lets tasks and sinks store nothing until the transaction ends."""
     if lock:
         conn.execute(
             "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
@@ -141,13 +141,20 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
             "select from relay.consumer_offsets where group_id = %s order by topic_id, partition_id for update",
             (group,),
         )
+        conn.execute(
+            "select from relay.sinks where group_id = %s order by sink for update", (group,)
+        )
     (found,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
                coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
-               coalesce((select max(polled_lsn) from relay.snapshots where group_id = %(group)s), '0/0')::text,
-               coalesce((select max(pg_snapshot_xmax(snapshot)::text::bigint) from relay.snapshots
-                          where group_id = %(group)s), 0),
+               greatest((select max(polled_lsn) from relay.snapshots where group_id = %(group)s),
+                        (select max(delivered_lsn) from relay.sinks where group_id = %(group)s), '0/0')::text,
+               (select coalesce(max(pg_snapshot_xmax(seen)::text::bigint), 0)
+                  from (select snapshot from relay.snapshots where group_id = %(group)s
+                        union all
+                        select coalesce(following, snapshot) from relay.sinks
+                         where group_id = %(group)s) as all_seen (seen)),
                confirmed_lsn::text
           from (select) as one left join relay.groups on group_id = %(group)s
         """,
@@ -199,7 +206,8 @@ def follow(
 ) -> int:
     """From now on the group's LSNs belong to this server and timeline; returns the new epoch.
 
-    `reset` says that those of before mean nothing there: the snapshots decide what is new.
+    `reset` says that those of before mean nothing there: the snapshots decide what is new. Sinks at work go on from
+    what they have stored, which is what the new server was compared with.
     """
     if reset:
         conn.execute(
@@ -207,6 +215,18 @@ def follow(
             (group,),
         )
         conn.execute("update relay.snapshots set polled_lsn = '0/0' where group_id = %s", (group,))
+        conn.execute(
+            "update relay.sinks set applied_lsn = '0/0', delivered_lsn = '0/0' where group_id = %s",
+            (group,),
+        )
+    conn.execute(
+        """
+        update relay.sinks set epoch = epoch + 1
+         where group_id = %(group)s
+           and exists (select from relay.groups where group_id = %(group)s and system_identifier is not null)
+        """,
+        {"group": group},
+    )
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """

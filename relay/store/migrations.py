@@ -19,6 +19,13 @@ WAIT_SECONDS = 0.2
 
 Side = Literal["source", "outbox", "target"]
 
+FORMER = {
+    "target/001_target.sql": frozenset(
+        {"87ce9101aca2e55bb42f8f8dc6c10d38d8409f002a3b564841e12d79581a5f3c"}  # without sinks
+    )
+}
+"""Editions of files, by digest, that the present one migrates: it is applied once more."""
+
 
 def sql_directory() -> Path:
     """Where the SQL files are: inside the installed package, or at the top of a checkout."""
@@ -74,18 +81,24 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
     missing = _missing(found, side)
     if not missing:
         return
-    if len(missing) == len(files(side)):
+    if found.keys().isdisjoint(map(name_of, files(side))):
         raise ConfigurationError(
             f"{key}: relay is not installed in the database {conn.info.dbname!r} ({missing[0]}): run `relay init`"
         )
     raise ConfigurationError(
         f"{key}: relay's schema in the database {conn.info.dbname!r} is older than this program, relay {__version__} "
-        f"({missing[0]} is missing): stop relay and run `relay init`"
+        f"({_lacking(found, missing[0])}): stop relay and run `relay init`"
     )
 
 
 def _missing(found: Mapping[str, str | None], side: Side) -> list[str]:
-    return [name_of(file) for file in files(side) if name_of(file) not in found]
+    """The files that are to be applied, for the first time or to migrate a former edition."""
+    names = map(name_of, files(side))
+    return [name for name in names if name not in found or found[name] in FORMER.get(name, ())]
+
+
+def _lacking(found: Mapping[str, str | None], name: str) -> str:
+    return f"{name} is of a former edition" if name in found else f"{name} is missing"
 
 
 def _require_compatible(
@@ -93,7 +106,11 @@ def _require_compatible(
 ) -> None:
     """Raise ConfigurationError if the schema is one that `relay init` cannot turn into this program's."""
     digests = {name_of(file): digest_of(file) for file in files(side)}
-    altered = [name for name in digests if found.get(name) not in (None, digests[name])]
+    altered = [
+        name
+        for name, digest in digests.items()
+        if found.get(name) not in (None, digest, *FORMER.get(name, ()))
+    ]
     unknown = sorted(name for name in found if name.startswith(f"{side}/") and name not in digests)
     if altered or (unknown and _missing(found, side)):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Gives up what waits, or is dead, of transactions that are to be delivered again: they would be applied twice."""
+"""Gives up what is deferred, or dead, of transactions that are to be delivered again: they would be applied twice."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _AGAIN = sql.SQL(
 _DEAD = sql.SQL(
     """
     select dead_transaction from relay.dead_letter_queue
-     where group_id = %(group)s and status in ('dead', 'replaying')
+     where group_id = %(group)s and sink = %(sink)s and status in ('dead', 'replaying')
      group by dead_transaction
     having (coalesce(max(c_offset), %(polled)s + 1) > %(polled)s or bool_or(xid = any(%(split)s))) and bool_or({again})
        and bool_or(mod(abs(hashtext(coalesce(host_id::text, ''))::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)
-_WAITING = sql.SQL(
+_DEFERRED = sql.SQL(
     """
     delete from relay.deferred
-     where group_id = %(group)s and (last_offset > %(polled)s or last_offset = 0 or xid = any(%(split)s)) and {again}
+     where group_id = %(group)s and sink = %(sink)s
+       and (last_offset > %(polled)s or last_offset = 0 or xid = any(%(split)s)) and {again}
        and exists (select from unnest(hosts) as host
                     where mod(abs(hashtext(host)::bigint), %(partitions)s) = any(%(chosen)s))
     """
@@ -41,10 +42,14 @@ _WAITING = sql.SQL(
 
 
 class GivenUp(NamedTuple):
-    """How many dead transactions were discarded, and how many that waited are forgotten."""
+    """How many dead transactions were discarded, and how many deferred ones are forgotten."""
 
     dead: int
-    waiting: int
+    deferred: int
+
+    def plus(self, other: GivenUp) -> GivenUp:
+        """Both together."""
+        return GivenUp(self.dead + other.dead, self.deferred + other.deferred)
 
 
 def give_up(
@@ -56,14 +61,16 @@ def give_up(
     next_xid: int,
     partitions: int,
     chosen: Collection[int],
+    sink: str = "",
 ) -> GivenUp:
     """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
 
-    `split` are transactions that have rows on both sides of the c_offset, as the WAL has their ids, and `next_xid` is
-    what the source gives next. Raises psycopg.Error.
+    `sink` is the one that seeks, '' for the target. `split` are transactions that have rows on both sides of the
+    c_offset, as the WAL has their ids, and `next_xid` is what the source gives next. Raises psycopg.Error.
     """
     bound = {
         "group": group,
+        "sink": sink,
         "snapshot": str(goal),
         "polled": polled_offset,
         "split": list(split),
@@ -73,8 +80,5 @@ def give_up(
     }
     with conn.cursor(row_factory=scalar_row) as cursor:
         dead = cursor.execute(_DEAD, bound).fetchall()
-    dead_letters.mark(
-        conn, group, dead, "discard", "discarded", "delivered again by relay offsets seek"
-    )
-    waiting = conn.execute(_WAITING, bound).rowcount
-    return GivenUp(len(dead), waiting)
+    dead_letters.mark(conn, group, dead, "discard", "discarded", "delivered again after a seek")
+    return GivenUp(len(dead), conn.execute(_DEFERRED, bound).rowcount)

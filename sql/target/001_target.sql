@@ -61,12 +61,62 @@ create index if not exists applied_commits_group on relay.applied_commits (group
 comment on table relay.applied_commits is
     'the transactions of the source that a task applied in these partitions';
 
+-- Where each sink is in the log. It is delivered to beside the target's transactions, at its own pace.
+create table if not exists relay.sinks (
+    group_id      text        not null,
+    sink          text        not null,
+    snapshot      pg_snapshot,
+    following     pg_snapshot,
+    polled_offset bigint      not null default -9223372036854775808,
+    applied_lsn   pg_lsn      not null default '0/0',
+    delivered_lsn pg_lsn      not null default '0/0',
+    state         text        not null default 'caught up',
+    epoch         int         not null default 0,
+    paused_at     timestamptz,
+    paused_by     text,
+    reason        text,
+    fault         text,
+    fault_since   timestamptz,
+    instance      text,
+    updated_at    timestamptz not null default now(),
+    primary key (group_id, sink)
+);
+
+comment on column relay.sinks.snapshot is
+    'everything that it sees is delivered, deferred or dead-lettered; null where only the WAL is read (source.mode: wal)';
+comment on column relay.sinks.following is
+    'the end of the difference that is polled now; polled_offset says up to which c_offset of it everything is delivered';
+comment on column relay.sinks.applied_lsn is
+    'where only the WAL is read: everything up to this position is delivered, deferred or dead-lettered';
+comment on column relay.sinks.delivered_lsn is
+    'no transaction that is delivered ends after this position: a source that ends before it has lost some of them';
+comment on column relay.sinks.state is
+    'attached (fed from the stream), lagging (polling the log), caught up (left to the instance that reads the stream) or '
+    'left out (source.mode: wal, read without the sink since updated_at)';
+comment on column relay.sinks.epoch is
+    'counts how often an operator has moved the sink, or the source has changed: what was read before no longer counts';
+comment on column relay.sinks.fault is
+    'why nothing is delivered now, while the circuit breaker is open or the brake is on';
+
+-- What a sink has done beyond its position: neither the stream nor polling delivers it again.
+create table if not exists relay.sink_commits (
+    group_id text   not null,
+    sink     text   not null,
+    xids     xid8[] not null
+);
+create index if not exists sink_commits_sink on relay.sink_commits (group_id, sink);
+
+comment on table relay.sink_commits is
+    'transactions of the source whose deliveries to a sink are done, which its row in relay.sinks does not tell';
+
 create sequence if not exists relay.dead_transactions;
 
 create table if not exists relay.dead_letter_queue (
     id             bigint generated always as identity primary key,
     group_id       text        not null,
     dead_transaction bigint    not null default nextval('relay.dead_transactions'),
+    sink           text        not null default '',
+    undelivered    boolean     not null default false,
     host_id        uuid,
     user_id        uuid,
     c_offset       bigint,
@@ -95,6 +145,36 @@ create table if not exists relay.dead_letter_queue (
     created_dt     timestamptz not null default now()
 );
 
+-- A schema of the edition before sinks had their own cursors. Of what was dead or deferred then, no sink has had anything.
+do $$
+begin
+    if not exists (select from pg_attribute
+                    where attrelid = 'relay.dead_letter_queue'::regclass and attname = 'sink' and not attisdropped) then
+        alter table relay.dead_letter_queue add column sink text not null default '',
+                                            add column undelivered boolean not null default true;
+        alter table relay.dead_letter_queue alter column undelivered set default false;
+    end if;
+    if to_regclass('relay.deferred') is not null
+       and not exists (select from pg_attribute
+                        where attrelid = to_regclass('relay.deferred') and attname = 'sink' and not attisdropped) then
+        drop index if exists relay.deferred_due, relay.deferred_keys, relay.deferred_hosts;
+        alter table relay.deferred add column sink text not null default '',
+                                   add column predecessor bigint,
+                                   add column sizes int[],
+                                   add column data bytea,
+                                   add column undelivered boolean not null default true;
+        alter table relay.deferred alter column undelivered set default false;
+        update relay.deferred
+           set keys = array(select regexp_replace(key, '^(host|user|aggregate) (\S*)(.*)$', '\2 \1\3')
+                              from unnest(keys) as key order by 1);
+    end if;
+end
+$$;
+
+comment on column relay.dead_letter_queue.sink is
+    'the sink that it could not be delivered to, to which alone a replay delivers it; empty where it could not be applied to the target';
+comment on column relay.dead_letter_queue.undelivered is
+    'no sink has had it either (no route matched, or its events could not be read): a replay goes to the sinks as well';
 comment on column relay.dead_letter_queue.dead_transaction is
     'number of the dead business transaction: the same for all of its events, and for no others';
 comment on column relay.dead_letter_queue.refused is
@@ -123,7 +203,24 @@ create table if not exists relay.dead_letter_actions (
 create index if not exists dead_letter_actions_dead on relay.dead_letter_actions (dead_transaction);
 
 comment on table relay.dead_letter_actions is
-    'one row for each action on a dead transaction: replay, replayed, died again, edit, discard, purge';
+    'one row for each action on a dead transaction: replay, replayed, died again, edit, discard, purge, cancel';
+
+create table if not exists relay.actions (
+    id       bigint generated always as identity primary key,
+    group_id text        not null,
+    sink     text        not null default '',
+    action   text        not null,
+    reason   text,
+    detail   jsonb,
+    acted_by text        not null default session_user,
+    acted_at timestamptz not null default clock_timestamp()
+);
+create index if not exists actions_group on relay.actions (group_id, sink, id);
+
+comment on table relay.actions is
+    'one row for each thing that somebody did to a running group, such as deferred run; what, to how much of it: detail';
+comment on column relay.actions.sink is
+    'the sink that it was done to; empty for the target';
 
 -- What a group remembers of its source, so that a change of server or a lost slot is recognised.
 
@@ -194,20 +291,23 @@ comment on table relay.brakes is
 comment on column relay.brakes.braked_at is
     'since when no more of them are dead-lettered, and the handler''s progress is stopped';
 
--- Business transactions that wait: for a time, for another attempt, or behind one of the same ordering key that does.
+-- Business transactions that are deferred: to a time, to another attempt, or since an earlier one of the same ordering key is.
 
 create table if not exists relay.deferred (
     id              bigint generated always as identity primary key,
     group_id        text        not null,
+    sink            text        not null default '',
     keys            text[]      not null,
     holds           boolean     not null,
     blocked         boolean     not null default false,
+    predecessor     bigint,
     retry_at        timestamptz not null,
     attempts        int         not null default 0,
     first_failed_at timestamptz,
     handler         text,
     reason          text,
     dead_transaction bigint,
+    undelivered     boolean     not null default false,
     transaction_id  text,
     hosts           text[]      not null,
     columns         text[]      not null,
@@ -219,23 +319,101 @@ create table if not exists relay.deferred (
     last_offset     bigint      not null,
     events          bigint      not null,
     size            bigint      not null,
+    sizes           int[],
+    data            bytea,
     deferred_at     timestamptz not null default now()
 );
-create index if not exists deferred_due on relay.deferred (group_id, retry_at) where not blocked;
+create index if not exists deferred_ready on relay.deferred (group_id, sink, retry_at, id)
+    where not blocked and predecessor is null;
+create index if not exists deferred_predecessor on relay.deferred (predecessor) where predecessor is not null;
 create index if not exists deferred_dead on relay.deferred (dead_transaction) where dead_transaction is not null;
-create index if not exists deferred_keys on relay.deferred using gin (keys) where holds;
-create index if not exists deferred_hosts on relay.deferred using gin (hosts) where holds;
 
+comment on column relay.deferred.sink is
+    'the sink that it is to be delivered to; empty where it is to be applied to the target';
 comment on column relay.deferred.keys is
-    'what the handlers of the transaction order by; it waits for every older row that holds one of them';
+    'what its handlers order by, each beginning with the host_id and a space; it waits for every older row that holds one of them';
 comment on column relay.deferred.holds is
     'whether later transactions of its keys wait for it; one that only waits for its time is overtaken';
 comment on column relay.deferred.blocked is
     'its attempts are exhausted: it is a dead letter, and holds its keys until that is replayed or discarded';
+comment on column relay.deferred.predecessor is
+    'an older row that holds one of its keys: it is not looked at before that is gone; null where none is known';
 comment on column relay.deferred.dead_transaction is
     'number of the dead transaction that it replays or, where it is blocked, that it is';
+comment on column relay.deferred.undelivered is
+    'no sink has had it either: once it is applied to the target, it goes to the sinks that the routes name';
 comment on column relay.deferred.commit_ts is
     'in microseconds since 2000-01-01';
+comment on column relay.deferred.data is
+    'the rows of the outbox as the WAL brought them (TupleData messages), one after the other, of the lengths in sizes; null where '
+    'relay.deferred_rows has them in portions';
+
+-- The collation orders by octets, so that the keys of a host are a range.
+create table if not exists relay.deferred_keys (
+    group_id    text             not null,
+    sink        text             not null,
+    key         text collate "C" not null,
+    deferred_id bigint           not null,
+    primary key (group_id, sink, key, deferred_id)
+);
+
+comment on table relay.deferred_keys is
+    'the keys of the rows of relay.deferred that hold them, kept by triggers';
+
+create or replace function relay.hold_keys() returns trigger
+language plpgsql
+as $$
+begin
+    insert into relay.deferred_keys (group_id, sink, key, deferred_id)
+    select d.group_id, d.sink, own.key, d.id
+      from added as d, unnest(d.keys) as own (key)
+     where d.holds;
+    return null;
+end
+$$;
+
+-- Each row is looked up by index, whatever the tables looked like when the plan was made: OFFSET 0 keeps subqueries apart.
+create or replace function relay.release_keys() returns trigger
+language plpgsql
+set enable_seqscan = off
+as $$
+begin
+    if tg_op = 'TRUNCATE' then
+        delete from relay.deferred_keys;
+        return null;
+    end if;
+    delete from relay.deferred_keys
+     where ctid = any (array(
+           select held.ctid
+             from removed as d
+            cross join unnest(d.keys) as own (key)
+            cross join lateral (
+                  select k.ctid from relay.deferred_keys as k
+                   where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id = d.id
+                  offset 0) as held));
+    update relay.deferred set predecessor = null
+     where id = any (array(
+           select next.id
+             from removed as d
+            cross join lateral (select n.id from relay.deferred as n where n.predecessor = d.id offset 0) as next));
+    return null;
+end
+$$;
+
+do $$
+begin
+    if not exists (select from pg_trigger where tgrelid = 'relay.deferred'::regclass and tgname = 'hold_keys') then
+        insert into relay.deferred_keys (group_id, sink, key, deferred_id)
+        select d.group_id, d.sink, own.key, d.id from relay.deferred as d, unnest(d.keys) as own (key) where d.holds;
+        create trigger hold_keys after insert on relay.deferred
+            referencing new table as added for each statement execute function relay.hold_keys();
+        create trigger release_keys after delete on relay.deferred
+            referencing old table as removed for each statement execute function relay.release_keys();
+        create trigger release_all_keys after truncate on relay.deferred
+            for each statement execute function relay.release_keys();
+    end if;
+end
+$$;
 
 create table if not exists relay.deferred_rows (
     deferred_id bigint not null references relay.deferred on delete cascade,
@@ -296,13 +474,15 @@ create table if not exists relay.spark_events (
 create index if not exists spark_events_portion on relay.spark_events (portion);
 
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own the group's
--- last snapshot, those of the hosts of which a waiting transaction holds a key, the handlers that fail, and the epoch of the
--- group's source. Each statement of the function sees what was committed while the one before waited for a lock; a single
--- statement would not.
+-- last snapshot, those of the hosts of which a deferred transaction holds a key in the target's cursor, the handlers that
+-- fail, and the epoch of the group's source. Each statement of the function sees what was committed while the one before
+-- waited for a lock; a single statement would not. Each host is looked up by index, whatever the table looked like when the
+-- plan was made.
 create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
 returns table (partition_id int, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
                snapshot text, holding text[], streaks jsonb, source_epoch int)
 language plpgsql
+set enable_seqscan = off
 as $$
 begin
     return query
@@ -313,8 +493,12 @@ begin
          order by o.partition_id for update;
     return query
         select null::int, null::text, (last).id, null::bigint, null::bigint, (last).snapshot::text,
-               (select array_agg(distinct host) from relay.deferred as d, unnest(d.hosts) as host
-                 where d.group_id = the_group and d.holds and d.hosts && asked and host = any (asked)),
+               case when (select true from relay.deferred_keys as k where k.group_id = the_group and k.sink = '' limit 1) then
+                   (select array_agg(host) from unnest(asked) as host
+                     where (select true from relay.deferred_keys as k
+                             where k.group_id = the_group and k.sink = ''
+                               and k.key >= (host || ' ') collate "C" and k.key < (host || '!') collate "C" limit 1))
+               end,
                (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
                   from relay.brakes as b where b.group_id = the_group),
                (select g.source_epoch from relay.groups as g where g.group_id = the_group)
@@ -322,7 +506,7 @@ begin
 end
 $$;
 
-revoke all on function relay.lock_partitions(text, int, int[], text[]) from public;
+revoke all on function relay.lock_partitions(text, int, int[], text[]), relay.hold_keys(), relay.release_keys() from public;
 
 -- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
 
@@ -351,10 +535,14 @@ begin
         -- Who acted, and when, is what the server says.
         grant select on relay.dead_letter_actions to relay;
         grant insert (group_id, dead_transaction, letters, transaction_id, action, reason) on relay.dead_letter_actions to relay;
+        grant select on relay.actions to relay;
+        grant insert (group_id, sink, action, reason, detail) on relay.actions to relay;
         grant select, insert, update on relay.groups to relay;
         grant select, insert, update, delete on relay.suspects, relay.brakes to relay;
+        grant select, insert, update, delete on relay.sinks, relay.sink_commits to relay;
         grant select, insert, update, delete on relay.deferred to relay;
-        grant select, insert, delete on relay.deferred_rows to relay;
+        grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
+        grant usage on sequence relay.deferred_id_seq to relay;
         grant select, insert, update, delete on relay.spark_portions to relay;
         grant select, insert, delete on relay.spark_events to relay;
         grant usage on sequence relay.spark_batches to relay;

@@ -139,10 +139,12 @@ def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
         port = webhook.port
     outbox.fill(100, events=1, hosts=20)
     with running(config) as service:
-        wait_until(lambda: outbox.value("select count(*) from relay.deferred") > 100, 60)
+        # The target does not wait for the endpoint, and the sink stops in the log.
+        wait_until(lambda: outbox.value("select count(*) from projection") == 900, 60)
+        wait_until(lambda: outbox.value("select fault is not null from relay.sinks"), 60)
         with Webhook(port=port) as again:
             healed = True
-            wait_until(lambda: outbox.value("select count(*) from projection") == 900, 60)
+            outbox.wait_delivered("hook")
             assert service.terminate() == 0
             taken = webhook.taken + again.taken
     stored = outbox.column("select id::text from outbox_message_t order by c_offset")
@@ -162,12 +164,12 @@ def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
         assert first == sorted(first)
 
 
-def test_a_host_that_hangs_delays_others_by_no_more_than_one_timeout(outbox: Outbox) -> None:
+def test_a_host_that_hangs_delays_no_other(outbox: Outbox) -> None:
     def answers(headers: dict[str, str], body: bytes) -> Answer:
         return Answer(200, after=30 if str(host(1)).encode() in body else 0)
 
     with Webhook(answers) as webhook:
-        hook = {"type": "http", "url": webhook.url, "timeout": 1, "retry": {**HASTY, "wait": 1}}
+        hook = {"type": "http", "url": webhook.url, "timeout": 3, "retry": {**HASTY, "wait": 1}}
         settings = outbox.settings(
             handlers={"hook": hook}, routes=[{"handlers": ["hook"]}], batch={"max_events": 20}
         )
@@ -180,5 +182,5 @@ def test_a_host_that_hangs_delays_others_by_no_more_than_one_timeout(outbox: Out
             outbox.wait_drained()
             others = [request.at for request in webhook.taken]
             assert len(others) == 300
-            # 100 transactions of the host that hangs, and only the first costs its timeout.
-            assert max(others) - min(others) < 4
+            # Not even the first of the host that hangs costs them its timeout.
+            assert max(others) - min(others) < 2

@@ -27,6 +27,7 @@ def crash(outbox: Outbox, server: Server, settings: Settings) -> None:
         wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
 
 
+@pytest.mark.rare
 def test_without_synchronous_commit_nothing_is_confirmed_that_a_crash_can_take(
     mortal_server: Server,
 ) -> None:
@@ -65,7 +66,7 @@ def test_no_snapshot_sees_what_a_crash_of_the_source_can_take_back(
             for number in range(3):
                 outbox.publish(host(1), event(number))
             assert outbox.value("select pg_current_wal_flush_lsn() < pg_current_wal_insert_lsn()")
-            seek(settings, plan_seek(settings, "end", None).goal, None)
+            seek(settings, plan_seek(settings, "end", None), None)
             server.kill()
             server.start()
             outbox.reconnect()

@@ -203,7 +203,7 @@ def test_a_failover_loses_events_that_were_applied(target: Outbox, synchronised:
         (lsn,) = re.findall(r"seek --to (\S+/\w+)", said)
         move = plan_seek(settings, lsn if synchronised else since.isoformat(), None)
         assert move.again == 5
-        seek(settings, move.goal, None)
+        seek(settings, move, None)
         with relaying(settings):
             wait_until(lambda: target.handled() >= len(applied) + 10)
             pair.copy.fill(1)

@@ -27,6 +27,7 @@ def progress(outbox: Outbox) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["inline", pytest.param("spark", marks=pytest.mark.rare)])
 def test_two_hundred_thousand_events_drain_exactly(
     outbox: Outbox, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -92,6 +93,7 @@ def test_killed_at_twenty_random_moments(outbox: Outbox, tmp_path: Path) -> None
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_the_target_is_down_for_a_while(outbox: Outbox, mortal_server: Server) -> None:
     target = mortal_server.create_database("target")
     with Outbox(target) as effects:
@@ -147,7 +149,7 @@ def test_every_session_is_terminated_again_and_again(outbox: Outbox, mode: str) 
     outbox.fill(4_000)
     source = {**outbox.config()["source"], "mode": mode}
     with relaying(outbox.settings(source=source, batch={"max_events": 500})):
-        for goal in range(0, 16_000, 2_000):
+        for goal in range(0, 16_000, 4_000):
             wait_until(lambda goal=goal: progress(outbox) > goal)  # type: ignore[misc]
             outbox.conn.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity"

@@ -1,14 +1,14 @@
 """Any interleaving of publishers, with relay changing between the WAL and polling wherever it likes.
 
 What is committed is applied once, business transactions stay whole, and of one host what was published after another's
-commit is applied after it.
+commit is applied after it. A sink beside gets the same, by a cursor of its own.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relay import handlers
 from relay.config import Settings
+from relay.events import Transaction
 from relay.source import choice, recovery
 from tests.outbox import Outbox, host, relaying, wait_until, work_and_die
 from tests.postgres import start_server
@@ -48,12 +50,31 @@ class Publisher:
         return self.conn.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE
 
 
+class Destination:
+    """A sink that takes everything, and remembers it."""
+
+    name = "destination"
+
+    def __init__(self) -> None:
+        self.events: list[tuple[uuid.UUID, uuid.UUID]] = []
+
+    async def deliver(self, transaction: Transaction) -> None:
+        for each in transaction.events:
+            assert each.host_id is not None
+            assert each.id is not None
+            self.events.append((each.host_id, each.id))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
 class World:
     """Publishers, prepared transactions, the slot and relay, with a clock that ticks at each step."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.clock = 0
+        self.destination = Destination()
         self.inserted: dict[uuid.UUID, int] = {}
         self.committed: dict[uuid.UUID, int] = {}
         self.publishers = [Publisher(psycopg.connect(outbox.dsn)) for _ in range(PUBLISHERS)]
@@ -69,6 +90,7 @@ class World:
         """Everything before is over: nothing is left of it but positions."""
         self.finish(commits=False)
         self.outbox.conn.execute("truncate outbox_message_t, projection")
+        self.destination.events.clear()
         self.inserted.clear()
         self.committed.clear()
 
@@ -145,6 +167,8 @@ class World:
         goal = due if whole else min(due, self.applied + 1)
         with relaying(self._settings(mode, batch_size)):
             wait_until(lambda: self.applied >= goal)
+            if whole:
+                wait_until(lambda: len(self.destination.events) >= due)
         if mode == "auto":
             self.knows_slot = bool(
                 self.outbox.value("select confirmed_lsn is not null from relay.groups")
@@ -163,7 +187,11 @@ class World:
             partitions=4,
             poll={"batch_size": batch_size, "wait_period_ms": 50},
             batch={"max_events": 5},
-            handlers={"projection": {"type": "sql", "statement": _APPLY}},
+            handlers={
+                "projection": {"type": "sql", "statement": _APPLY},
+                "destination": {"type": "http", "url": "http://localhost/"},
+            },
+            routes=[{"handlers": ["projection", "destination"]}],
         )
 
     @property
@@ -184,14 +212,19 @@ class World:
             "select transaction_id from projection group by 1 having count(distinct applied_by) > 1"
         )
         assert self.outbox.column(torn) == []
+        applied = self.outbox.conn.execute("select host_id, id from projection order by seq")
+        self._assert_order(applied)
+        delivered = [event for _, event in self.destination.events]
+        assert sorted(delivered) == sorted(self.committed)
+        self._assert_order(self.destination.events)
+
+    def _assert_order(self, events: Iterable[tuple[uuid.UUID, uuid.UUID]]) -> None:
         by_host: dict[uuid.UUID, list[uuid.UUID]] = {}
-        for to, event in self.outbox.conn.execute(
-            "select host_id, id from projection order by seq"
-        ):
+        for to, event in events:
             by_host.setdefault(to, []).append(event)
-        for events in by_host.values():
+        for of_host in by_host.values():
             latest = 0
-            for event in events:
+            for event in of_host:
                 # Nothing that was committed before this was inserted is still to come.
                 assert self.committed[event] > latest
                 latest = max(latest, self.inserted[event])
@@ -214,6 +247,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             "alter table projection add applied_by xid8 default pg_current_xact_id()"
         )
         found = World(outbox)
+        monkeypatch.setattr(
+            handlers,
+            "build_sinks",
+            lambda configured: {
+                name: (found.destination, each)
+                for name, each in configured.items()
+                if name == "destination"
+            },
+        )
         stack.callback(found.close)
         yield found
 

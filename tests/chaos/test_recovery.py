@@ -218,7 +218,7 @@ def test_a_transaction_that_kills_its_process_is_dead_lettered(
     outbox.assert_exact()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
     outbox: Outbox, tmp_path: Path
@@ -239,7 +239,7 @@ def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
     outbox.assert_exact()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None:
     """A worker is stopped with its transaction open; the server lets go of it, and another does the work."""

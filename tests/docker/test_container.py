@@ -195,8 +195,13 @@ def run(
 def test_help_is_what_the_image_answers(image: str) -> None:
     said = done(run(image, "--help"))
     assert "Usage: relay" in said
-    for name in ("init", "check", "run", "status", "publish", "dlq"):
+    for name in ("init", "check", "run", "status", "publish", "sink", "deferred", "dlq"):
         assert name in said
+
+
+@pytest.mark.parametrize("kind", ["http", "kafka", "nats", "rabbitmq", "redis"])
+def test_the_client_of_a_handler_is_in_the_image(image: str, kind: str) -> None:
+    done(run(image, "-c", f"import relay.handlers.{kind}", entrypoint="python"))
 
 
 def test_it_runs_as_an_ordinary_user_who_cannot_change_the_program(image: str) -> None:

@@ -153,7 +153,7 @@ def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbo
     assert not stopped(outbox)
 
 
-def test_a_sink_that_is_stopped_defers_and_others_flow(
+def test_a_sink_that_is_stopped_keeps_its_place_and_others_flow(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     mended = False
@@ -177,15 +177,21 @@ def test_a_sink_that_is_stopped_defers_and_others_flow(
                 outbox.publish(host(number), event(number, event_type="hook"))
                 outbox.publish(host(number), event(number))
             wait_until(lambda: outbox.value("select count(*) from projection") == LIMIT * 3)
-            wait_until(lambda: stopped(outbox))
-            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == LIMIT * 2)
+            # The last dead letter may be stored a moment after the streak that it ended.
+            wait_until(lambda: stopped(outbox) and dead(outbox) >= LIMIT)
             assert dead(outbox) == LIMIT
-            assert any(record.message == "a handler is stopped" for record in caplog.records)
+            assert outbox.value("select count(*) from relay.deferred") < LIMIT
+            wait_until(lambda: any(r.message == "a handler is stopped" for r in caplog.records))
+            (said,) = (r for r in caplog.records if r.message == "a handler is stopped")
+            assert "in a row failed with Rejected: HTTP 404: no more of them" in str(
+                said.__dict__["fault"]
+            )
             mended = True
+            wait_until(lambda: len(webhook.taken) == LIMIT * 2)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
             wait_until(lambda: not stopped(outbox))
     assert dead(outbox) == LIMIT
-    assert len(webhook.taken) >= LIMIT * 2
+    assert len(webhook.taken) == LIMIT * 2
 
 
 @pytest.mark.parametrize("amount", [-1, 1])

@@ -48,10 +48,11 @@ def test_an_outage_of_the_broker_defers_and_loses_nothing(outbox: Outbox, broker
     for number in range(20):
         outbox.publish(host(number % 4), event(number))
     with relaying(outbox.settings(**sending(broker))):
+        outbox.wait_handled()
+        # Neither the WAL nor the target waits for it.
         outbox.wait_drained()
-        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 20)
         broker.start()
-        wait_until(lambda: outbox.handled() == 20)
+        wait_until(lambda: len(broker.events()) >= 20)
     assert_complete_and_in_order(outbox, broker.events())
 
 
@@ -90,7 +91,7 @@ def test_messages_in_rabbitmq_that_no_queue_takes_wait(outbox: Outbox, tmp_path:
             with pika.BlockingConnection(pika.URLParameters(broker.handler["url"])) as connection:
                 channel = connection.channel()
                 channel.queue_declare("shop.order.paid")
-                wait_until(lambda: outbox.handled() == 1)
+                wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
                 _, properties, body = channel.basic_get("shop.order.paid")
     assert properties.content_type == "application/json"
     assert properties.headers["cloudEvents:type"] == "order.paid"

@@ -120,7 +120,7 @@ def test_filters_that_match_nothing_say_so(config: Path) -> None:
     for command, what in (
         ("list", "dead letter"),
         ("export", "dead letter"),
-        ("replay", "transaction to be applied again"),
+        ("replay", "transaction to be replayed"),
         ("discard", "transaction to be given up"),
         ("purge", "replayed or discarded dead letter"),
     ):

@@ -21,7 +21,7 @@ from relay.pipeline.session import Session
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.rare
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_only_the_value_that_is_refused_degrades_and_a_replay_has_all_of_them(
         outbox.conn.execute("alter table applied drop constraint odd")
         found = DeadLetters(settings, outbox.conn)
         assert len(found.replay(found.find(Filter(ids=[1])), None)) == 1
-        (row,) = outbox.column("select data from relay.deferred_rows")
+        (row,) = outbox.column("select data from relay.deferred")
         assert all(value in row for value in (b"7000", "Zoë".encode(), b"T-1"))
         with relaying(settings, session):
             wait_until(lambda: outbox.value("select count(*) from applied") == 1)
@@ -333,6 +333,7 @@ def test_status_tells_why_transactions_are_deferred(outbox: Outbox, config: Path
             "url": webhook.url,
             "on_exhausted": "block_key",
             "retry": {"wait": 60, "defer_after": 0},
+            "circuit_breaker": None,
         }
         overrides: dict[str, Any] = {"handlers": {"hook": hook}, "routes": [{"handlers": ["hook"]}]}
         outbox.config_file(config, **overrides)
@@ -345,13 +346,13 @@ def test_status_tells_why_transactions_are_deferred(outbox: Outbox, config: Path
         outbox.publish(host(4), event(1, deliver_at="infinity"))
         outbox.drain(settings)
     waiting = read(settings).deferred
-    assert (waiting.transactions, waiting.blocked) == (7, 1)
+    assert (waiting.transactions, waiting.holding) == (7, 1)
     assert [
         (each.kind, each.handler, each.reason, each.transactions) for each in waiting.reasons
     ] == [
-        ("behind", None, None, 3),
+        ("blocked", None, None, 3),
         ("retry", "hook", "Undelivered: HTTP 503", 2),
-        ("blocked", "hook", "Rejected: HTTP 400", 1),
+        ("holding", "hook", "Rejected: HTTP 400", 1),
         ("scheduled", None, None, 1),
     ]
     retry: Reason = waiting.reasons[1]

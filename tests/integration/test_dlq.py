@@ -14,6 +14,7 @@ from relay.replay import DeadLetters
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
+from tests.webhook import Answer, Webhook
 
 
 @pytest.fixture
@@ -40,6 +41,27 @@ PLAIN = """
         end loop;
     end $$
 """
+
+
+def test_a_replay_to_a_sink_is_delivered(outbox: Outbox, tmp_path: Path) -> None:
+    with Webhook(lambda _, body: Answer(400)) as webhook:
+        handlers = {
+            **outbox.config()["handlers"],
+            "hook": {"type": "http", "url": webhook.url},
+        }
+        overrides = {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+        config = outbox.config_file(tmp_path / "relay.yaml", **overrides)
+        dead = "select count(*) from relay.dead_letter_queue where status = 'dead'"
+        with running(config) as service:
+            outbox.publish(host(1), event(-1))
+            wait_until(lambda: outbox.value(dead) == 2)
+            words = ("dlq", "replay", "--config", str(config), "--all")
+            assert "will be applied or delivered again" in relay(*words, "--dry-run").stdout
+            webhook.answers = lambda _, body: Answer(204)
+            told = relay(*words[:-1], "--sink", "hook", "--yes", "--wait").stdout
+            assert "1 transactions with 1 events will be delivered again" in told
+            assert "1 transactions are delivered, 0 are dead again" in told
+            assert service.terminate() == 0
 
 
 def test_replay_is_exact_and_in_order_on_both_engines(
@@ -221,13 +243,13 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
             for number in (1, 2):
                 outbox.publish(host(number), event(amount))
         with relaying(settings):
-            outbox.wait_drained()
+            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 4)
             assert [each.event["data"]["amount"] for each in webhook.taken] == [1, 1]
-            assert outbox.column("select blocked from relay.deferred order by id") == [
-                True,
-                True,
+            assert outbox.column("select blocked from relay.deferred order by blocked") == [
                 False,
                 False,
+                True,
+                True,
             ]
             webhook.answers = lambda _, body: Answer(200)
             letters.replay(letters.find(Filter(host_id=host(1))), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ def failed(outbox: Outbox, limits: Limits | None = None, **overrides: Any) -> li
     settings = outbox.settings(**overrides)
     found = read(settings)
     seconds = lag_seconds(settings, found.partitions)
-    return list(failures(found, settings.group, limits or Limits(), seconds))
+    return list(failures(found, settings.group, limits or Limits(), seconds, {}))
 
 
 @contextmanager
@@ -103,3 +104,24 @@ def test_a_lag_that_nothing_tells(outbox: Outbox, column: str) -> None:
     outbox.conn.execute(f"alter table outbox_message_t rename column {column} to other".encode())
     with pytest.raises(ConfigurationError, match=f"has no {column}, which the lag in seconds"):
         failed(outbox)
+
+
+def test_a_sink_that_lags_is_told_only_where_its_lag_is_limited(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    hook = {"type": "http", "url": "http://127.0.0.1:9/"}
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", handlers={"hook": hook}, routes=[{"handlers": ["hook"]}]
+    )
+    assert relay("init", "--config", str(config)).returncode == 0
+    outbox.publish(host(1), event(1, event_ts="2026-01-01T00:00:00Z"))
+    with running(config) as service:
+        assert relay("sink", "pause", "hook", "--config", str(config)).returncode == 0
+        outbox.wait_drained()
+        wait_until(lambda: relay("status", "--check", "--config", str(config)).returncode == 0)
+        result = relay("status", "--max-sink-lag-seconds", "600", "--config", str(config))
+        assert result.returncode == 1
+        assert re.match(
+            r"relay: the oldest event that sink hook has not read is \S+ s old", result.stderr
+        )
+        assert service.terminate() == 0

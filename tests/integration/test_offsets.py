@@ -31,7 +31,9 @@ APPEND_SHOP = """
 PARK = """
     insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
                                 first_offset, last_offset, events, size)
-    values (%s, '{}', true, now(), %s, '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
+    select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
+           1, 1, 1, 1
+      from (select %s::text[] as hosts) as asked
 """
 
 
@@ -138,7 +140,7 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
 
 
 def seek(settings: Settings, to: str) -> None:
-    cursors.seek(settings, cursors.plan_seek(settings, to, None).goal, None)
+    cursors.seek(settings, cursors.plan_seek(settings, to, None), None)
 
 
 @pytest.mark.parametrize("in_progress", [False, True])
@@ -379,7 +381,7 @@ def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: O
     assert partition != outbox.value("select abs(hashtext('')::bigint) %% 8")
     move = cursors.plan_seek(settings, "beginning", partition)
     assert move.given_up == (1, 0)
-    cursors.seek(settings, move.goal, partition)
+    cursors.seek(settings, move, partition)
     letters = "select host_id, status from relay.dead_letter_queue order by host_id"
     assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
 
@@ -393,7 +395,7 @@ def test_a_seek_into_a_commit_gives_up_all_of_its_dead_letters(outbox: Outbox) -
     second = outbox.value("select max(c_offset) from outbox_message_t")
     move = cursors.plan_seek(settings, str(second), None)
     assert (move.again, move.given_up) == (2, (1, 0))
-    cursors.seek(settings, move.goal, None)
+    cursors.seek(settings, move, None)
     assert outbox.column("select status from relay.dead_letter_queue") == ["discarded"]
 
 

@@ -221,7 +221,7 @@ def test_a_range_of_before_a_seek_that_comes_late_applies_nothing(outbox: Outbox
         poll_all(settings)
         assert outbox.column("select amount from projection order by seq") == [5, 6, 7, 8, 9]
         outbox.conn.execute("truncate projection")
-        seek(settings, plan_seek(settings, "beginning", None).goal, None)
+        seek(settings, plan_seek(settings, "beginning", None), None)
         assert frozen.apply(work).applied == 0
     assert outbox.value("select count(*) from projection") == 0
     poll_all(settings)
@@ -309,7 +309,7 @@ def test_old_rows_that_share_an_offset_are_refused_until_they_are_numbered(outbo
         "update outbox_message_t as o set c_offset = n"
         " from (select id, row_number() over (order by id) as n from outbox_message_t) as i where i.id = o.id"
     )
-    seek(settings, plan_seek(settings, "beginning", None).goal, None)
+    seek(settings, plan_seek(settings, "beginning", None), None)
     poll_all(settings)
     assert outbox.value("select count(*) from projection") == 4
     outbox.assert_exact()

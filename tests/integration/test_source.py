@@ -135,7 +135,7 @@ def test_copies_of_rows_are_left_out_and_said(
     )
     # Every snapshot of the group sees who has inserted them.
     settings = outbox.settings()
-    seek(settings, plan_seek(settings, "end", None).goal, None)
+    seek(settings, plan_seek(settings, "end", None), None)
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_drained()

@@ -15,6 +15,7 @@ def test_so_many_in_a_row_die_and_no_more() -> None:
     brake = Brake({"h": 2}, {})
     assert [brake.stops("h", BAD) for _ in range(4)] == [False, False, True, True]
     assert brake.braked == {"h": "ValueError"}
+    assert brake.streak("h") == Streak("ValueError", 2, True)
     told = str(brake.fault("h", BAD))
     assert told.startswith("handlers.h: more than 2 transactions in a row failed with ValueError:")
     assert "4111" not in told

@@ -14,7 +14,7 @@ import pytest
 from relay.config import Settings, Spark, load
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError
-from relay.handlers import build_outside
+from relay.handlers import build_sinks
 from relay.pipeline.session import _classic_conf
 from relay.pipeline.spark_gateway import as_properties
 
@@ -254,8 +254,24 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("source: text", "source: "),
-        ("source: null", "source: "),
+        ("source: text", "source: must be a mapping of keys"),
+        ("source: null", "source: must be a mapping of keys"),
+        ("sinks: [shop]", "sinks: must be a mapping of keys"),
+        ("sinks: {attach_seconds: .inf}", "sinks.attach_seconds: input should be less than"),
+        ("shutdown_timeout: .inf", "shutdown_timeout: input should be less than"),
+        ("handlers: {h: null}", "handlers.h: must be a mapping of keys"),
+        (
+            "handlers: {'': {type: sql, statement: x}}",
+            "handlers: there is a handler without a name",
+        ),
+        (
+            "handlers: {h: {type: http, url: 'http://h', retry: {wait: .inf}}}",
+            "handlers.h.retry.wait: input should be less than",
+        ),
+        (
+            "handlers: {h: {type: http, url: 'http://h', circuit_breaker: false}}",
+            "handlers.h.circuit_breaker: must be a mapping of keys",
+        ),
         ("source: {dsn: 5}", "source.dsn: "),
         ("source: {dsn: {host: h}}", "source.dsn: "),
         ("source: {table: outbox}", "source.table: must be schema.table"),
@@ -400,14 +416,17 @@ def test_a_bad_handler_for_the_outside_is_one_line(handler: str, start: str) -> 
         ("{type: redis, topic: t, url: 'redis://h?dbx=1'}", "url: the part after ? has an option"),
         ("{type: rabbitmq, topic: t, url: 'amqp://h?a=1'}", "url: the part after ? has an option"),
         ("{type: kafka, topic: t, bootstrap: [h], conf: {a: b}}", "conf: No such configuration"),
-        ("{type: nats, topic: t, servers: ['tls://h'], tls: {ca_file: none.pem}}", "tls: a cert"),
+        (
+            "{type: nats, topic: t, servers: ['tls://h'], tls: {ca_file: none.pem}}",
+            "tls: ca_file none.pem: a cert",
+        ),
         ("{type: http, url: 'http://h', signing_secret: whsec_!}", "signing_secret: is not base64"),
     ],
 )
 def test_what_only_a_client_finds_wrong_is_one_line(read: Load, handler: str, line: str) -> None:
     settings = read(f"handlers: {{h: {handler}}}")
     with pytest.raises(ConfigurationError) as raised:
-        build_outside(settings.handlers)
+        build_sinks(settings.handlers)
     assert str(raised.value).startswith(f"handlers.h.{line}")
     assert "\n" not in str(raised.value)
 

@@ -1,55 +1,23 @@
-"""Deliveries to the outside: what is sent, when it is tried again, and what stays in order. No server."""
+"""What is sent to sinks, and when it is tried again. No server."""
 
 from __future__ import annotations
 
-import threading
 import time
 from email.utils import formatdate
 from typing import Any
 
 import pytest
 
-from relay.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
+from relay.events import EVENT_FIELDS, Event
 from relay.fates import NEW, Behind, Failure, History, has_to_wait, is_dead, judge, next_wait
-from relay.faults import Rejected, TransientFault, Undelivered, describe
-from relay.handler_settings import CircuitBreaker, HttpHandler, OutsideHandler, Retry
+from relay.faults import Rejected, TransientFault
+from relay.handler_settings import HttpHandler, Retry
 from relay.handlers import cloudevents
-from relay.handlers.delivery import Delivery
 from relay.handlers.http import public_url, retry_after, signature
-from relay.pipeline.outside import Parcel, _lanes
 
 
 def event(**fields: str) -> Event:
     return Event(tuple(fields.get(name) for name in EVENT_FIELDS))
-
-
-EMPTY: Any = Transaction(None, Commit(Lsn(0), Lsn(0), 0, 0), ())  # type: ignore[arg-type]
-
-
-class Scripted:
-    """A handler that does what it is told to, one thing after the other."""
-
-    name = "h"
-
-    def __init__(self, *faults: Exception | None) -> None:
-        self.faults = list(faults)
-        self.calls = 0
-
-    def deliver(self, transaction: Transaction) -> None:
-        self.calls += 1
-        fault = self.faults.pop(0) if self.faults else None
-        if fault is not None:
-            raise fault
-
-    def close(self) -> None:
-        pass
-
-
-def delivery(handler: Scripted, **settings: Any) -> Delivery:
-    return Delivery(handler, OutsideHandler(**settings), threading.Event())
-
-
-FAST = {"wait": 0.001, "jitter": 0, "defer_after": 1}
 
 
 def test_a_cloud_event_leaves_out_what_it_does_not_have_and_keeps_every_digit() -> None:
@@ -132,73 +100,6 @@ def test_attempts_and_time_exhaust() -> None:
     assert has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), True))
     assert not has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), False))
     assert has_to_wait(Behind())
-
-
-def test_short_waits_are_waited_in_place_and_longer_ones_are_not() -> None:
-    handler = Scripted(Undelivered(), Undelivered(), None)
-    assert delivery(handler, retry=FAST).attempt(EMPTY, NEW) is None
-    assert handler.calls == 3
-    handler = Scripted(Undelivered("HTTP 503"))
-    failure = delivery(handler, retry={**FAST, "wait": 2}).attempt(EMPTY, History(3, 0.0))
-    assert failure is not None
-    assert (failure.attempts, failure.after, handler.calls) == (4, 16, 1)
-    assert describe(failure.error) == "Undelivered: HTTP 503"
-
-
-def test_a_permanent_fault_is_not_tried_again_and_attempts_are_counted_through() -> None:
-    handler = Scripted(Rejected("HTTP 404"))
-    failure = delivery(handler, retry=FAST).attempt(EMPTY, NEW)
-    assert failure is not None
-    assert is_dead(failure)
-    assert handler.calls == 1
-    handler = Scripted(*[Undelivered()] * 9)
-    failure = delivery(handler, retry={**FAST, "attempts": 4}).attempt(EMPTY, History(2, None))
-    assert failure is not None
-    assert is_dead(failure)
-    assert (failure.attempts, handler.calls) == (4, 2)
-
-
-def test_an_open_breaker_costs_no_attempt_and_what_is_rejected_does_not_open_it() -> None:
-    breaker = CircuitBreaker(failures=2, cool_down=60)
-    handler = Scripted(*[Rejected("HTTP 400")] * 5, *[Undelivered()] * 9)
-    through = delivery(handler, circuit_breaker=breaker, retry={**FAST, "defer_after": 0})
-    fates = [through.attempt(EMPTY, NEW) for _ in range(9)]
-    assert handler.calls == 7
-    assert [each.attempts for each in fates if each] == [1] * 7 + [0, 0]
-    last = fates[-1]
-    assert last is not None
-    assert last.after == 60
-
-
-def test_no_more_than_concurrency_at_once() -> None:
-    running, most, lock = 0, 0, threading.Lock()
-
-    class Counting(Scripted):
-        def deliver(self, transaction: Transaction) -> None:
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
-            time.sleep(0.01)
-            with lock:
-                running -= 1
-
-    limited = delivery(Counting(), concurrency=2)
-    threads = [threading.Thread(target=limited.attempt, args=(EMPTY, NEW)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 2
-
-
-def test_lanes_join_what_shares_a_key_in_order() -> None:
-    parcels = [
-        Parcel(place, frozenset(keys), (), NEW)
-        for place, keys in enumerate(["a", "b", "", "ab", "c", "b", ""])
-    ]
-    lanes = sorted([parcel.place for parcel in lane] for lane in _lanes(parcels))
-    assert lanes == [[0, 1, 3, 5], [2], [4], [6]]
 
 
 @pytest.mark.parametrize(

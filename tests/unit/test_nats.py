@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import ssl
@@ -106,11 +107,15 @@ def listening(
 
 def send(url: str, **settings: Any) -> None:
     handler = NatsHandler(type="nats", servers=[url], topic="t", **settings)
-    client = Nats("h", handler)
-    try:
-        client.send([MESSAGE])
-    finally:
-        client.close()
+
+    async def run() -> None:
+        client = Nats("h", handler)
+        try:
+            await client.send([MESSAGE])
+        finally:
+            await client.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("settings", [{}, {"tls": {}}])

@@ -1,0 +1,286 @@
+"""What sinks deliver to: an HTTP endpoint and brokers, each a process of its own on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+from urllib.request import urlopen
+
+import nats
+import pika
+import psutil
+import redis
+
+from bench.environment import no_venv
+from bench.job import Job
+from bench.outbox import wait_until
+from bench.results import Measurement
+from relay.embedded import free_port
+
+EVENT_TYPE = "order.placed"
+TOPIC = "shop.{event_type}"
+STREAM = f"shop.{EVENT_TYPE}"
+READY_SECONDS = 60.0
+
+
+@contextmanager
+def delivering(events: int, pid: int) -> Iterator[Measurement]:
+    """Measure the context, in which a process delivers so many events: the figures are there at its end."""
+    process = psutil.Process(pid)
+    figures: Measurement = {}
+    before, started = process.cpu_times(), time.monotonic()
+    yield figures
+    took, after = time.monotonic() - started, process.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    figures |= {"events/s": events / took, "its CPU, µs/event": used / events * 1e6}
+
+
+class Receiver(Protocol):
+    """What events are delivered to. `handler` is relay's sink for it, `loop` what a plain loop is told."""
+
+    handler: dict[str, Any]
+    loop: dict[str, Any]
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be started here, in a word, or None."""
+
+    def received(self) -> int:
+        """How many events it has; of the endpoint, different ones."""
+
+    def empty(self) -> None:
+        """Forget all of them."""
+
+
+class Endpoint:
+    """An HTTP endpoint. With a file it notes each event's aggregate and when it came, also while it hangs."""
+
+    def __init__(self, folder: Path, arrivals: Path | None = None) -> None:
+        self._folder = folder
+        self._port = free_port()
+        self._arrivals = arrivals
+        self._job: Job | None = None
+        self.url = f"http://127.0.0.1:{self._port}/events"
+        self.handler: dict[str, Any] = {"type": "http", "url": self.url}
+        self.loop: dict[str, Any] = {"kind": "http", "url": self.url, "concurrency": 16}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, hangs: bool = False) -> None:
+        """Listen, on the same port as before; one that hangs takes requests and answers none."""
+        arrivals = str(self._arrivals) if self._arrivals else None
+        job = {"port": self._port, "arrivals": arrivals, "hangs": hangs}
+        self._job = Job("bench.workers.endpoint", job, self._folder, seconds=None)
+        self._job.answer("ready")
+
+    def stop(self) -> None:
+        """Be gone: connections are refused."""
+        if self._job is not None:
+            self._job.__exit__(None, None, None)
+            self._job = None
+
+    def unavailable(self) -> str | None:
+        return no_venv()
+
+    def received(self) -> int:
+        with urlopen(self.url) as response:
+            return int(response.read())
+
+    def empty(self) -> None:
+        self.stop()
+        self.start()
+
+
+class Broker:
+    """A broker from a package of the system, in a folder of its own."""
+
+    program = ""
+    handler: dict[str, Any]
+    loop: dict[str, Any]
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder / self.program
+        self._folder.mkdir(exist_ok=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def unavailable(self) -> str | None:
+        return None if _found(self.program) else f"{self.program} is not installed"
+
+    def __enter__(self) -> Self:
+        if self.unavailable():
+            return self
+        self._process = subprocess.Popen(
+            [_found(self.program) or self.program, *self.options()],
+            env={**os.environ, **self.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_until(self._listens, self.program, READY_SECONDS, self._process)
+        self.prepare()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            # Of RabbitMQ it is a script with the server below it.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def options(self) -> Sequence[str]:
+        return ()
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def prepare(self) -> None:
+        """Make what takes the events."""
+
+    def received(self) -> int:
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        raise NotImplementedError
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+class Redis(Broker):
+    """redis-server with every write on disk before it is confirmed."""
+
+    program = "redis-server"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._client: redis.Redis = redis.Redis(port=self.port)
+        url = f"redis://127.0.0.1:{self.port}"
+        self.handler: dict[str, Any] = {"type": "redis", "url": url, "topic": TOPIC}
+        self.loop: dict[str, Any] = {"kind": "redis", "port": self.port, "batch": 1_000}
+
+    def options(self) -> Sequence[str]:
+        durable = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
+        return ("--port", str(self.port), "--dir", str(self._folder), *durable)
+
+    def received(self) -> int:
+        found: Any = self._client.xlen(STREAM)
+        return int(found)
+
+    def empty(self) -> None:
+        self._client.flushall()
+
+    @contextmanager
+    def noting(self, arrivals: Path, folder: Path) -> Iterator[None]:
+        """Note when each event came, as a consumer sees it."""
+        job = {"port": self.port, "stream": STREAM, "arrivals": str(arrivals)}
+        with Job("bench.workers.stream_reader", job, folder) as reader:
+            reader.answer("ready")
+            yield
+
+
+class Nats(Broker):
+    """nats-server with a JetStream stream on disk."""
+
+    program = "nats-server"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._url = f"nats://127.0.0.1:{self.port}"
+        self.handler: dict[str, Any] = {"type": "nats", "servers": [self._url], "topic": TOPIC}
+        self.loop: dict[str, Any] = {"kind": "nats", "port": self.port}
+        self._runner = asyncio.Runner()
+        self._client: Any = None
+
+    def options(self) -> Sequence[str]:
+        return ("-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder))
+
+    def prepare(self) -> None:
+        self._client = self._runner.run(nats.connect(self._url))
+        stream = self._client.jetstream()
+        self._runner.run(stream.add_stream(name="shop", subjects=["shop.>"]))
+
+    def __exit__(self, *_: object) -> None:
+        if self._client is not None:
+            self._runner.run(self._client.close())
+        self._runner.close()
+        super().__exit__()
+
+    def received(self) -> int:
+        found = self._runner.run(self._client.jetstream().stream_info("shop"))
+        return int(found.state.messages)
+
+    def empty(self) -> None:
+        # Made again, since a stream remembers the identities of what it had.
+        stream = self._client.jetstream()
+        self._runner.run(stream.delete_stream("shop"))
+        self._runner.run(stream.add_stream(name="shop", subjects=["shop.>"]))
+
+
+class Rabbitmq(Broker):
+    """rabbitmq-server with a durable queue."""
+
+    program = "rabbitmq-server"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        url = f"amqp://guest:guest@127.0.0.1:{self.port}"
+        self.handler: dict[str, Any] = {"type": "rabbitmq", "url": url, "topic": TOPIC}
+        self.loop: dict[str, Any] = {"kind": "rabbitmq", "port": self.port}
+        self._parameters = pika.URLParameters(url)
+        self._channel: Any = None
+
+    def environment(self) -> Mapping[str, str]:
+        folder = str(self._folder)
+        return {
+            "HOME": folder,
+            "RABBITMQ_NODENAME": f"bench{self.port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": folder,
+            "RABBITMQ_LOG_BASE": folder,
+            "RABBITMQ_PID_FILE": f"{folder}/pid",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/plugins",
+        }
+
+    def prepare(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                # Polled every 20 ms or not for minutes: no heartbeat.
+                self._parameters.heartbeat = 0
+                self._channel = pika.BlockingConnection(self._parameters).channel()
+                break
+            except pika.exceptions.AMQPError:
+                # One that is still starting takes connections and resets them.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        self._channel.queue_declare(STREAM, durable=True)
+
+    def received(self) -> int:
+        return int(self._channel.queue_declare(STREAM, passive=True).method.message_count)
+
+    def empty(self) -> None:
+        self._channel.queue_purge(STREAM)
+
+
+def _found(program: str) -> str | None:
+    # Debian's wrapper around RabbitMQ's script changes the user.
+    places = ("/usr/lib/rabbitmq/bin", os.environ.get("PATH", ""), "/usr/sbin")
+    return shutil.which(program, path=os.pathsep.join(places))

@@ -1,0 +1,31 @@
+"""Reads a Redis stream as it grows and notes when each event came."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import redis
+
+from bench.workers.talk import Arrivals, arguments, say
+
+SUBJECT = re.compile(rb'"subject": ?"([^"]+)"')
+WAIT_MS = 1_000
+
+
+def main() -> None:
+    job = arguments()
+    arrivals = Arrivals(job["arrivals"])
+    client = redis.Redis(port=job["port"])
+    last: Any = b"0"
+    say("ready")
+    while True:
+        answer: Any = client.xread({job["stream"]: last}, count=1_000, block=WAIT_MS)
+        for _, messages in answer:
+            found = [match for _, fields in messages if (match := SUBJECT.search(fields[b"data"]))]
+            arrivals.note(match[1].decode() for match in found)
+            last = messages[-1][0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What an operator does with sinks, while relay runs or not: through their rows in the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+
+from relay.config import Settings
+from relay.cursors import Goal, find_goal, move_sink
+from relay.faults import ConfigurationError, Unreachable
+from relay.preflight import reach_source, reach_target
+from relay.source.rows import OutboxRows
+from relay.store import actions, admission, deferred, offsets, presence, sinks
+from relay.store.rewind import GivenUp
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """A sink of the group. `state` is attached, lagging, caught up or paused, or says that there is something to do.
+
+    `unread` counts the rows of the outbox that it has still to look at, and `oldest` is the least event_ts of them;
+    None where the stream brings them, or they cannot be counted. `since` says when somebody paused it, or else since
+    when the fault lasts.
+    """
+
+    name: str
+    state: str
+    unread: int | None
+    oldest: datetime | None
+    deferred: int
+    fault: str | None
+    since: datetime | None
+    paused_by: str | None
+    reason: str | None
+    instance: str | None
+
+    @property
+    def why(self) -> str | None:
+        """Why nothing is delivered: who has paused it, or the fault."""
+        if self.paused_by is None:
+            return self.fault
+        return f"by {self.paused_by}: {self.reason}" if self.reason else f"by {self.paused_by}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The sink as JSON values."""
+        return {
+            key: value.isoformat() if isinstance(value, datetime) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def listed(settings: Settings, away: Callable[[Unreachable], None] | None = None) -> list[Sink]:
+    """The configured sinks, and those that have a position and are no longer configured.
+
+    `away` is called if the source cannot be reached: then nothing is counted. Raises ConfigurationError if a database
+    cannot be reached or the group is not initialised.
+    """
+    with reach_target(settings) as target:
+        offsets.initialised(target, settings.group)
+        stored = sinks.read(target, settings.group, settings.sink_handlers)
+        waiting = deferred.count_by_sink(target, settings.group)
+        done = {each.sink: sinks.done(target, settings.group, each.sink) for each in stored}
+        running = presence.instances(target, settings.group)
+    unread: dict[str, tuple[int, datetime | None]] = {}
+    try:
+        with reach_source(settings) as source:
+            rows = OutboxRows(settings)
+            unread = {
+                each.sink: rows.unread_after(source, each.position, done[each.sink])
+                for each in stored
+                if each.position.snapshot is not None and not _is_fed(each, running)
+            }
+    except Unreachable as error:
+        if away is None:
+            raise
+        away(error)
+    return [
+        Sink(
+            name=each.sink,
+            state=each.state,
+            unread=unread[each.sink][0] if each.sink in unread else None,
+            oldest=unread[each.sink][1] if each.sink in unread else None,
+            deferred=waiting.get(each.sink, 0),
+            fault=each.fault,
+            since=each.paused_at or each.fault_since,
+            paused_by=each.paused_by,
+            reason=each.reason,
+            instance=each.instance,
+        )
+        for each in stored
+    ]
+
+
+def _is_fed(sink: sinks.Sink, running: Collection[str]) -> bool:
+    """Whether the stream of a running instance brings a sink its events."""
+    return sink.state == "attached" and sink.fault is None and sink.instance in running
+
+
+def lag_seconds(found: Sequence[Sink]) -> dict[str, float]:
+    """How old the oldest event is that each sink has still to look at, by its event_ts, where that is known."""
+    now = datetime.now(UTC)
+    return {
+        each.name: max(0.0, (now - each.oldest).total_seconds()) for each in found if each.oldest
+    }
+
+
+def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
+    """Pause a sink, or let it go on; returns whether that changed anything. Raises ConfigurationError."""
+    with reach_target(settings) as target, target.transaction():
+        _require(target, settings, name)
+        changed = sinks.pause(target, settings.group, name, paused, reason)
+        if changed:
+            action = "sink pause" if paused else "sink resume"
+            actions.record(target, settings.group, name, action, reason, {})
+    return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Where a sink is to go on, and what of its deferred transactions and dead letters is given up for that."""
+
+    goal: Goal
+    given_up: GivenUp
+
+
+def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> Move:
+    """Find what `to` means (OFFSET, TIME, beginning or end), which an option gave. Raises ConfigurationError."""
+    with reach_target(settings) as target:
+        _require(target, settings, name)
+        if settings.source.mode == "wal":
+            raise ConfigurationError(
+                "source.mode: wal: only the slot knows what there was, and the whole group reads it: a sink cannot be "
+                "moved alone"
+            )
+        if "/" in to:
+            raise ConfigurationError(
+                f"{option}: {to!r} is a position in the WAL, which relay reads as a whole: give a c_offset or a time"
+            )
+        with reach_source(settings) as source:
+            goal = find_goal(settings, source, OutboxRows(settings), to, option, lsn=False)
+        with target.transaction(force_rollback=True):
+            return Move(goal, move_sink(target, settings, name, goal))
+
+
+def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | None) -> None:
+    """Let a sink go on at a goal, on a running relay too. Raises ConfigurationError."""
+    with reach_target(settings) as target, target.transaction():
+        _require(target, settings, name)
+        given_up = move_sink(target, settings, name, goal)
+        detail = {"goes on": goal.text, **given_up._asdict()}
+        actions.record(target, settings.group, name, action, reason, detail)
+
+
+def drop(settings: Settings, name: str, reason: str | None) -> int:
+    """Forget a sink that is no longer configured; returns how many deferred transactions are forgotten with it.
+
+    Its dead letters stay. Raises ConfigurationError if there is none, or it is configured, here or of an instance that
+    runs: that would begin it again, at its `start`.
+    """
+    if name in settings.sink_handlers:
+        raise ConfigurationError(
+            f"handlers.{name}: is configured: take it out first, or run `relay sink pause {name}`"
+        )
+    with reach_target(settings) as target, target.transaction():
+        _require(target, settings, name)
+        if name in admission.running_handlers(target, settings.group):
+            raise ConfigurationError(
+                f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
+                "it: restart all instances without it first"
+            )
+        sinks.remove(target, settings.group, [name])
+        forgotten = deferred.forget(target, settings.group, name)
+        detail = {"deferred": forgotten}
+        actions.record(target, settings.group, name, "sink drop", reason, detail)
+    return forgotten
+
+
+def _require(target: Connection, settings: Settings, name: str) -> None:
+    stored = sinks.read(target, settings.group, settings.sink_handlers)
+    known = [each.sink for each in stored if each.state != sinks.NEW]
+    if name in settings.sink_handlers and name not in known:
+        raise ConfigurationError(
+            f"handlers.{name}: the sink has not begun: run `relay init`, or start relay"
+        )
+    if name in settings.handlers and name not in known:
+        raise ConfigurationError(
+            f"handlers.{name}: is no sink, it belongs to the target: `relay offsets` moves that"
+        )
+    if name not in known:
+        raise ConfigurationError(
+            f"there is no sink {name!r} in group {settings.group!r} (sinks: {', '.join(known) or 'none'})"
+        )

@@ -1,0 +1,228 @@
+"""Stores what became of deliveries, and how far a sink is, in one transaction of the target."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from relay.config import Settings
+from relay.delivery.feed import Feed
+from relay.delivery.outcomes import Outcome, Recorder
+from relay.delivery.progress import Cursor
+from relay.delivery.queues import Delivery
+from relay.fates import Behind, Failure, Fate
+from relay.faults import describe
+from relay.logs import RepeatedLines
+from relay.pipeline.brake import Brake
+from relay.source.server import Sight
+from relay.store import brakes
+from relay.store.sinks import Claim, Position, State
+
+log = logging.getLogger(__name__)
+
+ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
+"""What a sink does: it is fed from the stream, it polls the log, or it is left to who reads the stream."""
+
+STORE_SECONDS = 1.0
+"""How often progress is stored, and what an operator wants is read: what a crash delivers again."""
+IDLE_ADOPTION_SECONDS = 60.0
+"""How often a sink that gets nothing stores a newer snapshot: each is a write to the target."""
+_CHECK_SECONDS = 0.2
+"""How often it is looked whether it is time to store progress."""
+
+
+class Moved(Exception):
+    """An operator has moved the sink, or removed it: what is in memory counts no more."""
+
+
+class Blocking(Protocol):
+    """A thread for calls that block."""
+
+    def __call__(self, call: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
+        """Run a call there; returns what it returns, and raises what it raises."""
+
+
+class Checkpoint:
+    """What is to be stored of a sink. For one event loop.
+
+    `state` is what the sink's row says of it, and `at` is when something was stored last (monotonic clock, seconds).
+    `held_any` says that a deferred transaction may hold a key, and `records` counts what could let one. `retried` are
+    the deferred rows that are under way; when one is over (`followed`), it may be the turn of what follows on it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        claim: Claim,
+        state: State,
+        cursor: Cursor,
+        brake: Brake,
+        feed: Feed,
+        in_target: Blocking,
+        fault: Callable[[], str | None],
+        stored: Callable[[bool], None],
+    ) -> None:
+        """`fault` tells why nothing is delivered; `stored` is told each time whether the sink is to be paused."""
+        self._name = name
+        self._settings = settings
+        self._claim = claim
+        self._epoch = state.epoch
+        self._cursor = cursor
+        self._recorder = Recorder(settings, name)
+        self._brake = brake
+        self._feed = feed
+        self._in_target = in_target
+        self._fault = fault
+        self._stored = stored
+        self._outcomes: list[tuple[Delivery, Outcome]] = []
+        self._recorded = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._written = state.position, ""
+        self._streak = state.streaks.get(name)
+        self._fault_told: str | None = ""
+        self._adopted: Sight | None = None
+        self._next_adoption = 0.0
+        self._losses = RepeatedLines(
+            log,
+            logging.WARNING,
+            "not delivered, and not tried again: the handler is not reliable",
+            "losses",
+        )
+        self.storing = asyncio.Lock()
+        self.at = time.monotonic()
+        self.state = LAGGING
+        self.held_any = True
+        self.records = 0
+        self.retried: set[int] = set()
+        self.followed = asyncio.Event()
+
+    def attach(self) -> None:
+        """The sink is fed from the stream from now on."""
+        self.state, self._adopted = ATTACHED, None
+
+    def adopt(self, seen: Sight) -> None:
+        """The stream has brought everything that a sight shows, and nothing of it is under way."""
+        self._adopted = seen
+
+    def settle(self, delivery: Delivery, fate: Fate | None) -> None:
+        """A delivery is over."""
+        if isinstance(fate, Failure) and not self._settings.sink_handlers[self._name].reliable:
+            self._losses.note(1, handler=self._name, fault=describe(fate.error))
+            fate = None
+        if delivery.due is not None and isinstance(fate, Behind):
+            self.retried.discard(delivery.due.id)
+        elif fate is None and delivery.due is None:
+            self._finish_commit(delivery)
+        else:
+            self.record(delivery, fate)
+
+    def record(self, delivery: Delivery, outcome: Outcome) -> None:
+        """Store at once what became of a delivery, or what it waits for."""
+        self._outcomes.append((delivery, outcome))
+        self.records += 1
+        self.held_any = True
+        self._recorded.set()
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether something that was recorded is not stored yet."""
+        return bool(self._outcomes)
+
+    async def finished(self) -> None:
+        """Wait until a delivery is done."""
+        self._finished.clear()
+        await self._finished.wait()
+
+    async def keep(self) -> None:
+        """Store outcomes at once and progress from time to time; never ends by itself."""
+        due = time.monotonic() + STORE_SECONDS
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    await self._recorded.wait()
+            await self.flush()
+            if time.monotonic() >= due:
+                await self.store()
+                due = time.monotonic() + STORE_SECONDS
+
+    async def flush(self) -> None:
+        """Store what became of deliveries so far."""
+        if self._outcomes:
+            await self.store()
+
+    async def store(self) -> None:
+        """Store what became of deliveries, and how far the sink is. Raises Moved and psycopg.Error."""
+        async with self.storing:
+            self._take_over()
+            self._recorded.clear()
+            outcomes, self._outcomes = self._outcomes, []
+            for delivery, _ in outcomes:
+                self._finish_commit(delivery)
+            reached = self._cursor.reached
+            position, done = self._cursor.to_store()
+            paused = await self._in_target(self._write, outcomes, position, done)
+            for delivery, _ in outcomes:
+                if delivery.due is not None:
+                    self.retried.discard(delivery.due.id)
+                    self.followed.set()
+            self._recorder.report(outcomes)
+            self.at = time.monotonic()
+            self._feed.note_stored(reached)
+        self._stored(paused)
+
+    def _finish_commit(self, delivery: Delivery) -> None:
+        if delivery.commit is not None:
+            self._cursor.finish(delivery.commit)
+            self._finished.set()
+
+    def _take_over(self) -> None:
+        """Take over the snapshot that the stream has come to; seldom where nothing goes to the sink."""
+        seen, self._adopted = self._adopted, None
+        if seen is None or self.state != ATTACHED:
+            return
+        now = time.monotonic()
+        if len(self._cursor.known) or now >= self._next_adoption:
+            if self._cursor.adopt(seen.snapshot):
+                self._cursor.reach(seen.lsn)
+            self._next_adoption = now + IDLE_ADOPTION_SECONDS
+
+    def _write(
+        self,
+        outcomes: Sequence[tuple[Delivery, Outcome]],
+        position: Position,
+        done: Sequence[int],
+    ) -> bool:
+        """Write outcomes and position in one transaction; returns whether the sink is to be paused. Raises Moved."""
+        changed = (position, self.state) != self._written or bool(done)
+        with self._claim.conn.transaction():
+            self._recorder.write(self._claim.conn, outcomes)
+            paused = (
+                self._claim.store(position, self._epoch, done, self.state)
+                if changed
+                else self._claim.is_paused(self._epoch)
+            )
+            if paused is None:
+                raise Moved
+            self._write_streak()
+            fault = self._fault()
+            if fault != self._fault_told:
+                self._claim.note_fault(fault)
+        self._written, self._fault_told = (position, self.state), fault
+        return paused
+
+    def _write_streak(self) -> None:
+        streak = self._brake.streak(self._name)
+        if streak == self._streak:
+            return
+        brakes.store(self._claim.conn, self._settings.group, self._name, streak)
+        was_braked = self._streak is not None and self._streak.braked
+        self._streak = streak
+        if streak is not None and streak.braked and not was_braked:
+            log.error("a handler is stopped", extra={"fault": self._brake.told(self._name)})
+        elif was_braked and not (streak and streak.braked):
+            log.warning("a stopped handler goes on", extra={"handler": self._name})

@@ -1,0 +1,137 @@
+"""Reads the log for a sink that lags: the transactions of a difference, in order, with the events for the sink."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psycopg
+from psycopg_pool import ConnectionPool
+
+from relay.batch import Share
+from relay.config import Settings
+from relay.pipeline.routed import Routing
+from relay.snapshots import Snapshot, Xids, full_xids
+from relay.source.rows import Difference, OutboxRows, Wanted, prepare_reading
+from relay.source.server import Sight, durable_sight, sight
+from relay.store.connections import open_pool
+from relay.transactions import Routed, Transactions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Polled:
+    """Transactions of a difference with events for the sink; none at the end of a portion.
+
+    `positions` and `xids` (0 for rows from before there was c_xid) have an element for each. After them everything up
+    to the position `upto` is read. `large` are c_offsets of rows that are too large to be read.
+    """
+
+    routed: Routed | None
+    positions: Sequence[int]
+    xids: Sequence[int]
+    upto: int
+    large: Collection[int]
+
+
+class LogReader:
+    """The outbox as a table, for one sink. Used by one thread at a time; raises psycopg.Error and RelayError."""
+
+    def __init__(self, settings: Settings, sink: str, routing: Routing) -> None:
+        self._sink = sink
+        self._routing = routing
+        self._rows = OutboxRows(settings)
+        # One connection holds the plan of a difference, the other answers.
+        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
+            settings.source_dsn, 2, prepare_reading
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._source.close()
+
+    def sight(self) -> Sight:
+        """What the source shows now, and has on its disk."""
+        with self._source.connection() as conn:
+            return durable_sight(conn)
+
+    def following(self, snapshot: Snapshot) -> Sight | None:
+        """A sight that shows more rows than a snapshot sees; None if there is nothing new."""
+        with self._source.connection() as conn:
+            seen = sight(conn).snapshot
+            # A standby may lag.
+            if not seen.covers(snapshot):
+                return None
+            # Whoever stands at the beginning is not told of rows from before there was c_xid otherwise.
+            if not snapshot.is_beginning and self._rows.is_empty(conn, Difference(snapshot, seen)):
+                return None
+            return durable_sight(conn)
+
+    def read(self, between: Difference, after: int, left_out: Xids) -> Generator[Polled]:
+        """The transactions of a difference after a position, but those left out (int64, in any order).
+
+        Raises TransientFault where the server does not have yet what is to be read.
+        """
+        with (
+            self._source.connection() as planning,
+            closing(self._rows.plan(planning, between, after, whole=False)) as portions,
+        ):
+            for portion in portions:
+                # Whole, since the sink may take long for it, and an open query holds back vacuum.
+                yield from self._portion(between, portion.shares, left_out)
+                yield Polled(None, (), (), portion.upto, ())
+
+    def _portion(
+        self, between: Difference, shares: Collection[Share], left_out: Xids
+    ) -> list[Polled]:
+        found: list[Polled] = []
+        with self._source.connection() as conn:
+            large = self._rows.large(conn, shares)
+            for unmarked in (True, False):
+                wanted = _wanted(shares, unmarked, left_out)
+                if len(wanted.xids):
+                    found += self._rows_of(conn, between, wanted, unmarked, large)
+        return found
+
+    def _rows_of(
+        self,
+        conn: psycopg.Connection[Any],
+        between: Difference,
+        wanted: Wanted,
+        unmarked: bool,
+        large: Collection[int],
+    ) -> Generator[Polled]:
+        position_of = dict(zip(wanted.xids.tolist(), wanted.positions.tolist(), strict=True))
+        # Closed before the connection is: a COPY that is under way would keep that from being returned.
+        with closing(self._rows.commits(conn, wanted, unmarked, large)) as found:
+            for transactions in found:
+                routed = self._routed(transactions)
+                if routed is None:
+                    continue
+                facts = routed.transactions.facts
+                keys = facts["last_offset"] if unmarked else _full(facts["xid"], between)
+                positions = [position_of[key] for key in keys.tolist()]
+                xids = [0] * len(positions) if unmarked else keys.tolist()
+                yield Polled(routed, positions, xids, positions[0] - 1, large)
+
+    def _routed(self, transactions: Transactions) -> Routed | None:
+        return self._routing.route(transactions)[1].get(self._sink)
+
+
+def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xids:
+    return full_xids(xids, between.after.xmax)
+
+
+def _wanted(shares: Collection[Share], unmarked: bool, left_out: Xids) -> Wanted:
+    """The transactions of shares in order of their positions."""
+    chosen = [share for share in shares if share.unmarked == unmarked]
+    none = np.zeros(0, np.int64)
+    xids = np.concatenate([none, *(share.xids for share in chosen)])
+    positions = np.concatenate([none, *(share.positions for share in chosen)])
+    if not unmarked and len(left_out):
+        left = ~np.isin(xids, left_out)
+        xids, positions = xids[left], positions[left]
+    order = np.lexsort((xids, positions))
+    return Wanted(xids[order], positions[order], np.full(len(xids), -1))

@@ -1,0 +1,128 @@
+"""What became of deliveries, on its way into the target: deferred rows, dead letters, and rows that are done with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import psycopg
+
+from relay.batch import DeadTransaction
+from relay.config import Settings
+from relay.delivery.queues import Delivery
+from relay.fates import Behind, Failure, Fate, is_dead
+from relay.faults import NotReceived, describe
+from relay.logs import RepeatedLines
+from relay.store import dead_letters, deferred
+from relay.store.deferred import Wait
+from relay.transactions import Undecoded
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """An event is to be delivered at a later time: until then the transaction is deferred, and holds nobody."""
+
+    until: datetime
+
+
+Outcome = Fate | Scheduled | None
+"""None: the destination has confirmed."""
+
+
+class Recorder:
+    """Writes outcomes of one sink. Raises psycopg.Error."""
+
+    def __init__(self, settings: Settings, sink: str) -> None:
+        self._group = settings.group
+        self._sink = sink
+        self._table = settings.source.table
+        self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
+
+    def write(self, conn: Connection, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
+        """Write what became of deliveries, in the order in which it became known, in the current transaction."""
+        deferrals: list[tuple[Undecoded, Wait]] = []
+        again: list[tuple[int, Wait]] = []
+        done: list[int] = []
+        replayed: list[int] = []
+        for delivery, outcome in outcomes:
+            due = delivery.due
+            number = due.dead_transaction if due else None
+            if isinstance(outcome, Failure) and is_dead(outcome):
+                number = self._bury(conn, delivery, outcome, number)
+            wait = _wait(delivery, outcome)
+            if wait is not None:
+                wait = replace(wait, dead_transaction=number)
+            if due is None and wait is not None:
+                deferrals.append((delivery.rows, wait))
+            elif due is not None and wait is not None:
+                again.append((due.id, wait))
+            elif due is not None:
+                done.append(due.id)
+                if outcome is None and number is not None:
+                    replayed.append(number)
+        if deferrals:
+            deferred.park(conn, self._group, deferrals, self._sink)
+        deferred.wait_again(conn, again)
+        if replayed:
+            dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
+        if done:
+            deferred.settle(conn, done)
+
+    def _bury(
+        self, conn: Connection, delivery: Delivery, failure: Failure, number: int | None
+    ) -> int:
+        if number is not None:
+            dead_letters.bury_again(conn, self._group, number, self._sink, failure.error)
+            return number
+        events = delivery.events.events
+        number = dead_letters.bury(conn, self._group, events, self._sink, failure.error, self._sink)
+        if isinstance(failure.error, NotReceived):
+            dead_letters.mark_by_reference(conn, number, failure.error.offsets)
+        return number
+
+    def report(self, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
+        """Log what was dead-lettered, and which faults defer transactions, now that it is stored."""
+        for delivery, outcome in outcomes:
+            if not isinstance(outcome, Failure):
+                continue
+            if not is_dead(outcome):
+                self._deferrals.note(1, handler=self._sink, fault=describe(outcome.error))
+                continue
+            rows = delivery.rows
+            dead = DeadTransaction(
+                rows.transaction_id,
+                rows.commit.end_lsn,
+                len(rows.tuples),
+                self._sink,
+                describe(outcome.error),
+            )
+            log.warning("dead letter", extra=dead.fields)
+
+
+def _wait(delivery: Delivery, outcome: Outcome) -> Wait | None:
+    """What the transaction waits for now; None if it is done with."""
+    before = delivery.history
+    match outcome:
+        case Scheduled(until):
+            return Wait(delivery.keys, holds=False, until=until)
+        case Behind():
+            return Wait(delivery.keys, attempts=before.attempts, first_failed_at=before.since)
+        case Failure() if outcome.after is not None or outcome.holds:
+            return Wait(
+                delivery.keys,
+                after=outcome.after or 0.0,
+                blocked=outcome.after is None,
+                attempts=outcome.attempts,
+                first_failed_at=before.since or time.time(),
+                handler=outcome.handler,
+                reason=describe(outcome.error),
+            )
+    return None

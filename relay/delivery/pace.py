@@ -1,0 +1,42 @@
+"""How fast a sink may deliver. No I/O."""
+
+from __future__ import annotations
+
+import time
+
+_BURST_SECONDS = 0.005
+
+
+class Pace:
+    """Lets so many through in a second, evenly."""
+
+    def __init__(self, rate: float) -> None:
+        self._interval = 1 / rate
+        self._next = 0.0
+
+    def turn(self) -> float:
+        """In how many seconds it is one's turn, which is taken with that."""
+        now = time.monotonic()
+        turn = max(now, self._next)
+        self._next = turn + self._interval
+        return turn - now
+
+
+class Share:
+    """Lets a thread have a share of a processor, in small portions, so that other threads of the process go on.
+
+    Python runs one thread at a time.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = _BURST_SECONDS
+        self._at, self._used = time.monotonic(), time.thread_time()
+
+    def wait(self) -> float:
+        """In how many seconds the thread that calls may go on; 0 is now."""
+        at, used = time.monotonic(), time.thread_time()
+        self._left += (at - self._at) * self._share - (used - self._used)
+        self._left = min(self._left, _BURST_SECONDS)
+        self._at, self._used = at, used
+        return max(0.0, -self._left / self._share)

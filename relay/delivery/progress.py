@@ -1,0 +1,274 @@
+"""How far a sink is in the log. No I/O.
+
+Source: PgQ (Skype Tools), whose consumers stand at snapshots too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.events import Lsn
+from relay.snapshots import Snapshot, Xids
+from relay.store.sinks import BEFORE_FIRST, Position
+
+
+@dataclass(slots=True, eq=False)
+class Commit:
+    """A commit of the source with deliveries for the sink; it is done when all of them are.
+
+    `position` is the end of the commit in the WAL or, where it was polled, its position in the difference. `xid` is its
+    full id, 0 for rows from before there was c_xid. `since` is when it came (monotonic clock, seconds). `deliveries`
+    counts those that are not done, and `is_begun` says that one of them is.
+    """
+
+    position: int
+    xid: int
+    deliveries: int
+    since: float
+    is_begun: bool = False
+    number: int = field(init=False)
+    prefix: Prefix | None = field(init=False, default=None)
+
+
+class Prefix:
+    """Commits in order, and the position up to which all of them are done."""
+
+    def __init__(self, reached: int) -> None:
+        self.reached = reached
+        self._commits: deque[Commit] = deque()
+        self._passed: list[int] = []
+
+    def __len__(self) -> int:
+        """How many commits it remembers."""
+        return len(self._commits) + len(self._passed)
+
+    def add(self, commit: Commit) -> None:
+        """Append a commit whose deliveries are under way."""
+        commit.prefix = self
+        self._commits.append(commit)
+        self.advance()
+
+    def advance(self) -> None:
+        """Some deliveries are done."""
+        while self._commits and not self._commits[0].deliveries:
+            commit = self._commits.popleft()
+            self.reached = commit.position
+            if commit.xid:
+                self._passed.append(commit.xid)
+
+    def take_passed(self) -> list[int]:
+        """The xids of the commits that were passed since this was called last."""
+        passed, self._passed = self._passed, []
+        return passed
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A difference up to a snapshot that is polled; once it is read whole, `last` is the number of its last commit."""
+
+    end: Snapshot
+    prefix: Prefix
+    last: int | None = None
+
+
+class Cursor:
+    """The position of a sink at work, and what it has done beyond it.
+
+    The sink does not stop where a delivery takes long: the next difference is polled, and the stream is followed, while
+    some of a former difference is under way. The stored position says the oldest difference that is not done, and how
+    much of it is; other transactions that are done are remembered by their xids.
+    """
+
+    def __init__(self, position: Position, done: Xids, polls: bool) -> None:
+        """`done`: the transactions, int64, that are done and that the position does not tell.
+
+        Not `polls`: only the WAL is read, and a position in it says how far the sink is.
+        """
+        self.position = position
+        self._polls = polls
+        self._known = set(done.tolist())
+        self._done = set(self._known)
+        self._unstored: list[int] = []
+        self._under_way: dict[Commit, None] = {}
+        self._polled = 0
+        self._number = 0
+        self._streamed = Prefix(position.applied_lsn)
+        self._differences: deque[_Reading] = deque()
+        if position.following is not None:
+            self._differences.append(_Reading(position.following, Prefix(position.polled_offset)))
+
+    @property
+    def known(self) -> Xids:
+        """The transactions that are done or under way and that `end` may not see; int64, in no order."""
+        return np.fromiter(self._known, np.int64, len(self._known))
+
+    @property
+    def end(self) -> Snapshot | None:
+        """The snapshot up to which the log has been polled, or is being polled."""
+        return self._differences[-1].end if self._differences else self.position.snapshot
+
+    @property
+    def since(self) -> float | None:
+        """When the oldest of what is not done came (monotonic clock, seconds)."""
+        oldest = next(iter(self._under_way), None)
+        return oldest.since if oldest else None
+
+    @property
+    def reached(self) -> Lsn:
+        """The position up to which every commit of the stream is done; 0/0 while something polled is not."""
+        return Lsn(0) if self._polled else Lsn(self._streamed.reached)
+
+    def is_new(self, ends: NDArray[np.uint64], xids: Xids) -> NDArray[np.bool_]:
+        """Which commits of the stream are still to be delivered, by their ends in the WAL and their full xids."""
+        end = self.end
+        new: NDArray[np.bool_] = np.ones(len(ends), np.bool_)
+        if not self._polls:
+            new &= ends > self.position.applied_lsn
+        if end is not None:
+            new &= ~end.sees(xids)
+        if self._known and new.any():
+            new &= [xid not in self._known for xid in xids.tolist()]
+        return new
+
+    def reach(self, lsn: Lsn) -> None:
+        """No commit that is done or under way ends after this position of the WAL."""
+        if lsn > self.position.delivered_lsn:
+            self.position = replace(self.position, delivered_lsn=lsn)
+
+    # The stream
+
+    def join(self, reached: Lsn) -> None:
+        """The stream is buffered after a position of the WAL."""
+        self._streamed = Prefix(reached if self._polls else max(reached, self.position.applied_lsn))
+
+    def stream(self, commit: Commit) -> None:
+        """Deliveries of a commit of the stream begin; it may have none, and say how far the stream is read."""
+        self._begin(commit)
+        self._streamed.add(commit)
+        self.reach(Lsn(commit.position))
+        self._forget_passed()
+
+    def poll_beside(self, commit: Commit) -> None:
+        """Deliveries of a commit begin that was polled on the way into the stream, which may bring it too."""
+        self._polled += 1
+        self._begin(commit)
+
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Stand at a snapshot up to which the stream has brought everything; False if something is still under way."""
+        before = self.position.snapshot
+        if self._differences or self._polled:
+            return False
+        if before is not None and not snapshot.covers(before):
+            return False
+        self._stand_at(snapshot)
+        return True
+
+    # The outbox
+
+    def open(self, following: Snapshot) -> None:
+        """Begin to poll the difference between `end` and a snapshot."""
+        self._differences.append(_Reading(following, Prefix(BEFORE_FIRST)))
+        self._describe_first()
+
+    @property
+    def reading(self) -> tuple[Snapshot, Snapshot, int] | None:
+        """The difference that is being polled, by its snapshots, and the position in it after which it goes on."""
+        if not self._differences or self._differences[-1].last is not None:
+            return None
+        before = self._differences[-2].end if len(self._differences) > 1 else self.position.snapshot
+        assert before is not None  # noqa: S101
+        return before, self._differences[-1].end, self._differences[-1].prefix.reached
+
+    @property
+    def remembered(self) -> int:
+        """How many commits of differences are remembered."""
+        return sum(len(each.prefix) for each in self._differences)
+
+    def poll(self, commit: Commit) -> None:
+        """Deliveries of a commit of the difference begin; it may have none, and say how far that is read."""
+        if commit.deliveries:
+            self._polled += 1
+        self._begin(commit)
+        self._differences[-1].prefix.add(commit)
+        self._forget_passed()
+
+    def read(self) -> None:
+        """All of the difference is under way."""
+        self._differences[-1].last = self._number
+        self._advance()
+
+    def finish(self, commit: Commit) -> None:
+        """A delivery is done: it was confirmed, or what became of it instead is stored together with the position."""
+        commit.deliveries -= 1
+        commit.is_begun = True
+        if commit.deliveries:
+            return
+        del self._under_way[commit]
+        if commit.prefix is not self._streamed:
+            self._polled -= 1
+        if commit.xid in self._known:
+            self._done.add(commit.xid)
+            self._unstored.append(commit.xid)
+        if commit.prefix is not None:
+            commit.prefix.advance()
+        self._advance()
+
+    def to_store(self) -> tuple[Position, list[int]]:
+        """The position, and the xids of what else is done: since this was called last, or all without a snapshot."""
+        if self._differences:
+            reached = self._differences[0].prefix.reached
+            self.position = replace(self.position, polled_offset=reached)
+        if not self._polls:
+            self.position = replace(self.position, applied_lsn=Lsn(self._streamed.reached))
+        unstored, self._unstored = self._unstored, []
+        if self.position.snapshot is None:
+            return self.position, sorted(self._done)
+        return self.position, [xid for xid in unstored if xid in self._known]
+
+    def _begin(self, commit: Commit) -> None:
+        if not commit.deliveries:
+            return
+        self._number += 1
+        commit.number = self._number
+        self._under_way[commit] = None
+        if commit.xid:
+            self._known.add(commit.xid)
+
+    def _advance(self) -> None:
+        """Leave the differences that are read and done."""
+        oldest = next(iter(self._under_way), None)
+        while self._differences:
+            last = self._differences[0].last
+            if last is None or (oldest is not None and oldest.number <= last):
+                break
+            end = self._differences.popleft().end
+            self._stand_at(end)
+        self._forget_passed()
+
+    def _forget_passed(self) -> None:
+        """Forget the transactions that the position tells."""
+        passed = self._streamed.take_passed()
+        if self.position.snapshot is not None:
+            passed = self._differences[0].prefix.take_passed() if self._differences else []
+        self._known.difference_update(passed)
+        self._done.difference_update(passed)
+
+    def _stand_at(self, snapshot: Snapshot) -> None:
+        self.position = replace(self.position, snapshot=snapshot)
+        self._describe_first()
+        known = self.known
+        self._known = set(known[~snapshot.sees(known)].tolist())
+        self._done &= self._known
+
+    def _describe_first(self) -> None:
+        """Let the position tell the first difference that is not done."""
+        first = self._differences[0] if self._differences else None
+        self.position = replace(
+            self.position,
+            following=first.end if first else None,
+            polled_offset=first.prefix.reached if first else BEFORE_FIRST,
+        )

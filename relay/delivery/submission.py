@@ -1,0 +1,173 @@
+"""Turns transactions, of the log or deferred, into deliveries in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import numpy as np
+
+from relay.config import Settings
+from relay.delivery.checkpoint import Blocking, Checkpoint
+from relay.delivery.dispatch import Dispatcher
+from relay.delivery.outcomes import Scheduled
+from relay.delivery.progress import Commit
+from relay.delivery.queues import Delivery
+from relay.events import Transaction
+from relay.fates import Failure, History
+from relay.faults import NotReceived
+from relay.pipeline.routed import Routing
+from relay.pipeline.waiting import Ordering, moment_of
+from relay.store import deferred
+from relay.store.sinks import Claim
+from relay.transactions import Routed, Transactions, Undecoded
+
+RETRY_SECONDS = 0.5
+"""How often deferred transactions are looked for whose time has come."""
+RETRIED_AT_ONCE = 500
+
+
+class Submission:
+    """Submits to a dispatcher what is to be delivered to a sink. For one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        routing: Routing,
+        claim: Claim,
+        checkpoint: Checkpoint,
+        dispatcher: Dispatcher,
+        in_target: Blocking,
+        released: Callable[[], None],
+    ) -> None:
+        """`released` is called when no deferred transaction holds a key any more."""
+        self._name = name
+        self._settings = settings
+        self._routing = routing
+        self._claim = claim
+        self._checkpoint = checkpoint
+        self._dispatcher = dispatcher
+        self._in_target = in_target
+        self._released = released
+        self._ordering = Ordering({name: settings.handlers[name]})
+
+    async def submit(
+        self, routed: Routed, commits: Sequence[Commit], large: Collection[int] = ()
+    ) -> None:
+        """Submit transactions in order, as there is room."""
+        transactions = routed.transactions
+        later = self._scheduled(transactions)
+        keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
+        await self._look_up_held(keys)
+        for index, (rows, events) in enumerate(_pairs(routed)):
+            delivery = Delivery(rows, events, keys[index], commits[index])
+            if missing := _among(rows, events, large):
+                self._checkpoint.settle(delivery, Failure(self._name, self._not_received(missing)))
+            elif index in later:
+                self._checkpoint.record(delivery, Scheduled(later[index]))
+            else:
+                await self._dispatcher.room()
+                self._dispatcher.submit(delivery)
+
+    def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
+        return self._ordering.delivery_keys(self._name, hosts, [events])
+
+    def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
+        """The transactions with an event whose time is still to come, by index; the latest one counts."""
+        now = datetime.now(UTC)
+        ends = np.cumsum(transactions.facts["events"])
+        found: dict[int, datetime] = {}
+        for row, value in self._routing.times(transactions):
+            moment = moment_of(value)
+            if moment > now:
+                index = int(np.searchsorted(ends, row, side="right"))
+                found[index] = max(moment, found.get(index, moment))
+        return found
+
+    def _not_received(self, offsets: Sequence[int]) -> NotReceived:
+        where = f"{self._settings.source.table}, c_offset {', '.join(map(str, offsets))}"
+        return NotReceived(f"payload and metadata are too large, they are only in {where}", offsets)
+
+    async def _look_up_held(self, keys: Iterable[frozenset[str]]) -> None:
+        """Let the dispatcher know which keys are held by deferred transactions."""
+        if not self._checkpoint.held_any:
+            return
+        asked = frozenset[str]().union(*keys)
+        # First, since what fails while the others are stored is not among them.
+        self._dispatcher.asking()
+        await self._checkpoint.flush()
+        if asked:
+            held = await self._in_target(
+                deferred.held, self._claim.conn, self._settings.group, self._name, asked
+            )
+            self._dispatcher.hold(held, asked)
+
+    async def retry(self) -> None:
+        """Deliver deferred transactions when it is their turn; never ends by itself."""
+        while True:
+            if await self._retry_some():
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await self._checkpoint.followed.wait()
+            self._checkpoint.followed.clear()
+
+    async def _retry_some(self) -> bool:
+        limit = RETRIED_AT_ONCE
+        if self._dispatcher.breaker.is_open:
+            # One at a time takes its turn in trying.
+            limit = 0 if self._checkpoint.retried else 1
+        if self._dispatcher.is_paused or not limit:
+            return False
+        group, conn = self._settings.group, self._claim.conn
+        due = await self._in_target(
+            deferred.heads, conn, group, self._name, limit, tuple(self._checkpoint.retried)
+        )
+        if not due:
+            if self._checkpoint.held_any and not (
+                self._checkpoint.retried or self._checkpoint.has_outcomes
+            ):
+                await self._look_for_held()
+            return False
+        # Somebody may have replayed dead letters.
+        self._checkpoint.held_any = True
+        limits = self._settings.batch
+        transactions = await self._in_target(
+            deferred.transactions, conn, due, limits.max_bytes, limits.spool_directory
+        )
+        decoder = self._routing.decoder(transactions.columns)
+        pairs = _pairs(Routed(transactions, decoder))
+        for each, (rows, events) in zip(due, pairs, strict=True):
+            # Without waiting for room, which what follows with its keys would take, and be deferred.
+            self._checkpoint.retried.add(each.id)
+            history = History(each.attempts, each.first_failed_at)
+            keys = frozenset(each.keys)
+            self._dispatcher.submit(Delivery(rows, events, keys, due=each, history=history))
+        return True
+
+    async def _look_for_held(self) -> None:
+        """Forget the keys that were held, if no deferred transaction holds any."""
+        records = self._checkpoint.records
+        group, conn = self._settings.group, self._claim.conn
+        held = await self._in_target(deferred.any_held, conn, group, self._name)
+        if held or records != self._checkpoint.records:
+            return
+        self._checkpoint.held_any = False
+        self._dispatcher.release()
+        self._released()
+
+
+def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:
+    """Each transaction as it came, and as the handler sees it."""
+    return zip(routed.transactions, routed, strict=True)
+
+
+def _among(rows: Undecoded, events: Transaction, large: Collection[int]) -> list[int]:
+    """The c_offsets of a transaction's events that are too large to be read."""
+    if not any(rows.first_offset <= offset <= rows.last_offset for offset in large):
+        return []
+    found = (event.c_offset for event in events.events)
+    return [offset for offset in found if offset is not None and offset in large]

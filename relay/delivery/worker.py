@@ -1,0 +1,219 @@
+"""A thread for one sink: claims it, works it, and begins again after an outage of a database."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread
+
+from relay.config import Settings
+from relay.delivery.checkpoint import Moved
+from relay.delivery.feed import Feed
+from relay.delivery.session import Session, Stream
+from relay.faults import RelayError, TaskFault, describe, is_transient
+from relay.handler_settings import SinkHandler
+from relay.handlers import Sink
+from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.source.server import Sight
+from relay.store import sinks
+from relay.store.sinks import Claim, State
+
+log = logging.getLogger(__name__)
+
+CLAIM_SECONDS = 1.0
+"""How often it is tried to claim a sink that another process works."""
+
+
+class Worker:
+    """Works a sink from `start` to `close`. `failed` is called once if it meets what no retry mends."""
+
+    def __init__(
+        self,
+        name: str,
+        sink: Sink,
+        configured: SinkHandler,
+        settings: Settings,
+        stream: Stream,
+        failed: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.error: RelayError | None = None
+        self._polls = settings.source.mode != "wal"
+        self.feed = Feed(settings.sinks.attach_bytes if self._polls else None, self._wake)
+        self.ready = Event()
+        self._claim = Claim(settings.target_dsn, settings.group, name)
+        self._sink = sink
+        self._configured = configured
+        self._settings = settings
+        self._stream = stream
+        self._failed = failed
+        self._stopping = Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: Session | None = None
+        self._called: asyncio.Event | None = None
+        self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after what is under way. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._tell(self._stop)
+
+    def claim(self) -> None:
+        """This process reads the source from now on; `ready` is set again once the sink is claimed, or cannot be."""
+        if self._session is None and self._thread.is_alive():
+            self.ready.clear()
+        self._tell(self._call)
+
+    def close(self, patience: float) -> None:
+        """Stop, and wait for what is under way, for so many seconds."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(patience)
+
+    def adopt(self, seen: Sight) -> None:
+        """The stream has brought everything that a sight shows, and all of it is done. Safe in any thread."""
+        self._tell(self._adopt, seen)
+
+    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+        """Call something in the event loop, if there is one."""
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # it has just been closed
+                loop.call_soon_threadsafe(call, *arguments)
+
+    def _call(self) -> None:
+        if self._called is not None:
+            self._called.set()
+        if self._session is not None:
+            self._session.wake()
+
+    def _wake(self) -> None:
+        self._tell(self._wake_session)
+
+    def _wake_session(self) -> None:
+        if self._session is not None:
+            self._session.wake()
+
+    def _adopt(self, seen: Sight) -> None:
+        if self._session is not None:
+            self._session.adopt(seen)
+
+    def _stop(self) -> None:
+        self._call()
+        if self._session is not None:
+            self._session.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            self.error = TaskFault.of(error).as_error()
+            self._failed()
+        finally:
+            self.ready.set()
+
+    async def _main(self) -> None:
+        self._called = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        wait, said = FIRST_WAIT_SECONDS, ""
+        try:
+            while not self._stopping.is_set():
+                try:
+                    if not await self._work():
+                        self.ready.set()
+                        # Others, which try as often, come first.
+                        await self._pause(2 * CLAIM_SECONDS)
+                    wait, said = FIRST_WAIT_SECONDS, ""
+                except Exception as error:
+                    if not is_transient(error):
+                        raise
+                    self._require_polling(error)
+                    self.ready.set()
+                    fault = describe(error)
+                    if fault != said:
+                        said = fault
+                        log.warning("a sink waits", extra={"handler": self.name, "fault": fault})
+                    await self._pause(wait)
+                    wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+        finally:
+            self._claim.release()
+            await self._sink.close()
+
+    def _require_polling(self, error: Exception | None) -> None:
+        """Raise RelayError where what was in flight cannot be had again: only the slot has it, for the next process."""
+        if not self._polls:
+            why = describe(error) if error else "it was moved"
+            raise RelayError(
+                f"handlers.{self.name}: interrupted ({why}), and with source.mode: wal only the slot can deliver again "
+                "what was in flight: start relay again"
+            )
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, at most until `claim` or `stop`."""
+        assert self._called is not None  # noqa: S101
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._called.wait()
+        self._called.clear()
+
+    def _load(self) -> State:
+        """The sink's state; a sink that is new begins where its configuration says."""
+        claim, start = self._claim, self._configured.start
+        if sinks.begin(claim.conn, self._settings.group, self.name, start):
+            log.info("a new sink begins", extra={"handler": self.name, "from": start})
+        if self._polls:
+            sinks.give_snapshot(claim.conn, self._settings.group, self.name)
+        state = claim.load()
+        assert state is not None  # noqa: S101
+        if not self._polls:
+            why = sinks.why_not_wal(self.name, state.position, state.lags)
+            if why is not None:
+                raise RelayError(why)
+        return state
+
+    async def _work(self) -> bool:
+        """Work the sink for as long as this process has it; False if it cannot, or is not to."""
+        settings = self._settings
+        if not await asyncio.to_thread(self._claim.take):
+            return False
+        try:
+            while not self._stopping.is_set():
+                state = await asyncio.to_thread(self._load)
+                if not (self._stream.reads or state.lags):
+                    return False
+                if not self._polls and state.left_out_since is not None:
+                    log.warning(
+                        "a sink is configured again: nothing was kept for it meanwhile",
+                        extra={"handler": self.name, "since": str(state.left_out_since)},
+                    )
+                self._session = Session(
+                    self.name,
+                    self._sink,
+                    self._configured,
+                    settings,
+                    self._stream,
+                    self.feed,
+                    self._claim,
+                    state,
+                    self.ready.set,
+                )
+                try:
+                    await self._session.run(settings.shutdown_timeout / 2)
+                    if self._session.left:
+                        return False
+                except Moved:
+                    self._require_polling(None)
+                    log.info("a sink goes on from what is stored", extra={"handler": self.name})
+                finally:
+                    self._session = None
+                    self.feed.close()
+                    self._stream.confirm()
+        finally:
+            await asyncio.to_thread(self._claim.release)
+        return True

@@ -1,0 +1,191 @@
+"""Messages that were sent to a broker and are not answered yet: many at once, those of several transactions mixed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from relay.handlers.messages import Message
+
+_MOST = 1_000
+"""How many messages of a sink may be unanswered at once. A slow broker answers so many within a usual `timeout`."""
+
+
+class Sending:
+    """The messages that one delivery sends, and what the broker has answered to them."""
+
+    __slots__ = (
+        "_confirmed", "_fault", "_heard", "_loop", "_room", "_unanswered", "_waiter", "is_over", "messages"
+    )  # fmt: skip
+
+    def __init__(self, messages: Sequence[Message], room: asyncio.Semaphore) -> None:
+        self.messages = messages
+        self.is_over = False
+        """Whether nobody waits for answers any more."""
+        self._confirmed = bytearray(len(messages))
+        self._fault: Exception | None = None
+        self._unanswered = 0
+        self._room = room
+        self._loop = asyncio.get_running_loop()
+        self._heard = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def unconfirmed(self) -> list[Message]:
+        """The messages that the broker has not confirmed, in order."""
+        return [
+            message
+            for message, confirmed in zip(self.messages, self._confirmed, strict=True)
+            if not confirmed
+        ]
+
+    def answer(self, index: int, fault: Exception | None = None) -> None:
+        """The broker has stored a message, or says why not. Called once for each that was sent, at most."""
+        if self.is_over:
+            return
+        self._unanswered -= 1
+        self._room.release()
+        self._heard = self._loop.time()
+        if fault is None:
+            self._confirmed[index] = 1
+        elif self._fault is None:
+            self._fault = fault
+        if self._waiter and (self._fault or not self._unanswered):
+            _wake(self._waiter)
+
+    async def publish(
+        self, publish: Callable[[Sending, int], Awaitable[None]], timeout: float
+    ) -> None:
+        """Send the messages, each when there is room for it, until the first fault is known.
+
+        TimeoutError when for `timeout` s there is no room and none of those that were sent is answered.
+        """
+        for index in range(len(self.messages)):
+            await self._take_room(timeout)
+            self._unanswered += 1
+            await publish(self, index)
+            if self._fault is not None:
+                break
+        self._heard = self._loop.time()
+
+    async def _take_room(self, timeout: float) -> None:
+        if self._room.locked():
+            self._heard = self._loop.time()
+        while True:
+            # Those that have sent nothing wait for others, who have a deadline.
+            deadline = self._heard + timeout if self._unanswered else None
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._room.acquire()
+                return
+            except TimeoutError:
+                if self._unanswered and self._loop.time() >= self._heard + timeout:
+                    raise
+
+    async def wait(self, timeout: float) -> None:
+        """Wait for all answers, or the first fault, which it raises; TimeoutError when for `timeout` s none comes."""
+        while self._fault is None and self._unanswered:
+            deadline = self._heard + timeout
+            if self._loop.time() >= deadline:
+                raise TimeoutError
+            self._waiter = self._loop.create_future()
+            timer = self._loop.call_at(deadline, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        if self._fault is not None:
+            raise self._fault
+
+    def end(self) -> None:
+        """Leave the room that is still taken to others."""
+        self.is_over = True
+        for _ in range(self._unanswered):
+            self._room.release()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Window:
+    """Sends messages without waiting for the answer to the one before, up to a limit that all deliveries share."""
+
+    def __init__(self, timeout: float) -> None:
+        """`timeout` is in seconds."""
+        self._timeout = timeout
+        self._room = asyncio.Semaphore(_MOST)
+
+    def sending(self, messages: Sequence[Message]) -> Sending:
+        """Messages to be sent."""
+        return Sending(messages, self._room)
+
+    async def send(
+        self, sending: Sending, publish: Callable[[Sending, int], Awaitable[None]]
+    ) -> None:
+        """Publish messages, in order, and wait until the broker has stored all of them.
+
+        `publish` sends one message, given by its index, whose answer goes to `Sending.answer`. Raises what that raises,
+        the first fault that is answered, or TimeoutError when no message is answered for as long as the timeout.
+        """
+        try:
+            await sending.publish(publish, self._timeout)
+            await sending.wait(self._timeout)
+        finally:
+            sending.end()
+
+
+class Unanswered:
+    """The messages that were sent over one connection and are not answered yet, by number, in order."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, tuple[Sending, int]] = {}
+        self._heard = self._loop.time()
+
+    def add(self, number: int, sending: Sending, index: int) -> None:
+        """A message is sent."""
+        if not self._waiting:
+            self._heard = self._loop.time()
+        self._waiting[number] = sending, index
+
+    def discard(self, number: int) -> None:
+        """A message could not be sent."""
+        self._waiting.pop(number, None)
+
+    def message(self, number: int) -> Message | None:
+        """A message that is not answered yet."""
+        found = self._waiting.get(number)
+        return found[0].messages[found[1]] if found else None
+
+    def up_to(self, number: int) -> list[int]:
+        """The messages that are not answered yet, up to a number and with it."""
+        found = []
+        for each in self._waiting:
+            if each > number:
+                break
+            found.append(each)
+        return found
+
+    def settle(self, number: int, fault: Exception | None = None) -> None:
+        """The broker has answered a message."""
+        self._heard = self._loop.time()
+        found = self._waiting.pop(number, None)
+        if found is not None:
+            sending, index = found
+            sending.answer(index, fault)
+
+    def fail(self, fault: Exception) -> None:
+        """The connection is lost: no answer will come."""
+        for number in list(self._waiting):
+            self.settle(number, fault)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether the broker has answered nothing for so long although something was sent.
+
+        Forgets the messages whose answers nobody waits for any more, which may never come.
+        """
+        silent = bool(self._waiting) and self._loop.time() - self._heard >= seconds
+        self._waiting = {n: (s, i) for n, (s, i) in self._waiting.items() if not s.is_over}
+        return silent

@@ -1,0 +1,163 @@
+"""Which deferred transactions an operator means, and what is done to all of these at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, LiteralString
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from relay.store.deferred import DUE_COLUMNS, KIND, Due
+
+Connection = psycopg.Connection[Any]
+
+KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which deferred transactions: those that all of this holds of. None says nothing.
+
+    `sink` is '' for the target. `kind` is as in `relay.store.deferred.Reason`, `handler` the one that failed last,
+    `key` one of the ordering keys, `host` one of the host_ids.
+    """
+
+    ids: Sequence[int] = ()
+    sink: str | None = None
+    handler: str | None = None
+    kind: str | None = None
+    key: str | None = None
+    host: str | None = None
+
+    def where(self) -> tuple[sql.Composable, dict[str, Any]]:
+        """The condition on a row `d` of relay.deferred, and its parameters."""
+        tests: dict[str, tuple[LiteralString, Any]] = {
+            "ids": ("d.id = any(%(ids)s)", list(self.ids) or None),
+            "sink": ("d.sink = %(sink)s", self.sink),
+            "handler": ("d.handler = %(handler)s", self.handler),
+            "kind": ("{kind} = %(kind)s", self.kind),
+            "key": ("%(key)s = any(d.keys)", self.key),
+            "host": ("%(host)s = any(d.hosts)", self.host),
+        }
+        given = {name: test for name, test in tests.items() if test[1] is not None}
+        conditions = [sql.SQL(condition).format(kind=KIND) for condition, _ in given.values()]
+        return (
+            sql.SQL(" and ").join([sql.SQL("d.group_id = %(group)s"), *conditions]),
+            {name: value for name, (_, value) in given.items()},
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What it says, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A deferred transaction in a list; `sink` is empty for the target.
+
+    `kind` and `next`, when it may be tried, are as in `relay.store.deferred.Reason`. `since` is when it failed first,
+    or was deferred.
+    """
+
+    id: int
+    sink: str
+    transaction_id: str | None
+    hosts: list[str]
+    keys: list[str]
+    events: int
+    kind: str
+    handler: str | None
+    reason: str | None
+    attempts: int
+    since: datetime
+    next: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The transactions that a filter selects, none that are deferred later; `holding` are dead letters, not counted."""
+
+    wanted: Filter
+    last_id: int
+    transactions: int
+    events: int
+    holding: int
+
+
+def listed(conn: Connection, group: str, wanted: Filter, limit: int) -> list[Deferred]:
+    """Deferred transactions, oldest first."""
+    where, parameters = wanted.where()
+    with conn.cursor(row_factory=class_row(Deferred)) as cursor:
+        return cursor.execute(
+            sql.SQL(
+                """
+                select d.id, d.sink, d.transaction_id, d.hosts, d.keys, d.events, {kind} as kind, d.handler, d.reason,
+                       d.attempts, coalesce(d.first_failed_at, d.deferred_at) as since,
+                       case when {kind} in ('retry', 'scheduled') then least(d.retry_at, '9999-01-01') end as next
+                  from relay.deferred d where {where} order by d.id limit %(limit)s
+                """
+            ).format(kind=KIND, where=where),
+            {**parameters, "group": group, "limit": limit},
+        ).fetchall()
+
+
+def find(conn: Connection, group: str, wanted: Filter) -> Found:
+    """Count the transactions that a filter selects."""
+    where, parameters = wanted.where()
+    last_id, found, events, holding = conn.execute(
+        sql.SQL(
+            """
+            select coalesce(max(d.id), 0), count(*) filter (where not d.blocked),
+                   coalesce(sum(d.events) filter (where not d.blocked), 0)::bigint, count(*) filter (where d.blocked)
+              from relay.deferred d where {where}
+            """
+        ).format(where=where),
+        {**parameters, "group": group},
+    ).fetchall()[0]
+    return Found(wanted, last_id, found, events, holding)
+
+
+def some(conn: Connection, group: str, found: Found, limit: int) -> list[tuple[str, Due]]:
+    """The oldest of the transactions that were found and are still deferred, each with its sink."""
+    where, parameters = found.wanted.where()
+    rows = conn.execute(
+        sql.SQL(
+            """
+            select d.sink, {due} from relay.deferred d
+             where {where} and d.id <= %(last_id)s and not d.blocked order by d.id limit %(limit)s
+            """
+        ).format(due=DUE_COLUMNS, where=where),
+        {**parameters, "group": group, "last_id": found.last_id, "limit": limit},
+    )
+    return [(sink, Due(*due)) for sink, *due in rows]
+
+
+def make_due(conn: Connection, group: str, found: Found) -> dict[str, int]:
+    """Let the time of the transactions that were found come now; returns how many of each sink."""
+    where, parameters = found.wanted.where()
+    return dict(
+        conn.execute(
+            sql.SQL(
+                """
+                with due as (
+                    update relay.deferred d set retry_at = least(d.retry_at, now())
+                     where {where} and d.id <= %(last_id)s and not d.blocked
+                    returning d.sink)
+                select sink, count(*) from due group by sink order by sink
+                """
+            ).format(where=where),
+            {**parameters, "group": group, "last_id": found.last_id},
+        ).fetchall()
+    )
+
+
+def as_json(item: Deferred) -> dict[str, Any]:
+    """The entry as JSON values: times in ISO 8601."""
+    return {
+        key: value.isoformat() if isinstance(value, datetime) else value
+        for key, value in asdict(item).items()
+    }

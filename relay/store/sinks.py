@@ -1,0 +1,398 @@
+"""Where each sink is in the log, who works it, and what an operator wants of it: `relay.sinks`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import psycopg
+
+from relay.events import Lsn
+from relay.snapshots import BEGINNING, Snapshot, Xids
+from relay.store import arrays, snapshots
+from relay.store.brakes import Streak, streaks
+from relay.store.connections import connect
+from relay.store.groups import APPLICATION_NAME, INSTANCE
+from relay.store.snapshots import xids_of
+
+Connection = psycopg.Connection[Any]
+
+_CLAIM = 0x73696E6B  # "sink"
+BEFORE_FIRST = -(1 << 63)
+"""A position in a difference that all of its transactions come after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a sink's row in `relay.sinks` says.
+
+    All that `snapshot` sees is done, and of the difference to `following`, while it is polled, the transactions whose
+    position is not above `polled_offset`. Without a snapshot only the WAL is read, and `applied_lsn` says how far. No
+    transaction that is delivered ends after `delivered_lsn`.
+    """
+
+    snapshot: Snapshot | None
+    following: Snapshot | None = None
+    polled_offset: int = BEFORE_FIRST
+    applied_lsn: Lsn = Lsn(0)  # noqa: RUF009
+    delivered_lsn: Lsn = Lsn(0)  # noqa: RUF009
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A sink as it is stored: its position, the transactions done beyond it, what an operator wants.
+
+    `lags`: the process that worked it last was not at the head of the log. `epoch` counts how often an operator has
+    moved it. `left_out_since` says that the WAL was read without it, since when.
+    """
+
+    position: Position
+    done: Xids
+    paused: bool
+    lags: bool
+    epoch: int
+    streaks: Mapping[str, Streak]
+    left_out_since: datetime | None
+
+
+class Claim:
+    """A sink, which one process alone works, for as long as its session of the target lasts.
+
+    Not safe in several threads at once. Everything raises psycopg.Error.
+    """
+
+    def __init__(self, dsn: str, group: str, sink: str) -> None:
+        self._dsn = dsn
+        self._conn: Connection | None = None
+        self._key = (_CLAIM, f"{group} {sink}")
+        self._of = {"group": group, "sink": sink, "instance": INSTANCE}
+
+    @property
+    def conn(self) -> Connection:
+        """The session that has the claim."""
+        assert self._conn is not None  # noqa: S101
+        return self._conn
+
+    def take(self) -> bool:
+        """Claim the sink; False while another process works it. Then the session is kept for the next time."""
+        if self._conn is None:
+            self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
+        try:
+            (found,) = self._conn.execute(
+                "select pg_try_advisory_lock(%s, hashtext(%s))", self._key
+            )
+        except BaseException:
+            self.release()
+            raise
+        return bool(found[0])
+
+    def release(self) -> None:
+        """Let another process work the sink, and end the session: nothing more is stored by it."""
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None
+
+    def load(self) -> State | None:
+        """The sink's state, which this instance continues from; None if it has none yet."""
+        row = self.conn.execute(
+            """
+            update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
+            returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
+                      paused_at is not null, state = 'lagging', epoch, case when state = 'left out' then updated_at end
+            """,
+            self._of,
+        ).fetchone()
+        if row is None:
+            return None
+        *position, paused, lags, epoch, left_out_since = row
+        group, sink = self._of["group"], self._of["sink"]
+        return State(
+            _position(*position),
+            done(self.conn, group, sink),
+            paused,
+            lags,
+            epoch,
+            streaks(self.conn, group),
+            left_out_since,
+        )
+
+    def store(self, position: Position, epoch: int, done: Sequence[int], state: str) -> bool | None:
+        """Store how far the sink is; returns whether it is to be paused, None if an operator has moved it meanwhile.
+
+        `done` are transactions that are done and that the position does not tell: all of them without a snapshot,
+        otherwise those that are not stored yet. Of those that are stored, what the snapshot sees is forgotten.
+        """
+        with self.conn.transaction(), self.conn.cursor() as cursor:
+            row = cursor.execute(
+                """
+                update relay.sinks as new
+                   set snapshot = %(snapshot)s::pg_snapshot, following = %(following)s::pg_snapshot,
+                       polled_offset = %(polled)s, applied_lsn = %(applied)s::pg_lsn,
+                       delivered_lsn = %(delivered)s::pg_lsn, state = %(state)s, updated_at = now()
+                  from relay.sinks as old
+                 where new.group_id = %(group)s and new.sink = %(sink)s and new.epoch = %(epoch)s
+                   and (old.group_id, old.sink) = (new.group_id, new.sink)
+                returning new.paused_at is not null, old.snapshot::text is distinct from new.snapshot::text
+                """,
+                {**self._of, **_columns(position), "epoch": epoch, "state": state},
+            ).fetchone()
+            if row is None:
+                return None
+            paused, moved = row
+            if position.snapshot is None:
+                cursor.execute(
+                    "delete from relay.sink_commits where group_id = %(group)s and sink = %(sink)s",
+                    self._of,
+                )
+            elif moved:
+                _forget(cursor, self._of, position)
+            if done:
+                cursor.execute(
+                    """
+                    insert into relay.sink_commits (group_id, sink, xids)
+                    values (%(group)s, %(sink)s, %(xids)s::xid8[])
+                    """,
+                    {**self._of, "xids": arrays.of_numbers(done)},
+                )
+        return bool(paused)
+
+    def is_paused(self, epoch: int) -> bool | None:
+        """Whether the sink is to be paused; None if an operator has moved it, or it is no longer there."""
+        row = self.conn.execute(
+            """
+            select paused_at is not null from relay.sinks
+             where group_id = %(group)s and sink = %(sink)s and epoch = %(epoch)s
+            """,
+            {**self._of, "epoch": epoch},
+        ).fetchone()
+        return None if row is None else bool(row[0])
+
+    def note_fault(self, fault: str | None) -> None:
+        """Let `relay sink list` and `relay status` tell why nothing is delivered; None: it is again."""
+        self.conn.execute(
+            """
+            update relay.sinks
+               set fault = %(fault)s,
+                   fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
+             where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
+            """,
+            {**self._of, "fault": fault},
+        )
+
+
+def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Position) -> None:
+    """Forget the transactions that a snapshot sees; the others are stored again as one row."""
+    cursor.execute(
+        """
+        with gone as (
+            delete from relay.sink_commits where group_id = %(group)s and sink = %(sink)s returning xids)
+        insert into relay.sink_commits (group_id, sink, xids)
+        select %(group)s, %(sink)s, array_agg(xid) from gone, unnest(xids) as xid
+         where not pg_visible_in_snapshot(xid, %(snapshot)s::pg_snapshot) having count(*) > 0
+        """,
+        {**of, "snapshot": _columns(position)["snapshot"]},
+    )
+
+
+def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
+    """Store the first position of a sink; returns whether it had none yet.
+
+    `start` is `beginning`, all that the outbox has, or `now`: what the group has not applied yet.
+    """
+    with conn.transaction():
+        links = snapshots.chain(conn, group)
+        position = Position(links[0].snapshot if links else None)
+        if links and start == "beginning":
+            position = Position(BEGINNING)
+        elif len(links) > 1:
+            position = replace(position, following=links[1].snapshot)
+        begun = conn.execute(
+            """
+            insert into relay.sinks (group_id, sink, snapshot, following, polled_offset, applied_lsn)
+            select %(group)s, %(sink)s, %(snapshot)s::pg_snapshot, %(following)s::pg_snapshot,
+                   case when %(following)s is null then %(polled)s
+                        else coalesce(min(polled_offset) filter (where snapshot_id = %(link)s), %(polled)s) end,
+                   coalesce(max(applied_lsn), '0/0')
+              from relay.consumer_offsets where group_id = %(group)s
+            on conflict do nothing
+            """,
+            {
+                **_columns(position),
+                "group": group,
+                "sink": sink,
+                "link": links[0].id if links else None,
+            },
+        )
+        if not begun.rowcount:
+            return False
+        if start == "now":
+            conn.execute(
+                """
+                insert into relay.sink_commits (group_id, sink, xids)
+                select group_id, %s, xids from relay.applied_commits where group_id = %s
+                """,
+                (sink, group),
+            )
+    return True
+
+
+def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list[str]:
+    """Note that the WAL is read from now on without the sinks that are not configured; returns these."""
+    rows = conn.execute(
+        """
+        update relay.sinks
+           set state = 'left out', updated_at = case when state = 'left out' then updated_at else now() end
+         where group_id = %s and sink <> all(%s) returning sink
+        """,
+        (group, list(configured)),
+    )
+    return sorted(str(name) for (name,) in rows)
+
+
+def give_snapshot(conn: Connection, group: str, sink: str) -> None:
+    """Let a sink of which only a position in the WAL is known go on from the group's snapshot, if there is one.
+
+    It was never further back than the slot, which the group has followed.
+    """
+    conn.execute(
+        """
+        update relay.sinks
+           set snapshot = (select snapshot from relay.snapshots where group_id = %(group)s order by id limit 1)
+         where group_id = %(group)s and sink = %(sink)s and snapshot is null
+        """,
+        {"group": group, "sink": sink},
+    )
+
+
+def why_not_wal(sink: str, position: Position, lags: bool) -> str | None:
+    """Why the WAL alone cannot feed a sink, and what to do; None if it can."""
+    if not lags or position.snapshot is None:
+        return None
+    return (
+        f"handlers.{sink}: lags, and what it has still to deliver only the outbox has: run relay with source.mode: "
+        "auto until `relay sink list` says that it is attached"
+    )
+
+
+NEW = "not begun"
+"""The state of a sink that is configured and has no position yet."""
+GONE = "not configured"
+"""The state of a sink that has a position and is no longer configured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """A sink for a person. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
+
+    `lags` is that of State, whatever `state` is.
+    """
+
+    sink: str
+    state: str
+    position: Position
+    paused_at: datetime | None
+    paused_by: str | None
+    reason: str | None
+    fault: str | None
+    fault_since: datetime | None
+    instance: str | None
+    lags: bool
+
+
+def read(conn: Connection, group: str, configured: Collection[str]) -> list[Sink]:
+    """The configured sinks of a group, and those that have a position and are no longer configured, by name."""
+    rows = conn.execute(
+        """
+        select snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text, sink,
+               case when sink <> all(%s) then %s when paused_at is not null then 'paused' else state end,
+               paused_at, paused_by, reason, fault, fault_since, instance, state = 'lagging'
+          from relay.sinks where group_id = %s
+        """,
+        (list(configured), GONE, group),
+    )
+    found = [Sink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
+    begun = {each.sink for each in found}
+    nowhere = (Position(None), None, None, None, None, None, None, False)
+    found += [Sink(name, NEW, *nowhere) for name in configured if name not in begun]
+    return sorted(found, key=lambda each: each.sink)
+
+
+def done(conn: Connection, group: str, sink: str) -> Xids:
+    """The transactions that a sink has done beyond its position; int64, in no order."""
+    (found,) = conn.execute(
+        """
+        select string_agg(xid8send(xid), '') from relay.sink_commits, unnest(xids) as xid
+         where group_id = %s and sink = %s
+        """,
+        (group, sink),
+    )
+    return xids_of(found[0])
+
+
+def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
+    """Let a sink go on from another position, on a running relay too; returns whether there is such a sink."""
+    with conn.transaction():
+        moved = conn.execute(
+            """
+            update relay.sinks
+               set snapshot = %(snapshot)s::pg_snapshot, following = %(following)s::pg_snapshot,
+                   polled_offset = %(polled)s, applied_lsn = %(applied)s::pg_lsn,
+                   delivered_lsn = %(delivered)s::pg_lsn, epoch = epoch + 1, state = 'lagging', updated_at = now()
+             where group_id = %(group)s and sink = %(sink)s
+            """,
+            {"group": group, "sink": sink, **_columns(position)},
+        )
+        conn.execute(
+            "delete from relay.sink_commits where group_id = %s and sink = %s", (group, sink)
+        )
+    return moved.rowcount > 0
+
+
+def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | None) -> bool:
+    """Let a sink stop, or go on; returns whether that changed anything."""
+    changed = conn.execute(
+        """
+        update relay.sinks
+           set paused_at = case when %(paused)s then now() end, paused_by = case when %(paused)s then session_user end,
+               reason = case when %(paused)s then %(reason)s end
+         where group_id = %(group)s and sink = %(sink)s and (paused_at is not null) <> %(paused)s
+        """,
+        {"group": group, "sink": sink, "paused": paused, "reason": reason},
+    )
+    return changed.rowcount > 0
+
+
+def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
+    """Forget where sinks are; returns how many there were."""
+    names = list(sinks)
+    with conn.transaction():
+        conn.execute(
+            "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, names)
+        )
+        return conn.execute(
+            "delete from relay.sinks where group_id = %s and sink = any(%s)", (group, names)
+        ).rowcount
+
+
+def _columns(position: Position) -> dict[str, Any]:
+    return {
+        "snapshot": None if position.snapshot is None else str(position.snapshot),
+        "following": None if position.following is None else str(position.following),
+        "polled": position.polled_offset,
+        "applied": str(position.applied_lsn),
+        "delivered": str(position.delivered_lsn),
+    }
+
+
+def _position(
+    snapshot: str | None, following: str | None, polled: int, applied: str, delivered: str
+) -> Position:
+    return Position(
+        _parse(snapshot), _parse(following), polled, Lsn.parse(applied), Lsn.parse(delivered)
+    )
+
+
+def _parse(text: str | None) -> Snapshot | None:
+    return None if text is None else Snapshot.parse(text)

@@ -1,0 +1,738 @@
+"""Deferred transactions: how they are stored, who may take them when, and what an operator does about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from relay.admin import sinks
+from relay.cli import app
+from relay.faults import ConfigurationError, Rejected, RelayError
+from relay.install import initialise
+from relay.pipeline.apply import Applier
+from relay.pipeline.routed import Routing
+from relay.replay import DeadLetters
+from relay.store import actions, dead_letters, deferred, migrations
+from relay.store.dead_letters import Filter
+from relay.store.deferred import Wait
+from relay.transactions import Rows, Undecoded
+from tests.deferrals import undecoded
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.process import relay, running
+
+SINK = {"type": "http", "url": "http://127.0.0.1:1/", "timeout": 1}
+
+
+@pytest.fixture
+def config(outbox: Outbox, tmp_path: Path) -> Path:
+    return outbox.config_file(tmp_path / "relay.yaml", **WITH_SINK)
+
+
+WITH_SINK: dict[str, Any] = {
+    "handlers": {
+        "projection": {"type": "sql", "statement": APPEND},
+        "hook": SINK,
+        "users": {**SINK, "order_by": "user"},
+        "loose": {**SINK, "reliable": False},
+    },
+    "routes": [{"match": {"event_type": "order.placed"}, "handlers": ["projection"]}],
+}
+
+
+def command(config: Path, *words: str, status: int = 0) -> str:
+    """What a command says; it runs in this process."""
+    done = CliRunner().invoke(app, [*words[:2], "--config", str(config), *words[2:]])
+    fault = done.exception if isinstance(done.exception, RelayError) else None
+    assert (fault.exit_status if fault else done.exit_code) == status, done.output
+    return f"{done.output}{fault or ''}"
+
+
+def park(
+    conn: psycopg.Connection[Any], *waits: Wait, sink: str = "", group: str = "default"
+) -> list[int]:
+    """Defer a transaction for each; returns their ids."""
+    deferred.park(conn, group, ((undecoded(), wait) for wait in waits), sink)
+    found = conn.execute("select id from relay.deferred order by id desc limit %s", (len(waits),))
+    return sorted(number for (number,) in found)
+
+
+@contextmanager
+def connected(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        yield conn
+
+
+def ids(due: Sequence[deferred.Due]) -> list[int]:
+    return [each.id for each in due]
+
+
+# What is stored.
+
+
+def test_what_is_parked_comes_back_as_it_was(outbox: Outbox) -> None:
+    rows = [b"", b"\0\\\n\t", bytes(range(256)) * 20]
+    texts = ['a "b" \\ {c}, \t\n\r', "é \u2028", ""]
+    one = undecoded(
+        *rows, hosts=texts, transaction_id="a\tb\\N\n", columns=["c", 'd "e"'], offset=12
+    )
+    wait = Wait(
+        {"k 1", 'k "2" \\'},
+        attempts=3,
+        first_failed_at=1_000_000.5,
+        handler="h\t1",
+        reason="it's \\N\n",
+        dead_transaction=7,
+        undelivered=True,
+    )
+    deferred.park(outbox.conn, "default", [(one, wait), (one, Wait(()))], "s")
+    assert deferred.claim(outbox.conn, "default", 10) == []
+    first, second = deferred.heads(outbox.conn, "default", "s", 10)
+    assert (set(first.keys), first.holds) == (set(wait.keys), True)
+    assert (first.attempts, first.first_failed_at, first.handler) == (3, 1_000_000.5, "h\t1")
+    assert (first.dead_transaction, first.undelivered) == (7, True)
+    assert (second.keys, second.undelivered, second.first_failed_at) == ([], False, None)
+    assert outbox.column("select reason from relay.deferred where id = %s", [first.id]) == [
+        wait.reason
+    ]
+    found = deferred.transactions(outbox.conn, [first, second], 1_000_000, None)
+    assert [told(each) for each in found] == [told(one), told(one)]
+
+
+def test_large_transactions_come_back_from_portions(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(deferred, "_PORTION_EVENTS", 2)
+    monkeypatch.setattr(deferred, "_PARKED_AT_ONCE", 2)
+    many = [undecoded(*(b"%d" % row for row in range(size))) for size in (1, 5, 2, 1)]
+    # One whose rows are read from somewhere as they are written.
+    streamed = many[1]._replace(tuples=Streamed(outbox, list(many[1].tuples)))
+    deferred.park(outbox.conn, "g", ((each, Wait({"k"})) for each in (*many, streamed)))
+    assert outbox.value("select count(*) from relay.deferred_rows") == 6
+    due = deferred.claim(outbox.conn, "g", 10)
+    for spool_above in (1_000, 0):
+        found = deferred.transactions(outbox.conn, due, spool_above, tmp_path)
+        assert [told(each) for each in found] == [told(each) for each in (*many, many[1])]
+
+
+class Streamed:
+    """Rows that need the connection for being read."""
+
+    def __init__(self, outbox: Outbox, rows: list[bytes]) -> None:
+        self.outbox = outbox
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for row in self.rows:
+            assert self.outbox.value("select 1") == 1
+            yield row
+
+
+def told(one: Undecoded) -> tuple[Any, ...]:
+    return (*one[:4], list(one.tuples), *one[5:])
+
+
+def test_many_wait_again_at_once(outbox: Outbox) -> None:
+    first, second, third = park(
+        outbox.conn, Wait({"a"}), Wait({"a"}), Wait({"b"}, holds=False, after=60)
+    )
+    assert deferred.held(outbox.conn, "default", "", ["a", "b", "c"]) == {"a"}
+    gone = 999
+    again = {
+        first: Wait((), after=60, attempts=2, first_failed_at=5, handler="h", reason='a "b"\\'),
+        third: Wait((), attempts=1, blocked=True, dead_transaction=3),
+        gone: Wait(()),
+    }
+    assert deferred.wait_again(outbox.conn, list(again.items())) == {first, third}
+    assert deferred.wait_again(outbox.conn, []) == set()
+    assert deferred.held(outbox.conn, "default", "", ["a", "b", "c"]) == {"a", "b"}
+    assert outbox.conn.execute(
+        """
+        select holds, blocked, attempts, handler, reason, dead_transaction, retry_at > now()
+          from relay.deferred order by id
+        """
+    ).fetchall() == [
+        (True, False, 2, "h", 'a "b"\\', None, True),
+        (True, False, 0, None, None, None, False),
+        (True, True, 1, None, None, 3, False),
+    ]
+    waits = deferred.seconds_to_next(outbox.conn, "default")
+    assert waits is not None
+    assert 50 < waits <= 60
+    assert deferred.settle(outbox.conn, [first, gone]) == {first}
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+    assert deferred.settle(outbox.conn, [second, third]) == {second, third}
+    assert not outbox.column("select 1 from relay.deferred_keys")
+    assert not outbox.column("select 1 from relay.deferred_rows")
+    assert deferred.seconds_to_next(outbox.conn, "default") is None
+
+
+def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
+    first, second = park(outbox.conn, Wait({"a", "b"}), Wait({"b"}))
+    assert outbox.column("select predecessor from relay.deferred order by id") == [None, first]
+    outbox.conn.execute("delete from relay.deferred where id = %s", (first,))
+    assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == {"b"}
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+    outbox.conn.execute("truncate relay.deferred cascade")
+    assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == set()
+
+
+# Whose turn it is.
+
+
+def test_a_run_of_one_key_is_taken_together_and_leaves_room_for_others(outbox: Outbox) -> None:
+    run = park(outbox.conn, *(Wait({"a"}) for _ in range(1_200)))
+    others = park(outbox.conn, *(Wait({f"b{number}"}) for number in range(10)))
+    taken = ids(deferred.claim(outbox.conn, "default", 500))
+    assert taken == run[:490] + others
+    deferred.settle(outbox.conn, taken)
+    assert ids(deferred.claim(outbox.conn, "default", 500)) == run[490:990]
+    assert ids(deferred.heads(outbox.conn, "default", "", 500, run[490:990])) == []
+
+
+def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
+    first, second, both, third = park(
+        outbox.conn,
+        Wait({"a"}),
+        Wait({"b"}, after=60),
+        Wait({"a", "b"}),
+        Wait({"a"}),
+    )
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+    deferred.settle(outbox.conn, [first])
+    assert deferred.claim(outbox.conn, "default", 10) == []
+    deferred.settle(outbox.conn, [second])
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [both, third]
+
+
+def test_only_one_claims_of_a_group(outbox: Outbox) -> None:
+    (first,) = park(outbox.conn, Wait({"a"}))
+    (other,) = park(outbox.conn, Wait({"a"}), group="other")
+    with connected(outbox) as conn, conn.transaction():
+        assert ids(deferred.claim(conn, "default", 10)) == [first]
+        assert deferred.claim(outbox.conn, "default", 10) == []
+        assert ids(deferred.claim(outbox.conn, "other", 10)) == [other]
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+
+
+def test_transactions_of_another_layout_are_left_for_the_next_claim(outbox: Outbox) -> None:
+    layouts = [("c",), ("c",), ("c", "d"), ("c",)]
+    deferred.park(outbox.conn, "g", ((undecoded(columns=each), Wait({"k"})) for each in layouts))
+    found = []
+    while due := deferred.claim(outbox.conn, "g", 10):
+        found.append(len(due))
+        deferred.settle(outbox.conn, ids(due))
+    assert found == [2, 1, 1]
+
+
+def test_parked_behind_one_that_is_settled_at_the_same_time(outbox: Outbox) -> None:
+    (first,) = park(outbox.conn, Wait({"a"}))
+    with connected(outbox) as conn:
+        with conn.transaction():
+            assert deferred.held(conn, "default", "", ["a"]) == {"a"}
+            with outbox.conn.transaction():
+                assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+                second, third = park(conn, Wait({"a"}), Wait({"a"}))
+                deferred.settle(outbox.conn, [first])
+        assert ids(deferred.claim(conn, "default", 10)) == [second, third]
+
+
+def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox) -> None:
+    """Whoever deletes a row waits for the note that it is somebody's predecessor, and takes it back."""
+    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=1))
+    (second,) = park(outbox.conn, Wait({"a"}))
+    with connected(outbox) as conn:
+        remover = Thread(target=deferred.settle, args=(conn, [first]))
+        with outbox.conn.transaction():
+            assert deferred.claim(outbox.conn, "default", 10) == []
+            remover.start()
+            wait_until(lambda: waits_for_a_lock(outbox))
+        remover.join()
+    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+
+
+def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -> None:
+    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=1))
+    (second,) = park(outbox.conn, Wait({"a"}))
+    with connected(outbox) as conn:
+        with conn.transaction():
+            deferred.settle(conn, [first])
+            assert deferred.claim(outbox.conn, "default", 10) == []
+        assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+
+
+def waits_for_a_lock(outbox: Outbox) -> bool:
+    return bool(outbox.value("select count(*) from pg_locks where not granted"))
+
+
+def test_keys_are_not_held_by_what_is_cancelled_meanwhile(outbox: Outbox) -> None:
+    """A scheduled one that fails would hold its keys from then on."""
+    (first,) = park(outbox.conn, Wait({"a"}, holds=False))
+    with connected(outbox) as conn:
+        failed: list[set[int]] = []
+
+        def fail() -> None:
+            failed.append(deferred.wait_again(conn, [(first, Wait({"a"}, after=60))]))
+
+        failing = Thread(target=fail)
+        with outbox.conn.transaction():
+            deferred.settle(outbox.conn, [first])
+            failing.start()
+            wait_until(lambda: waits_for_a_lock(outbox))
+        failing.join()
+    assert failed == [set()]
+    assert deferred.held(outbox.conn, "default", "", ["a"]) == set()
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(20_000, 1), (20_000, 20_000)], ids=["of one key", "of a key each"]
+)
+def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int) -> None:
+    """Of a key whose first transaction waits, nothing else is looked at; nor are the keys of which nobody asks."""
+    deferred.park(
+        outbox.conn,
+        "default",
+        (
+            (undecoded(), Wait({f"k{n % keys} host"}, after=0 if n >= keys else 60))
+            for n in range(rows)
+        ),
+    )
+    outbox.conn.execute("analyze")
+    asked = [f"k{n}" for n in range(100)] + [f"other{n}" for n in range(100)]
+
+    def work() -> None:
+        assert deferred.claim(outbox.conn, "default", 500) == []
+        assert len(deferred.held(outbox.conn, "default", "", [f"{n} host" for n in asked])) == min(
+            keys, 100
+        )
+        (holding,) = outbox.column(
+            "select holding from relay.lock_partitions('default', 1, '{}', %s) where partition_id is null",
+            [asked],
+        )
+        assert len(holding) == min(keys, 100)
+        assert deferred.seconds_to_next(outbox.conn, "default") is not None
+
+    assert pages_touched(outbox, work) < 2_000
+
+
+def pages_touched(outbox: Outbox, work: Callable[[], None]) -> int:
+    """How many pages of relay's tables and indexes a session reads, wherever they are."""
+    query = """
+        select sum(heap_blks_hit + heap_blks_read + idx_blks_hit + idx_blks_read)::bigint
+          from pg_statio_all_tables where schemaname = 'relay' and relname ~ '^deferred'
+    """
+
+    def touched() -> int:
+        outbox.conn.execute("select pg_stat_force_next_flush()")
+        return int(outbox.value(query))
+
+    before = touched()
+    work()
+    return touched() - before
+
+
+def test_hosts_that_hold_something_in_the_target(outbox: Outbox) -> None:
+    park(outbox.conn, Wait({"h1 host"}), Wait({"h2 user u", "h3 aggregate t i"}), Wait({" host"}))
+    park(outbox.conn, Wait({"h5 host"}, holds=False, after=60), Wait(()))
+    park(outbox.conn, Wait({"h6 host"}), sink="hook")
+    park(outbox.conn, Wait({"h7 host"}), group="other")
+    hosts = ["h1", "h", "h2", "h11", "h3", "", "h5", "h6", "h7", "é"]
+    (holding,) = outbox.column(
+        "select holding from relay.lock_partitions('default', 1, '{}', %s) where partition_id is null",
+        [hosts],
+    )
+    assert set(holding) == {"h1", "h2", "h3", ""}
+
+
+# Dead letters of sinks.
+
+
+def decoded(outbox: Outbox) -> tuple[Routing, Undecoded]:
+    """A transaction of the outbox as it is deferred, and what decodes it."""
+    settings = outbox.settings(**WITH_SINK)
+    outbox.publish(host(1), event(1, "odd", deliver_at="2999-01-01"), event(2, "odd"))
+    with relaying(outbox.settings()):
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    due = deferred.claim(outbox.conn, "default", 1)
+    (one,) = deferred.transactions(outbox.conn, due, 1_000_000, None)
+    deferred.settle(outbox.conn, ids(due))
+    return Routing(settings), one
+
+
+def bury(outbox: Outbox, sink: str) -> int:
+    routing, one = decoded(outbox)
+    return dead_letters.bury(
+        outbox.conn, "default", routing.events(one), sink or None, Rejected("HTTP 400"), sink
+    )
+
+
+@pytest.mark.parametrize(
+    ("sink", "keys"),
+    [("hook", [f"{host(1)} host"]), ("users", [f"{host(1)} user {host(999)}"]), ("loose", [])],
+)
+def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
+    outbox: Outbox, config: Path, sink: str, keys: list[str]
+) -> None:
+    number = bury(outbox, sink)
+    (listed,) = json.loads(command(config, "dlq", "list", "--sink", sink, "--json"))
+    assert (listed["sink"], listed["handler"], listed["events"]) == (sink, sink, 2)
+    assert json.loads(command(config, "dlq", "list", "--sink", "", "--json")) == []
+    assert f"\t{sink}\t" in command(config, "dlq", "list")
+    assert "1 transactions are queued" in command(config, "dlq", "replay", "--sink", sink, "--yes")
+    assert deferred.claim(outbox.conn, "default", 10) == []
+    (due,) = deferred.heads(outbox.conn, "default", sink, 10)
+    assert (due.keys, due.dead_transaction, due.events) == (keys, number, 2)
+    assert deferred.held(outbox.conn, "default", sink, keys) == set(keys)
+
+
+def test_a_dead_letter_of_a_sink_that_is_gone_is_not_replayed(outbox: Outbox, config: Path) -> None:
+    bury(outbox, "gone")
+    told = command(config, "dlq", "replay", "--all", "--yes", status=2)
+    assert "handlers.gone: there is no such sink any more, and 1 of these transactions" in told
+    assert "1 transactions are discarded" in command(
+        config, "dlq", "discard", "--sink", "gone", "--yes"
+    )
+    park(outbox.conn, Wait({"a"}), sink="gone")
+    found = json.loads(command(config, "check", "--json", status=2))
+    assert (
+        "handlers.gone: there is no such sink, but 1 transactions are deferred for it"
+        in "".join(each["text"] for each in found if each["level"] == "error")
+    )
+
+
+# What no sink has had.
+
+
+def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_applied(
+    outbox: Outbox,
+) -> None:
+    settings = outbox.settings(**WITH_SINK)
+    letters = DeadLetters(settings, outbox.conn)
+    outbox.publish(host(1), event(-1, "odd"), event(2, "other"))
+    outbox.publish(host(1), event(-3))
+    outbox.drain(settings)
+    assert outbox.conn.execute(
+        "select sink, handler, undelivered from relay.dead_letter_queue order by id"
+    ).fetchall() == [("", None, True), ("", None, True), ("", "projection", False)]
+    routes = [
+        {"match": {"event_type": "odd"}, "handlers": ["projection", "users"]},
+        {"match": {"event_type": "other"}, "handlers": ["users", "loose"]},
+        {"handlers": ["projection"]},
+    ]
+    routed = outbox.settings(**{**WITH_SINK, "routes": routes})
+    # It is still refused by the target, and remembered as what no sink has had.
+    letters.replay(letters.find(Filter()), None)
+    revive(routed)
+    assert outbox.column("select count(*) from relay.deferred") == [0]
+    assert outbox.column("select distinct undelivered from relay.dead_letter_queue order by 1") == [
+        False,
+        True,
+    ]
+    outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+    letters.replay(letters.find(Filter()), None)
+    revive(routed)
+    assert outbox.column("select amount from projection order by seq") == [-1, -3]
+    assert outbox.conn.execute(
+        "select sink, keys, holds, events, undelivered, dead_transaction from relay.deferred order by sink"
+    ).fetchall() == [
+        ("loose", [], True, 1, False, None),
+        ("users", [f"{host(1)} user {host(999)}"], True, 2, False, None),
+    ]
+    (due,) = deferred.heads(outbox.conn, "default", "loose", 10)
+    (one,) = deferred.transactions(outbox.conn, [due], 1_000_000, None)
+    assert [each.event_type for each in Routing(routed).events(one)] == ["other"]
+
+
+def revive(settings: Any) -> None:
+    """Retry what is due in the target, without delivering to sinks there."""
+    applier = Applier(settings, 1)
+    try:
+        applier.revive()
+    finally:
+        applier.close()
+
+
+# The commands.
+
+
+def test_the_commands(outbox: Outbox, config: Path) -> None:
+    def listed(*words: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(
+            command(config, "deferred", "list", "--json", *words)
+        )
+        return found
+
+    assert "there is no deferred transaction in group 'default'" in command(
+        config, "deferred", "list"
+    )
+    failed = Wait({"a"}, after=3_600, attempts=2, handler="projection", reason="busy")
+    first, second, dead = park(
+        outbox.conn,
+        failed,
+        Wait({"a"}),
+        Wait({"x"}, blocked=True, attempts=1, handler="projection", dead_transaction=1),
+    )
+    third, fourth = park(
+        outbox.conn,
+        Wait({"a", "b", "c", "d"}, after=3_600, attempts=1, handler="hook", reason="HTTP 503"),
+        Wait({"e"}, holds=False, after=3_600),
+        sink="hook",
+    )
+    assert [each["id"] for each in listed()] == [first, second, dead, third, fourth]
+    assert [each["kind"] for each in listed()] == [
+        "retry",
+        "blocked",
+        "holding",
+        "retry",
+        "scheduled",
+    ]
+    one = listed("--id", str(first))[0]
+    assert (one["sink"], one["keys"], one["attempts"], one["reason"]) == ("", ["a"], 2, "busy")
+    assert one["next"] is not None
+    for words, expected in (
+        (["--sink", "hook"], [third, fourth]),
+        (["--sink", ""], [first, second, dead]),
+        (["--handler", "hook"], [third]),
+        (["--kind", "retry"], [first, third]),
+        (["--key", "b"], [third]),
+        (["--host", "h", "--limit", "2"], [first, second]),
+        (["--host", "nobody"], []),
+    ):
+        assert [each["id"] for each in listed(*words)] == expected
+    assert "a, b, c and 1 more" in command(config, "deferred", "list")
+    assert "--kind: 'odd' is none of retry" in command(
+        config, "deferred", "list", "--kind", "odd", status=2
+    )
+
+    assert "with a filter such as --id" in command(config, "deferred", "run", "--yes", status=2)
+    told = command(config, "deferred", "run", "--all", "--dry-run")
+    assert "4 transactions with 4 events will be tried now" in told
+    assert "1 more are dead letters that hold their keys" in told
+    assert deferred.claim(outbox.conn, "default", 10) == []
+    told = command(config, "deferred", "run", "--sink", "hook", "--reason", "it is back", "--yes")
+    assert "2 transactions are due" in told
+    assert "no instance of group 'default' is running" in told
+    assert deferred.claim(outbox.conn, "default", 10) == []
+    due = deferred.heads(outbox.conn, "default", "hook", 10)
+    assert [(each.id, each.attempts) for each in due] == [(third, 1), (fourth, 0)]
+    (action,) = actions.recent(outbox.conn, "default", 10)
+    assert (action.sink, action.action, action.reason) == ("hook", "deferred run", "it is back")
+    assert action.detail == {"transactions": 2, "filter": {"sink": "hook"}}
+    assert action.acted_by == outbox.value("select session_user")
+
+
+def test_what_nobody_tries_now_is_told(outbox: Outbox, tmp_path: Path) -> None:
+    settings, path = outbox.settings(**WITH_SINK), tmp_path / "other.yaml"
+    config = outbox.config_file(path, **WITH_SINK)
+    outbox.drain(settings)
+    later = Wait({"a"}, after=3_600)
+    park(outbox.conn, later, sink="hook")
+    park(outbox.conn, later, later, sink="gone")
+    sinks.set_paused(settings, "hook", True, None)
+    told = command(config, "deferred", "run", "--all", "--yes")
+    assert "3 transactions are due" in told
+    assert (
+        "2 of them go to sink gone, which is not configured any more: put it back, or give" in told
+    )
+    assert "`relay deferred cancel --sink gone`" in told
+    assert "1 of them go to sink hook, which is paused" in told
+    assert "no instance" not in told
+    park(outbox.conn, later)
+    told = command(config, "deferred", "run", "--sink", "", "--yes")
+    assert "no instance of group 'default' is running" in told
+    assert "sink" not in told
+
+
+def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None:
+    settings = outbox.settings(**WITH_SINK)
+    later = {"deliver_at": "2999-01-01"}
+    outbox.publish(host(1), event(1, **later), event(2))
+    outbox.publish(host(2), event(-3))
+    outbox.publish(host(3), event(4, **later))
+    outbox.drain(settings)
+    letters = DeadLetters(settings, outbox.conn)
+    outbox.conn.execute("update relay.dead_letter_queue set exception = 'as it was'")
+    letters.replay(letters.find(Filter()), None)
+    outbox.conn.execute(
+        "update relay.deferred set sink = 'hook' where hosts[1] = %s", (str(host(3)),)
+    )
+    told = command(config, "deferred", "cancel", "--all", "--reason", "too late", "--yes")
+    assert "3 transactions are dead letters" in told
+    assert outbox.value("select count(*) from relay.deferred") == 0
+    assert outbox.value("select count(*) from relay.deferred_rows") == 0
+    user = outbox.value("select session_user")
+    said = f"Cancelled: cancelled by {user}: too late"
+    assert outbox.conn.execute(
+        """
+        select sink, handler, status, attempts, (payload->>'amount')::int, exception
+          from relay.dead_letter_queue order by (payload->>'amount')::int
+        """
+    ).fetchall() == [
+        ("", "projection", "dead", 1, -3, said),
+        ("", None, "dead", 1, 1, said),
+        ("", None, "dead", 1, 2, said),
+        ("hook", "hook", "dead", 1, 4, said),
+    ]
+    assert sorted(outbox.column("select action from relay.dead_letter_actions")) == [
+        "cancel",
+        "cancel",
+        "cancel",
+        "replay",
+    ]
+    assert [
+        (each.sink, each.action, each.detail and each.detail["transactions"])
+        for each in actions.recent(outbox.conn, "default", 10)
+    ] == [("hook", "deferred cancel", 1), ("", "deferred cancel", 2)]
+    outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+    assert len(letters.replay(letters.find(Filter(sink="")), None)) == 2
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from projection") == 3)
+
+
+def test_a_running_relay_obeys(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    with running(config) as service:
+        for number in range(3):
+            outbox.publish(host(number), event(number, deliver_at="2999-01-01"))
+        outbox.wait_drained()
+        assert outbox.value("select count(*) from relay.deferred") == 3
+        command(config, "deferred", "cancel", "--host", str(host(1)), "--yes")
+        words = ("deferred", "run", "--config", str(config), "--kind", "scheduled", "--yes")
+        told = relay(*words).stdout
+        assert "2 transactions are due" in told
+        assert "no instance" not in told
+        wait_until(lambda: outbox.value("select count(*) from projection") == 2)
+        assert service.terminate() == 0
+    assert outbox.column("select amount from projection order by 1") == [0, 2]
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 1
+
+
+def test_more_than_a_portion_is_cancelled(outbox: Outbox, config: Path) -> None:
+    outbox.fill(1_100, events=1, hosts=7)
+    outbox.conn.execute("update outbox_message_t set deliver_at = '2999-01-01'")
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1_100)
+    told = command(config, "deferred", "cancel", "--kind", "scheduled", "--yes")
+    assert "1100 transactions are dead letters" in told
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 1_100
+
+
+# The schema.
+
+FORMER = """
+    insert into relay.deferred_rows select id, 0, sizes, data from relay.deferred;
+    drop trigger hold_keys on relay.deferred;
+    drop trigger release_keys on relay.deferred;
+    drop trigger release_all_keys on relay.deferred;
+    drop table relay.deferred_keys, relay.actions;
+    drop index relay.deferred_ready, relay.deferred_predecessor;
+    alter table relay.deferred drop column sink, drop column predecessor, drop column undelivered,
+                               drop column sizes, drop column data;
+    alter table relay.dead_letter_queue drop column sink, drop column undelivered;
+    create index deferred_due on relay.deferred (group_id, retry_at) where not blocked;
+    create index deferred_keys on relay.deferred using gin (keys) where holds;
+    create index deferred_hosts on relay.deferred using gin (hosts) where holds;
+"""
+
+
+@pytest.mark.parametrize("by", ["init", "psql"])
+def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) -> None:
+    settings = outbox.settings()
+    outbox.publish(host(1), event(-1))
+    outbox.drain(settings)
+    park(
+        outbox.conn,
+        Wait({"host h1", "user h2 u v"}),
+        Wait({"host h1", "aggregate h1 t \n i"}),
+        Wait({"host "}, holds=False),
+    )
+    (file,) = migrations.files("target")
+    (former,) = migrations.FORMER[migrations.name_of(file)]
+    outbox.conn.execute(FORMER.encode())
+    outbox.conn.execute(
+        "update relay.migrations set digest = %s where name = 'target/001_target.sql'", (former,)
+    )
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    told = command(config, "dlq", "list", status=2)
+    assert "is older than this program" in told
+    assert "(target/001_target.sql is of a former edition): stop relay and run `relay init`" in told
+    if by == "init":
+        assert initialise(settings) == ["schema file target/001_target.sql"]
+        assert initialise(settings) == []
+    else:
+        for _ in range(2):
+            outbox.conn.execute(file.read_bytes())
+    keys = [["h1 host", "h2 user u v"], ["h1 aggregate t \n i", "h1 host"], [" host"]]
+    assert [
+        sorted(each) for each in outbox.column("select keys from relay.deferred order by id")
+    ] == keys
+    assert sorted(outbox.column("select key from relay.deferred_keys")) == sorted(keys[0] + keys[1])
+    assert outbox.column("select undelivered from relay.deferred") == [True] * 3
+    assert outbox.column("select undelivered from relay.dead_letter_queue") == [True]
+    due = deferred.claim(outbox.conn, "default", 10)
+    found = deferred.transactions(outbox.conn, due, 1_000, None)
+    assert [list(each.tuples) for each in found] == [[b"row"]] * 3
+    first, second, third = ids(due)
+    deferred.settle(outbox.conn, [first])
+    park(outbox.conn, Wait({"h1 host"}))
+    assert outbox.column("select undelivered from relay.deferred order by id") == [
+        True,
+        True,
+        False,
+    ]
+    assert len(deferred.claim(outbox.conn, "default", 10)) == 3
+    assert second < third
+    assert not outbox.column(
+        "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'gin'"
+    )
+
+
+def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
+    with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
+        first, second = park(conn, Wait({"a"}), Wait({"a"}, after=60))
+        assert ids(deferred.claim(conn, "default", 10)) == [first]
+        deferred.wait_again(conn, [(first, Wait({"a"}))])
+        deferred.release(conn, second, undecoded())
+        assert deferred.settle(conn, [first, second]) == {first, second}
+        actions.record(conn, "default", "s", "pause", "why", {"a": 1})
+        assert actions.recent(conn, "default", 1)[0].acted_by == name
+        for forbidden in (
+            "insert into relay.actions (group_id, action, acted_by) values ('g', 'pause', 'x')",
+            "update relay.actions set reason = 'x'",
+            "delete from relay.actions",
+            "update relay.deferred_keys set key = 'x'",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(forbidden.encode())
+
+
+def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
+    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=5))
+    park(outbox.conn, Wait({"a"}))
+    assert deferred.blocked(outbox.conn, [5, 6]) == {5: first}
+    deferred.release(outbox.conn, first, undecoded(b"edited", b"too"))
+    due = deferred.claim(outbox.conn, "default", 1)
+    assert ids(due) == [first]
+    (one,) = deferred.transactions(outbox.conn, due, 1_000, None)
+    assert isinstance(one.tuples, Rows)
+    assert list(one.tuples) == [b"edited", b"too"]
+
+
+def test_edits_need_a_sink_that_is_there(outbox: Outbox) -> None:
+    bury(outbox, "gone")
+    letters = DeadLetters(outbox.settings(**WITH_SINK), outbox.conn)
+    with pytest.raises(ConfigurationError, match="no such sink"):
+        letters.replay(letters.find(Filter()), None)
+    assert outbox.column("select distinct status from relay.dead_letter_queue") == ["dead"]

@@ -1,0 +1,49 @@
+"""How fast a sink may deliver, in all and of a processor."""
+
+from __future__ import annotations
+
+import pytest
+
+from relay.delivery.pace import Pace, Share
+
+
+class Clock:
+    """Both clocks that a pace looks at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.used = 100.0
+        monkeypatch.setattr("relay.delivery.pace.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("relay.delivery.pace.time.thread_time", lambda: self.used)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_pace_is_even(clock: Clock) -> None:
+    pace = Pace(10)
+    assert [round(pace.turn(), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
+    clock.now += 1
+    assert pace.turn() == 0
+
+
+def test_a_thread_gets_its_share_of_a_processor(clock: Clock) -> None:
+    share = Share(0.5)
+    for _ in range(1_000):
+        while (wait := share.wait()) > 0:
+            clock.now += wait + 1e-6
+        clock.now += 0.001
+        clock.used += 0.001
+    assert clock.used - 100 == pytest.approx((clock.now - 100) / 2, rel=0.02)
+
+
+def test_who_uses_less_than_its_share_does_not_wait_and_saves_little(clock: Clock) -> None:
+    share = Share(0.5)
+    for _ in range(100):
+        clock.now += 0.01
+        clock.used += 0.001
+        assert share.wait() == 0
+    clock.now += 0.1
+    clock.used += 0.1
+    assert share.wait() == pytest.approx(0.09)
