@@ -11,7 +11,7 @@ PIP_AUDIT_VERSION := 2.10.1
 TEST_PROCESSES ?= 2
 
 # The extras that the image has: handlers of every kind.
-HANDLERS := http kafka nats rabbitmq redis
+HANDLERS := http kafka nats rabbitmq redis delta iceberg
 
 # What a change of the locks asks for, and what a change of pyproject.toml asks for.
 DEPENDENCIES := $(VENV)/.dependencies

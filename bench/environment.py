@@ -18,7 +18,7 @@ import psutil
 
 from relay.embedded import wheel_binaries
 from relay.faults import ConfigurationError
-from relay.java import java_home
+from relay.spark.java import java_home
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "build" / "bench"

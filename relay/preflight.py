@@ -19,7 +19,6 @@ from relay.effects import Effects
 from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.handlers import Sink
-from relay.java import java_home
 from relay.patience import say_changes, until_it_works
 from relay.source import columns
 from relay.source.gapless import TRIGGER as COUNTING
@@ -29,6 +28,7 @@ from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
+from relay.spark.java import java_home
 from relay.store import admission, deferred, migrations, offsets, sinks, spark_batches, streams
 from relay.store.connections import connect, pin_text_form
 

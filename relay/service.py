@@ -25,9 +25,9 @@ from relay.garbage import collect_seldom, return_large_blocks
 from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
-from relay.pipeline.session import Session
 from relay.pipeline.spark_writer import SparkWriter
 from relay.source.choice import open_source
+from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
 from relay.store.presence import Presence, instances

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from relay.config import Spark
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server
 

@@ -25,10 +25,10 @@ from relay.faults import RelayError
 from relay.install import initialise
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
-from relay.pipeline.session import Session
 from relay.service import Service
 from relay.source.choice import open_source
 from relay.source.wal import WalSource
+from relay.spark.session import Session
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)

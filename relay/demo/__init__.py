@@ -18,7 +18,7 @@ from relay.demo.screen import Screen
 from relay.demo.shop import Scale
 from relay.embedded import Cluster
 from relay.faults import ConfigurationError
-from relay.java import java_home
+from relay.spark.java import java_home
 
 __all__ = ["Scale", "run_demo"]
 

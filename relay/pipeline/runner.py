@@ -29,7 +29,7 @@ from relay.patience import until_it_works
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from relay.store import arrays
 from relay.store.connections import open_pool
 
@@ -89,7 +89,7 @@ class Pipeline:
     @cached_property
     def _spark(self) -> Engine:
         # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
-        from relay.pipeline.spark import SparkEngine
+        from relay.spark.engine import SparkEngine
 
         return SparkEngine(self._settings, self.session)
 

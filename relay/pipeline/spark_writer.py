@@ -21,7 +21,7 @@ from relay.faults import TransientFault, Undelivered, describe
 from relay.handler_settings import SPARK_COLUMNS
 from relay.handlers.spark import BATCH_COLUMN, writer
 from relay.patience import say_once, until_it_works
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from relay.store import spark_batches
 from relay.store.connections import connect
 

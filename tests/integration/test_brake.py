@@ -9,7 +9,7 @@ import pytest
 
 from relay import status
 from relay.config import Settings
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 

@@ -11,7 +11,7 @@ import pika
 import pytest
 import redis
 
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from tests.brokers import (
     BROKERS,
     Broker,

@@ -16,8 +16,8 @@ import pytest
 
 from relay.config import Spark
 from relay.embedded import free_port
-from relay.java import java_home
-from relay.pipeline.session import Session
+from relay.spark.java import java_home
+from relay.spark.session import Session
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, running
 

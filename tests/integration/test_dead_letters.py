@@ -12,8 +12,8 @@ import pytest
 
 from relay import replay
 from relay.faults import ConfigurationError
-from relay.pipeline.session import Session
 from relay.replay import DeadLetters
+from relay.spark.session import Session
 from relay.status import read
 from relay.store.dead_letters import Filter
 from relay.store.deferred import Reason

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from relay.pipeline.session import Session
 from relay.replay import DeadLetters
+from relay.spark.session import Session
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running

@@ -11,8 +11,8 @@ from psycopg.types.json import Jsonb
 
 from relay.config import Settings
 from relay.faults import ConfigurationError
-from relay.pipeline.session import Session
 from relay.service import Service
+from relay.spark.session import Session
 from relay.store import groups
 from relay.store.presence import instances
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until

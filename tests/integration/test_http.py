@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import trustme
 
-from relay.pipeline.session import Session
 from relay.replay import DeadLetters
+from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until

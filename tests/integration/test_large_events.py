@@ -14,11 +14,11 @@ import pytest
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError
-from relay.pipeline.session import Session
 from relay.replay import DeadLetters
 from relay.source.assembler import Begun
 from relay.source.casualties import Casualties, Undigestible
 from relay.source.wal import WalSource
+from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -13,7 +13,7 @@ from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.handlers import relation
 from relay.handlers import sql as handlers_sql
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 

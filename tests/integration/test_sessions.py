@@ -14,7 +14,7 @@ from psycopg_pool import PoolTimeout
 
 from relay.events import Lsn
 from relay.faults import Action, RelayError, action_for
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from relay.store.connections import HandlerPool, connect, open_pool
 from relay.store.offsets import Cursor
 from relay.store.unflushed import require_kept

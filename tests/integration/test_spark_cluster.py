@@ -15,8 +15,8 @@ from psutil import process_iter
 
 from relay.config import Spark
 from relay.embedded import free_port
-from relay.java import java_home
-from relay.pipeline.session import Session
+from relay.spark.java import java_home
+from relay.spark.session import Session
 from tests.outbox import wait_until
 from tests.process import ROOT
 

@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from relay.handlers.spark import writer
-from relay.pipeline.session import Session
 from relay.pipeline.spark_writer import SparkWriter
+from relay.spark.session import Session
 from relay.store import spark_batches
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from relay.pipeline.session import Session
+from relay.spark.session import Session
 from tests.conftest import SPARK_CONF
 
 

@@ -19,7 +19,6 @@ from relay.config import Settings
 from relay.events import NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.install import initialise
-from relay.pipeline.session import Session
 from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
 from relay.snapshots import BEGINNING
@@ -27,6 +26,7 @@ from relay.source.columns import PUBLISHES_GENERATED
 from relay.source.rows import Difference, OutboxRows, Wanted
 from relay.source.server import sight
 from relay.source.translation import CODECS
+from relay.spark.session import Session
 from relay.store.dead_letters import Filter
 from relay.store.offsets import FIRST
 from tests.outbox import Outbox, event, host, relaying, wait_until

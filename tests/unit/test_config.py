@@ -15,8 +15,8 @@ from relay.config import Settings, Spark, load
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 from relay.handlers import build_sinks
-from relay.pipeline.session import _classic_conf
-from relay.pipeline.spark_gateway import as_properties
+from relay.spark.gateway import as_properties
+from relay.spark.session import _classic_conf
 
 SECRET = "s3cret"
 

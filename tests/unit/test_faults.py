@@ -34,7 +34,7 @@ from relay.faults import (
     is_transient,
     refused_for_good,
 )
-from relay.pipeline.session import kind_and_first_line
+from relay.spark.session import kind_and_first_line
 
 SECRET = "4111-1111"
 

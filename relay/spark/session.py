@@ -24,8 +24,8 @@ from tenacity import (
 from relay import config
 from relay.faults import ConfigurationError, first_line
 from relay.garbage import collect_seldom, return_arrow_blocks
-from relay.java import java_home
-from relay.pipeline.spark_gateway import start_gateway
+from relay.spark.gateway import start_gateway
+from relay.spark.java import java_home
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -182,7 +182,7 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
     import pyarrow as pa
 
     import relay
-    from relay.pipeline.spark import prepare
+    from relay.spark.engine import prepare
 
     # A worker looks for garbage after each task, in all that it has loaded.
     collect_seldom()

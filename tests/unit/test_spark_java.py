@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relay import java
+from relay.spark import java
 from relay.faults import ConfigurationError
 
 MODULE_MISSING = 1

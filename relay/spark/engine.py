@@ -24,7 +24,7 @@ from relay.garbage import collect_seldom, return_arrow_blocks, return_large_bloc
 from relay.logs import quiet_libraries
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
-from relay.pipeline.session import Session, kind_and_first_line
+from relay.spark.session import Session, kind_and_first_line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
