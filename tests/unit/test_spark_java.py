@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from relay.spark import java
 from relay.faults import ConfigurationError
+from relay.spark import java
 
 MODULE_MISSING = 1
 
