@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from relay.dsn import check_dsn
 from relay.events import EVENT_FIELDS
 from relay.sections import Number, Seconds, SecondsOrZero, Secret, Section
 from relay.template import Template
@@ -88,12 +89,29 @@ class PythonHandler(_Handler):
     retry: Retry = Field(default_factory=Retry)
 
 
+class Jdbc(Section):
+    """A table of a PostgreSQL database, with its schema if that is not found without."""
+
+    dsn: Secret
+    table: Annotated[str, Field(min_length=1)]
+
+    @field_validator("dsn")
+    @classmethod
+    def _connection_string(cls, value: SecretStr) -> SecretStr:
+        check_dsn(value.get_secret_value())
+        return value
+
+
 class SparkHandler(_Handler):
-    """A DataFrame writer: files below `path`, a `table`, or a callable `module:function(frame, batch)`."""
+    """A DataFrame writer: files below `path`, a `table`, a table through `jdbc`, or a callable.
+
+    The callable is `module:function(frame, batch)`.
+    """
 
     type: Literal["spark"]
     path: str | None = None
     table: str | None = None
+    jdbc: Jdbc | None = None
     callable: Annotated[str, BeforeValidator(_callable)] | None = None
     format: str = "parquet"
     options: dict[str, Secret] = Field(default_factory=dict)
@@ -112,13 +130,18 @@ class SparkHandler(_Handler):
 
     @model_validator(mode="after")
     def _one_place(self) -> SparkHandler:
-        if sum(place is not None for place in (self.path, self.table, self.callable)) != 1:
-            raise ValueError("needs one of path, table and callable")
+        targets = (self.path, self.table, self.jdbc, self.callable)
+        if sum(target is not None for target in targets) != 1:
+            raise ValueError("needs one of path, table, jdbc and callable")
         return self
 
     @model_validator(mode="after")
     def _replaces_partitions(self) -> SparkHandler:
         if self.path is not None and self.format.lower() not in _PARTITIONED_FORMATS:
+            if self.format.lower() == "iceberg":
+                raise ValueError(
+                    "format: iceberg needs table, such as lake.events, in place of path"
+                )
             raise ValueError(
                 f"format: must be one of {', '.join(_PARTITIONED_FORMATS)}; write {self.format} with a callable"
             )

@@ -39,6 +39,10 @@ def writer(name: str, settings: SparkHandler) -> Write:
     """What writes a batch, given as a frame and a number. Raises ConfigurationError as above."""
     if settings.callable is not None:
         return load(name, settings.callable)
+    if settings.jdbc is not None or settings.format.lower() == "iceberg":
+        raise ConfigurationError(
+            f"handlers.{name}: jdbc and format: iceberg are not written yet: use path, table or callable"
+        )
 
     def write(frame: DataFrame, _: int) -> None:
         if settings.table is None:

@@ -1,0 +1,69 @@
+"""The columns of a frame as Arrow has them, and whether a table takes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from relay.faults import ConfigurationError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def arrow_schema(frame: DataFrame) -> pa.Schema:
+    """The frame's schema; every column is nullable, and a timestamp is in UTC microseconds."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    fields = to_arrow_schema(frame.schema, timezone="UTC")
+    return pa.schema([pa.field(field.name, field.type) for field in fields])
+
+
+def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
+    """Raise ConfigurationError, which names `key`, unless the frame can be appended to the table.
+
+    The table has every column of the frame, with its type. What else it has is nullable, and stays null.
+    """
+    for field in frame:
+        index = table.get_field_index(field.name)
+        if index < 0:
+            raise ConfigurationError(
+                f"{key}: the table has no column {field.name}: add it, or leave it out with `sql`"
+            )
+        found, given = _plain(table.field(index).type), _plain(field.type)
+        if found != given:
+            raise ConfigurationError(
+                f"{key}: the table's column {field.name} is {found} and the batch's is {given}: cast it with `sql`"
+            )
+    for field in table:
+        if not field.nullable:
+            raise ConfigurationError(
+                f"{key}: the table's column {field.name} is NOT NULL, which no column of a batch is: make it nullable"
+            )
+
+
+def require_partition_columns(key: str, columns: list[str], frame: pa.Schema) -> None:
+    """Raise ConfigurationError, which names `key`, for a partition column that the frame does not have."""
+    for name in columns:
+        if name not in frame.names:
+            raise ConfigurationError(
+                f"{key}.partition_by: the batch has no column {name}: name others, or add it with `sql`"
+            )
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type without what Arrow's libraries choose differently: the width of offsets, the name of UTC."""
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "UTC")
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+    return kind

@@ -1,0 +1,167 @@
+"""Writes batches to a Delta table exactly once, without Delta's jar: executors write files, the driver commits them.
+
+Each commit carries the transaction identifier (`txn`) of its application: `relay:` and the application's UUID, with the
+batch's number as the version. A driver that was paused cannot commit a batch that another one has committed since: delta-rs
+refuses a commit if the log has got a `txn` of the same application since the table was loaded.
+
+Source: Delta Transaction Log Protocol, "Transaction Identifiers"; delta-rs 1.6, `create_write_transaction`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import deltalake
+import pyarrow as pa
+from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, create_table_with_add_actions
+
+from relay.faults import ConfigurationError
+from relay.handler_settings import SparkHandler
+from relay.spark.writers import BatchId
+from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
+from relay.spark.writers.delta_files import FACTS, Files, local_path, write_files
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_FORGETS_BATCHES = "delta.setTransactionRetentionDuration"
+_UNSAFE_OPTIONS = ("aws_s3_allow_unsafe_rename", "allow_unsafe_rename")
+_RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.start")
+"""Metadata of columns whose values every writer has to compute or check."""
+
+
+class Delta:
+    """Appends to the Delta table at `path`, which the first batch creates."""
+
+    def __init__(self, name: str, settings: SparkHandler) -> None:
+        """Raises ModuleNotFoundError without the extra `delta`."""
+        self._key = f"handlers.{name}"
+        folder = local_path(str(settings.path))
+        self._path = str(settings.path if folder is None else folder.resolve())
+        self._partition_by = list(settings.partition_by)
+        self._options = {key: text.get_secret_value() for key, text in settings.options.items()}
+
+    def check(self, session: SparkSession) -> None:
+        """Raise ConfigurationError for a table or a store that cannot be written exactly once."""
+        for name, value in self._options.items():
+            if name.lower() in _UNSAFE_OPTIONS and value.lower() in ("true", "1", "yes", "on"):
+                raise ConfigurationError(
+                    f"{self._key}.options: with {name} two commits can overwrite each other: remove it"
+                )
+        table = self._load()
+        if table is not None:
+            self._require_writable(table)
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Append the batch unless the table has it.
+
+        Raises ConfigurationError if the table does not take the frame's columns, and deltalake's DeltaError.
+        """
+        # The commit is made on what is loaded here, so that it fails if the batch is committed in between.
+        table = self._load()
+        if table is not None and _has(table, batch):
+            return
+        schema = arrow_schema(frame)
+        if table is not None:
+            self._require_writable(table)
+            require_columns(f"{self._key}.path", _table_schema(table), schema)
+        partition_by = self._partition_by if table is None else table.metadata().partition_columns
+        require_partition_columns(self._key, partition_by, schema)
+        files = Files(self._path, self._options, schema, partition_by, batch.id)
+        actions = [
+            _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()
+        ]
+        try:
+            self._commit(table, actions, files, batch)
+        except DeltaError:
+            committed = self._load()
+            if committed is None or not _has(committed, batch):
+                raise
+
+    def _load(self) -> deltalake.DeltaTable | None:
+        try:
+            return deltalake.DeltaTable(self._path, storage_options=self._options)
+        except TableNotFoundError:
+            return None
+
+    def _require_writable(self, table: deltalake.DeltaTable) -> None:
+        configuration = table.metadata().configuration
+        if _FORGETS_BATCHES in configuration:
+            raise ConfigurationError(
+                f"{self._key}.path: the table's property {_FORGETS_BATCHES} lets it forget which batches it has: "
+                "unset it"
+            )
+        mapping = configuration.get("delta.columnMapping.mode", "none")
+        rules = [name for name in configuration if name.startswith("delta.constraints.")]
+        rules += [
+            f"{rule} of {field.name}"
+            for field in table.schema().fields
+            for rule in _RULES
+            if rule in field.metadata
+        ]
+        if mapping != "none":
+            rules.append("delta.columnMapping.mode")
+        if rules:
+            raise ConfigurationError(
+                f"{self._key}.path: the table has {', '.join(rules)}, which relay cannot observe: write to a table "
+                "without it"
+            )
+
+    def _commit(
+        self,
+        table: deltalake.DeltaTable | None,
+        actions: list[AddAction],
+        files: Files,
+        batch: BatchId,
+    ) -> None:
+        schema = deltalake.Schema.from_arrow(files.schema)
+        identifier = deltalake.Transaction(_application(batch), batch.number)
+        properties = deltalake.CommitProperties(
+            app_transactions=[identifier], custom_metadata={"relay.batch": batch.id}
+        )
+        by = list(files.partition_by)
+        if table is not None:
+            table.create_write_transaction(
+                list(actions), "append", schema, by, commit_properties=properties
+            )
+            return
+        folder = local_path(self._path)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        # Fails if there is a table by now, also one that another driver creates at the same time.
+        create_table_with_add_actions(
+            self._path,
+            schema,
+            actions,
+            mode="error",
+            partition_by=by,
+            storage_options=self._options,
+            commit_properties=properties,
+        )
+
+
+def _application(batch: BatchId) -> str:
+    return f"relay:{batch.application}"
+
+
+def _has(table: deltalake.DeltaTable, batch: BatchId) -> bool:
+    return (table.transaction_version(_application(batch)) or 0) >= batch.number
+
+
+def _table_schema(table: deltalake.DeltaTable) -> pa.Schema:
+    return pa.schema(table.schema().to_arrow())
+
+
+def _action(row: Any) -> AddAction:
+    return AddAction(
+        path=row.path,
+        size=row.size,
+        partition_values=json.loads(row.partition_values),
+        modification_time=time.time_ns() // 1_000_000,
+        data_change=True,
+        stats=row.stats,
+    )

@@ -1,0 +1,182 @@
+"""The executors' side of Delta tables: Parquet files, and what the table's log says of each.
+
+Source: Delta Transaction Log Protocol, "Add File and Remove File", "Per-file Statistics", "Partition Value
+Serialization".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from relay.spark.writers.tasks import gathered
+
+FACTS = "path string, size bigint, partition_values string, stats string"
+"""What a task tells of each file; the last two are JSON."""
+_FACTS_SCHEMA = pa.schema(
+    [
+        ("path", pa.string()),
+        ("size", pa.int64()),
+        ("partition_values", pa.string()),
+        ("stats", pa.string()),
+    ]
+)
+_LONGEST_BOUND = 64
+"""A string that is longer is no bound in the statistics: payloads would make the log as long as the table."""
+_NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where the files of a batch go and what is in them. `options` are deltalake's storage options, and secret."""
+
+    path: str
+    options: Mapping[str, str]
+    schema: pa.Schema
+    partition_by: Sequence[str]
+    batch: str
+
+    def __repr__(self) -> str:
+        return f"Files({self.path!r})"
+
+
+def local_path(path: str) -> Path | None:
+    """The folder of a table in a local file system; None for an address of an object store."""
+    if path.startswith("file://"):
+        return Path(path.removeprefix("file://"))
+    return None if "://" in path else Path(path)
+
+
+def write_files(files: Files, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write a task's rows as files of names that no other attempt uses; gives a row of `FACTS` for each."""
+    store = _store(files)
+    for table in gathered(files.schema, batches):
+        found = [
+            _write(files, store, values, part)
+            for values, part in _partitions(table, files.partition_by)
+        ]
+        yield pa.RecordBatch.from_pylist(found, schema=_FACTS_SCHEMA)
+
+
+def _store(files: Files) -> Any:
+    import pyarrow.fs
+
+    folder = local_path(files.path)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return pyarrow.fs.SubTreeFileSystem(str(folder), pyarrow.fs.LocalFileSystem())
+    from deltalake.fs import DeltaStorageHandler
+
+    return pyarrow.fs.PyFileSystem(DeltaStorageHandler(files.path, dict(files.options)))
+
+
+def _partitions(
+    table: pa.Table, columns: Sequence[str]
+) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
+    """The rows of each combination of partition values, without these columns."""
+    if not columns:
+        yield {}, table
+        return
+    codes = np.zeros(table.num_rows, np.int64)
+    for name in columns:
+        encoded = table[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        codes = codes * len(encoded.dictionary) + encoded.indices.to_numpy(zero_copy_only=False)
+        # Small numbers again, so that many columns do not overflow.
+        codes = np.unique(codes, return_inverse=True)[1]
+    order = np.argsort(codes, kind="stable")
+    ordered = table.take(pa.array(order))
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], table.num_rows], strict=True):
+        part = ordered.slice(start, end - start)
+        values = {name: _value(part[name][0].as_py()) for name in columns}
+        yield values, part.drop_columns(list(columns))
+
+
+def _value(value: Any) -> str | None:
+    """A partition value as the log has it; an empty text means null there, whatever its column's type."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return str(value)
+
+
+def _write(
+    files: Files, store: Any, values: Mapping[str, str | None], part: pa.Table
+) -> dict[str, Any]:
+    folders = [
+        f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value)}"
+        for name, value in values.items()
+    ]
+    # The log has the values: nobody reads them from a folder's name, which may stand for several.
+    path = "/".join([*folders, f"part-{files.batch}-{uuid4().hex}.zstd.parquet"])
+    sink = pa.BufferOutputStream()
+    pq.write_table(part, sink, compression="zstd")
+    data = sink.getvalue()
+    if local_path(files.path) is not None and folders:
+        store.create_dir("/".join(folders), recursive=True)
+    with store.open_output_stream(path) as stream:
+        stream.write(data)
+    return {
+        "path": path,
+        "size": data.size,
+        "partition_values": json.dumps(values),
+        "stats": json.dumps(_stats(part)),
+    }
+
+
+def _stats(part: pa.Table) -> dict[str, Any]:
+    lowest: dict[str, Any] = {}
+    highest: dict[str, Any] = {}
+    for name, column in zip(part.column_names, part.columns, strict=True):
+        bounds = _bounds(column)
+        if bounds is not None:
+            lowest[name], highest[name] = bounds
+    nulls = {name: part[name].null_count for name in part.column_names}
+    return {
+        "numRecords": part.num_rows,
+        "minValues": lowest,
+        "maxValues": highest,
+        "nullCount": nulls,
+    }
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
+    """The least and the greatest value as JSON has them; None where there are none, or they are no use to readers."""
+    kind = column.type
+    if not (
+        pa.types.is_integer(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_date32(kind)
+        or (pa.types.is_timestamp(kind) and kind.tz is not None)
+    ):
+        return None
+    found = pc.min_max(column)
+    try:
+        least, greatest = found["min"].as_py(), found["max"].as_py()
+    except (ValueError, OverflowError):
+        return None  # a time outside Python's calendar
+    if least is None:
+        return None
+    if isinstance(least, str):
+        return (least, greatest) if max(len(least), len(greatest)) <= _LONGEST_BOUND else None
+    if isinstance(least, int):
+        return least, greatest
+    form = "%Y-%m-%dT%H:%M:%S.%fZ" if isinstance(least, datetime) else "%Y-%m-%d"
+    if least.year < 1000:
+        return None  # strftime writes such a year with less than four digits
+    return least.strftime(form), greatest.strftime(form)

@@ -1,0 +1,162 @@
+"""Writes batches to an Iceberg table exactly once, without Iceberg's jar: executors write files, the driver commits them.
+
+A commit sets the table's property `relay.<application>` to the batch's number together with the snapshot. PyIceberg repeats a
+commit that met another one on top of that one's snapshot; here it first reads the property again, so that a driver that was
+paused does not commit what another has committed since. The catalog asserts that the table's snapshot is the one that was read.
+
+Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceberg 0.12, `Transaction.commit_transaction`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import pyarrow as pa
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError
+from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.manifest import DataFile
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+
+from relay.handler_settings import SparkHandler
+from relay.spark.writers import BatchId
+from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
+from relay.spark.writers.tasks import gathered
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_FILES = "file binary"
+_FILES_SCHEMA = pa.schema([("file", pa.binary())])
+
+
+class _Committed(Exception):
+    """Another driver has committed the batch."""
+
+
+class Iceberg:
+    """Appends to `table` of the catalog that `options` describe; the first batch creates it."""
+
+    def __init__(self, name: str, settings: SparkHandler) -> None:
+        """Raises ModuleNotFoundError without the extra `iceberg`."""
+        self._key = f"handlers.{name}"
+        self._name = str(settings.table)
+        self._partition_by = list(settings.partition_by)
+        self._options = {key: text.get_secret_value() for key, text in settings.options.items()}
+
+    def check(self, session: SparkSession) -> None:
+        """Load the table, if there is one. Raises what PyIceberg raises for a catalog that cannot be used."""
+        self._load(self._catalog())
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Append the batch unless the table has it.
+
+        Raises ConfigurationError if the table does not take the frame's columns, and what PyIceberg raises.
+        """
+        schema = arrow_schema(frame)
+        catalog = self._catalog()
+        table = self._load(catalog)
+        if table is not None and _has(table, batch):
+            return
+        if table is None:
+            table = self._create(catalog, schema)
+        require_columns(f"{self._key}.table", _table_schema(table), schema)
+        target = pickle.dumps((table.metadata, table.io, schema))
+        rows = frame.mapInArrow(partial(write_files, target), _FILES).collect()
+        files = [pickle.loads(row.file) for row in rows]  # noqa: S301
+        try:
+            _commit(_Fenced(table, batch), files, batch)
+        except _Committed:
+            return
+
+    def _catalog(self) -> Catalog:
+        return load_catalog("relay", **self._options)
+
+    def _load(self, catalog: Catalog) -> Table | None:
+        try:
+            return catalog.load_table(self._name)
+        except NoSuchTableError:
+            return None
+
+    def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
+        require_partition_columns(self._key, self._partition_by, schema)
+        try:
+            catalog.create_namespace(catalog.namespace_from(self._name))
+        except NamespaceAlreadyExistsError:
+            pass
+        with (
+            catalog.create_table_transaction(self._name, schema) as creation,
+            creation.update_spec() as spec,
+        ):
+            for column in self._partition_by:
+                spec.add_field(column, IdentityTransform(), column)
+        return catalog.load_table(self._name)
+
+
+class _Fenced(Table):
+    """A table that raises _Committed when it is read again and has the batch by then."""
+
+    def __init__(self, table: Table, batch: BatchId) -> None:
+        super().__init__(
+            table.name(),
+            table.metadata,
+            table.metadata_location,
+            table.io,
+            table.catalog,
+            table.config,
+        )
+        self._batch = batch
+
+    def refresh(self) -> Table:
+        """Read the table again. Raises _Committed."""
+        super().refresh()
+        if _has(self, self._batch):
+            raise _Committed
+        return self
+
+
+def _commit(table: Table, files: list[DataFile], batch: BatchId) -> None:
+    transaction = table.transaction()
+    transaction.set_properties({_property(batch): str(batch.number)})
+    summary = {
+        "relay.application": batch.application,
+        "relay.number": str(batch.number),
+        "relay.batch": batch.id,
+    }
+    # Without files too: the assertion that the snapshot is the one that was read comes with a snapshot alone.
+    with transaction.update_snapshot(snapshot_properties=summary).fast_append() as append:
+        for file in files:
+            append.append_data_file(file)
+    transaction.commit_transaction()
+
+
+def _property(batch: BatchId) -> str:
+    return f"relay.{batch.application}"
+
+
+def _has(table: Table, batch: BatchId) -> bool:
+    return int(table.metadata.properties.get(_property(batch), "0")) >= batch.number
+
+
+def _table_schema(table: Table) -> pa.Schema:
+    return table.schema().as_arrow()
+
+
+# On the executors.
+
+
+def write_files(target: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write a task's rows as files of names that no other attempt uses; gives each as a pickled DataFile.
+
+    `target` is pickled: the table's metadata, its FileIO and the Arrow schema of the rows.
+    """
+    metadata, io, schema = pickle.loads(target)  # noqa: S301
+    for table in gathered(schema, batches):
+        files = _dataframe_to_data_files(metadata, table, io, uuid4())
+        found = [pickle.dumps(file) for file in files]
+        yield pa.RecordBatch.from_arrays([pa.array(found, pa.binary())], schema=_FILES_SCHEMA)

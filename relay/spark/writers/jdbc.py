@@ -1,0 +1,227 @@
+"""Writes batches to a table of a PostgreSQL database exactly once, without JDBC's jar: executors copy, the driver commits.
+
+Each attempt has a staging table of its own, which the tasks copy into. The driver then moves the rows of those task attempts
+whose results it has got, in one transaction with a row of the ledger `relay_batches`, whose primary key is the application and the
+batch's number. Of several drivers that write the same batch one inserts that row, and the others move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+
+from relay import handler_settings
+from relay.faults import ConfigurationError, TransientFault
+from relay.spark.writers import BatchId
+from relay.spark.writers.columns import arrow_schema
+from relay.spark.writers.tasks import gathered
+from relay.store.connections import connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_COUNTS = "attempt string, number bigint"
+_COUNTS_SCHEMA = pa.schema([("attempt", pa.string()), ("number", pa.int64())])
+_ATTEMPT = "relay_attempt"
+"""The staging table's column that tells which attempt of which task copied a row."""
+_LEDGER = "relay_batches"
+_DROP_PATIENTLY = "1s"
+"""How long a drop waits for a task of an earlier attempt that still copies."""
+
+_FIND_TABLE = """
+    select nspname, relname
+      from pg_class join pg_namespace on pg_namespace.oid = relnamespace
+     where pg_class.oid = to_regclass(%s) and relkind in ('r', 'p')
+"""
+_COLUMNS = """
+    select attname from pg_attribute
+     where attrelid = to_regclass(%s) and attnum > 0 and not attisdropped and attgenerated = ''
+"""
+_STAGING_TABLES = r"""
+    select relname from pg_class join pg_namespace on pg_namespace.oid = relnamespace
+     where nspname = %s and relkind = 'r' and starts_with(relname, %s)
+"""
+_CREATE_LEDGER = """
+    create table if not exists {ledger} (
+        application uuid not null,
+        number bigint not null,
+        batch text not null,
+        written_at timestamptz not null default now(),
+        primary key (application, number)
+    )
+"""
+_CREATE_STAGING = """
+    create unlogged table {staging} as select {columns}, null::uuid as {attempt} from {target} with no data
+"""
+_CLAIM = """
+    insert into {ledger} (application, number, batch) values (%s, %s, %s) on conflict do nothing
+"""
+_IS_CLAIMED = "select from {ledger} where application = %s and number = %s"
+_MOVE = """
+    insert into {target} ({columns}) select {columns} from {staging} where {attempt} = any(%s)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The table that the tasks of one attempt copy into. `dsn` is secret."""
+
+    dsn: str
+    schema_name: str
+    table: str
+    schema: pa.Schema
+
+    def __repr__(self) -> str:
+        return f"Staging({self.schema_name}.{self.table})"
+
+    @property
+    def name(self) -> sql.Identifier:
+        """The quoted name."""
+        return sql.Identifier(self.schema_name, self.table)
+
+
+class Jdbc:
+    """Appends to a table that exists, beside which it keeps the ledger `relay_batches`."""
+
+    def __init__(self, name: str, settings: handler_settings.Jdbc) -> None:
+        self._key = f"handlers.{name}.jdbc.table"
+        self._dsn = settings.dsn.get_secret_value()
+        self._table = settings.table
+
+    def check(self, session: SparkSession) -> None:
+        """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be asked."""
+        with connect(self._dsn) as conn:
+            self._find(conn)
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Insert the batch unless the ledger has it.
+
+        Raises ConfigurationError if the table lacks a column of the frame, TransientFault if staged rows are gone, and
+        psycopg.Error.
+        """
+        with connect(self._dsn) as conn:
+            schema_name, table = self._find(conn)
+            schema = self._columns(conn, arrow_schema(frame))
+            target = sql.Identifier(schema_name, table)
+            ledger = sql.Identifier(schema_name, _LEDGER)
+            conn.execute(sql.SQL(_CREATE_LEDGER).format(ledger=ledger))
+            if _is_claimed(conn, ledger, batch):
+                return
+            prefix = f"relay_{UUID(batch.application).hex}_"
+            _drop_stale(conn, schema_name, prefix)
+            staging = Staging(self._dsn, schema_name, f"{prefix}{uuid4().hex[:16]}", schema)
+            columns = sql.SQL(", ").join(map(sql.Identifier, schema.names))
+            names = {
+                "staging": staging.name,
+                "target": target,
+                "columns": columns,
+                "attempt": sql.Identifier(_ATTEMPT),
+            }
+            conn.execute(sql.SQL(_CREATE_STAGING).format(**names))
+            try:
+                chosen = frame.select(*schema.names)
+                found = chosen.mapInArrow(partial(copy_rows, staging), _COUNTS).collect()
+                _move(conn, names, ledger, batch, {row.attempt: row.number for row in found})
+            finally:
+                _drop(conn, staging.name)
+
+    def _find(self, conn: psycopg.Connection[Any]) -> tuple[str, str]:
+        """The schema and the name of the table."""
+        try:
+            row = conn.execute(_FIND_TABLE, [self._table]).fetchone()
+        except psycopg.errors.InvalidName:
+            row = None
+        if row is None:
+            raise ConfigurationError(
+                f"{self._key}: there is no table {self._table}: create it, with the columns that the batches have"
+            )
+        return row[0], row[1]
+
+    def _columns(self, conn: psycopg.Connection[Any], frame: pa.Schema) -> pa.Schema:
+        """The frame's columns that are inserted: all, but `relay_batch` only where the table has it."""
+        known = {name for (name,) in conn.execute(_COLUMNS, [self._table])}
+        for field in frame:
+            if field.name not in known and field.name != "relay_batch":
+                raise ConfigurationError(
+                    f"{self._key}: {self._table} has no column {field.name}: add it, or leave it out with `sql`"
+                )
+            if pa.types.is_nested(field.type) or pa.types.is_binary(field.type):
+                raise ConfigurationError(
+                    f"{self._key}: the batch's column {field.name} is {field.type}: make it text, such as with "
+                    "to_json or hex, with `sql`"
+                )
+        return pa.schema([field for field in frame if field.name in known])
+
+
+def _is_claimed(conn: psycopg.Connection[Any], ledger: sql.Identifier, batch: BatchId) -> bool:
+    statement = sql.SQL(_IS_CLAIMED).format(ledger=ledger)
+    return conn.execute(statement, [batch.application, batch.number]).fetchone() is not None
+
+
+def _move(
+    conn: psycopg.Connection[Any],
+    names: dict[str, sql.Composable],
+    ledger: sql.Identifier,
+    batch: BatchId,
+    counts: dict[str, int],
+) -> None:
+    """Insert the rows of the task attempts, which map to how many each copied, with the batch's row of the ledger."""
+    with conn.transaction():
+        claim = sql.SQL(_CLAIM).format(ledger=ledger)
+        claimed = conn.execute(claim, [batch.application, batch.number, batch.id])
+        if not claimed.rowcount:
+            return
+        attempts = [UUID(attempt) for attempt in counts]
+        moved = conn.execute(sql.SQL(_MOVE).format(**names), [attempts])
+        if moved.rowcount != sum(counts.values()):
+            # An unlogged table is empty after the server has crashed.
+            raise TransientFault(f"{moved.rowcount} of {sum(counts.values())} rows are staged")
+
+
+def _drop_stale(conn: psycopg.Connection[Any], schema_name: str, prefix: str) -> None:
+    """Drop what attempts that died have left; a driver that still uses it cannot commit any more, nor should it."""
+    for (table,) in conn.execute(_STAGING_TABLES, [schema_name, prefix]).fetchall():
+        _drop(conn, sql.Identifier(schema_name, table))
+
+
+def _drop(conn: psycopg.Connection[Any], table: sql.Identifier) -> None:
+    """Drop a staging table; one that is in use, or a connection that is lost, leaves it to the next batch."""
+    with suppress(psycopg.errors.LockNotAvailable, psycopg.OperationalError), conn.transaction():
+        conn.execute(sql.SQL("set local lock_timeout = {}").format(_DROP_PATIENTLY))
+        conn.execute(sql.SQL("drop table if exists {}").format(table))
+
+
+# On the executors.
+
+
+def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Copy a task's rows, in one transaction; gives this attempt's UUID and how many rows."""
+    attempt, number = str(uuid4()), 0
+    columns = sql.SQL(", ").join(map(sql.Identifier, [*staging.schema.names, _ATTEMPT]))
+    statement = sql.SQL("copy {} ({}) from stdin (format csv)").format(staging.name, columns)
+    with connect(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
+        for table in gathered(staging.schema, batches):
+            number += _send(copy, table, attempt)
+    yield pa.RecordBatch.from_pylist(
+        [{"attempt": attempt, "number": number}], schema=_COUNTS_SCHEMA
+    )
+
+
+def _send(copy: psycopg.Copy, table: pa.Table, attempt: str) -> int:
+    """Send rows as CSV, in which a null is nothing and an empty text is quoted; returns how many."""
+    import pyarrow.csv
+
+    marks = pa.repeat(pa.scalar(attempt), table.num_rows)
+    sink = pa.BufferOutputStream()
+    options = pyarrow.csv.WriteOptions(include_header=False)
+    pyarrow.csv.write_csv(table.append_column(_ATTEMPT, marks), sink, options)
+    copy.write(sink.getvalue().to_pybytes())
+    return int(table.num_rows)
