@@ -38,12 +38,13 @@ def by_xid(conn: Connection, table: Table, between: Difference, tasks: int) -> l
 
 def _ends(conn: Connection, table: Table, between: Difference) -> tuple[int | None, int | None]:
     """The least and the greatest c_xid of a difference."""
+    end = (
+        "(select x::text from (select {xid} as x from {table} where {xid} is not null and {between}"
+        " order by {xid} "
+    )
     row = conn.execute(
         sql.SQL(
-            """
-            select (select {xid}::text from {table} where {xid} is not null and {between} order by {xid} limit 1),
-                   (select {xid}::text from {table} where {xid} is not null and {between} order by {xid} desc limit 1)
-            """
+            f"select {end} limit 1) as first), {end} desc limit 1) as last)"  # noqa: S608
         ).format(xid=XID, table=table.identifier, between=condition(between)),
         prepare=False,
     ).fetchone()

@@ -216,7 +216,8 @@ def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:
     if wanted.xmax > seen.xmax and not wanted.is_beginning:
         raise RelayError(
             f"snapshot {wanted}: this server's next transaction is {seen.xmax}: it is an older backup, another "
-            "cluster, or a replica that lags; read the server that the snapshot came from, or begin again with a new checkpoint"
+            "cluster, or a replica that lags; read the server that the snapshot came from, or begin again with a new "
+            "checkpoint"
         )
 
 
