@@ -12,8 +12,8 @@ from typing import Any
 
 JDBC_QUERY = """
     (select id::text, host_id::text, user_id::text, aggregate_id, aggregate_version, aggregate_type, event_type,
-            event_ts, payload::text, metadata::text, c_offset, transaction_id::text, transaction_ordinal, transaction_count,
-            deliver_at, c_xid::text::bigint as c_xid from outbox_message_t) as outbox
+            event_ts, payload::text, metadata::text, c_offset, transaction_id::text, transaction_ordinal,
+            transaction_count, deliver_at, c_xid::text::bigint as c_xid from outbox_message_t) as outbox
 """
 JAR = "/usr/share/java/postgresql.jar"
 """Debian's package libpostgresql-jdbc-java."""
