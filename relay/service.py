@@ -174,7 +174,7 @@ class Service:
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()
         self._sinks.offer(batch)
-        outcome = self._pipeline.run(batch)
+        outcome = self._pipeline.run(batch, self._source.ahead)
         self._sinks.taken()
         self._source.ack(batch, outcome)
         if batch.window is None and not outcome.busy:

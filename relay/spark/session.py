@@ -86,6 +86,7 @@ class Session:
         self._closing = Event()
         self._builder: Thread | None = None
         self._starting = Lock()
+        self._replacing = Lock()
         self._error: ConfigurationError | None = None
 
     def start(self) -> None:
@@ -108,11 +109,13 @@ class Session:
 
     def replace_if_dead(self, session: SparkSession) -> None:
         """Look whether a session has died after a failure; if so, begin to build another."""
-        if _alive(session):
-            return
-        log.warning("the Spark session died; building it again")
-        self._discard()
-        self.start()
+        with self._replacing:
+            # Of two jobs that die together, the second finds the session replaced.
+            if self._session is not session or _alive(session):
+                return
+            log.warning("the Spark session died; building it again")
+            self._discard()
+            self.start()
 
     def close(self) -> None:
         """Stop the session and its JVM."""
