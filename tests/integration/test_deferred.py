@@ -695,7 +695,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     assert len(deferred.claim(outbox.conn, "default", 10)) == 3
     assert second < third
     assert not outbox.column(
-        "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'gin'"
+        "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'USING gin'"
     )
 
 
