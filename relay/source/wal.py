@@ -302,7 +302,8 @@ class WalSource:
             ready = sum(each.events for each in self._queue)
             size = sum(each.held for each in self._queue)
             full = self._buffered + self._assembler.size >= self._budget
-        return full or ready >= events or size >= self._limits.max_bytes
+        # Of a buffer that is full, a small rest would make one job more.
+        return ready >= events or size >= self._limits.max_bytes or (full and 2 * ready >= events)
 
     def ack(self, batch: Batch) -> None:
         """The batch is committed: its memory is free."""

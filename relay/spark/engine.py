@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from pyspark.sql.types import StructType
 
 from relay.batch import JobName, Task, Work
 from relay.config import Settings
@@ -51,7 +52,6 @@ TASKS = pa.schema(
 `first_lsn` and `last_lsn` are the ends of the first and the last commit, null for polled rows, which the task reads
 itself. `bytes` is the length of `work`, the pickled task.
 """
-_SCHEMA = "task int, result binary"
 _ARROW_RESULT = pa.schema([("task", pa.int32()), ("result", pa.binary())])
 
 
@@ -64,6 +64,8 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
         self._remote = settings.spark.remote is not None
+        # As a type, not as text, which the JVM would parse for each job.
+        self._schema = StructType().add("task", "integer").add("result", "binary")
 
     @property
     def lanes(self) -> int | None:
@@ -130,7 +132,7 @@ class SparkEngine:
         frame = session.createDataFrame(table)
         with self._named(session, name):
             rows = frame.mapInArrow(
-                partial(apply_rows, self._configuration, guarded), _SCHEMA
+                partial(apply_rows, self._configuration, guarded), self._schema
             ).collect()
         found: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [found[number] for number in range(len(tasks))]

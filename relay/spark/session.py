@@ -63,6 +63,15 @@ _PROTECTION = {
     "spark.io.encryption.enabled": "true",
 }
 
+_CLASSES = (
+    "PythonSQLUtils",
+    "PythonUtils",
+    "SimplePythonFunction",
+    "org.apache.spark.sql.classic.SparkSession",
+    "org.apache.spark.sql.execution.python.UserDefinedPythonFunction",
+)
+"""The classes of the JVM that PySpark asks for by name in each job."""
+
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 
@@ -154,6 +163,7 @@ class Session:
         session = _open(self._settings)
         if not self._settings.remote:
             self.slots = int(session.sparkContext.defaultParallelism)
+            _remember_classes(session)
         # No batch has more tasks than there are partitions, and so no more executors need a connection.
         parts = [
             pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
@@ -209,6 +219,13 @@ def _open(spark: config.Spark) -> SparkSession:
         builder = builder.config(key, value)
     session: SparkSession = builder.getOrCreate()
     return session
+
+
+def _remember_classes(session: SparkSession) -> None:
+    """Look classes up once: a name without a package costs py4j a search of every jar each time, 8 ms a job."""
+    jvm: Any = session._jvm
+    for name in _CLASSES:
+        vars(jvm)[name] = getattr(jvm, name)
 
 
 def _classic_conf(spark: config.Spark) -> dict[str, str]:
