@@ -90,6 +90,8 @@ def test_batches_run_through_spark_connect(
     assert engines == {"spark"}
     assert outbox.value("select count(*) from projection") == 2_000
     outbox.assert_exact()
+    (log,) = (tmp_path / "events").iterdir()
+    assert "-relay-batch-1" in log.read_text()
 
 
 def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
