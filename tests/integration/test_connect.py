@@ -27,6 +27,8 @@ pytestmark = pytest.mark.rare
 @pytest.fixture
 def connect_server(tmp_path: Path) -> Iterator[str]:
     port = free_port()
+    events = tmp_path / "events"
+    events.mkdir()
     home = Path(pyspark.__file__).parent
     environment = {
         **os.environ,
@@ -50,6 +52,10 @@ def connect_server(tmp_path: Path) -> Iterator[str]:
                 "spark.connect.grpc.binding.address=127.0.0.1",
                 "--conf",
                 "spark.ui.enabled=false",
+                *("--conf", "spark.eventLog.enabled=true"),
+                *("--conf", "spark.eventLog.compress=false"),
+                *("--conf", "spark.eventLog.rolling.enabled=false"),
+                *("--conf", f"spark.eventLog.dir={events.as_uri()}"),
             ],
             env=environment,
             stdout=log,
@@ -84,6 +90,8 @@ def test_batches_run_through_spark_connect(
     assert engines == {"spark"}
     assert outbox.value("select count(*) from projection") == 2_000
     outbox.assert_exact()
+    (log,) = (tmp_path / "events").iterdir()
+    assert "-relay-batch-1" in log.read_text()
 
 
 def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server: str) -> None:
