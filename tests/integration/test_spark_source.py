@@ -106,6 +106,16 @@ def test_a_batch_reads_a_range(spark: SparkSession, outbox: Outbox, ordered: str
     assert later.count() == 0
 
 
+def test_a_row_that_is_larger_than_what_is_parsed_at_once(
+    spark: SparkSession, outbox: Outbox
+) -> None:
+    outbox.publish(host(1), event(1), event(2, payload={"text": "é\n" * 2_000_000}), event(3))
+    rows = load(spark, outbox).selectExpr("length(payload) as n").collect()
+    assert sorted(row.n for row in rows) == sorted(
+        outbox.column("select length(payload::text) from outbox_message_t")
+    )
+
+
 def test_rows_from_before_relay_are_read_once(spark: SparkSession, outbox: Outbox) -> None:
     outbox.fill(10)
     outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset <= 20")
