@@ -1,8 +1,8 @@
 """Writes batches to a Delta table exactly once, without Delta's jar: executors write files, the driver commits them.
 
 Each commit carries the transaction identifier (`txn`) of its application: `relay:` and the application's UUID, with the
-batch's number as the version. A driver that was paused cannot commit a batch that another one has committed since: delta-rs
-refuses a commit if the log has got a `txn` of the same application since the table was loaded.
+batch's number as the version. A driver that was paused cannot commit a batch that another one has committed since:
+delta-rs refuses a commit if the log has got a `txn` of the same application since the table was loaded.
 
 Source: Delta Transaction Log Protocol, "Transaction Identifiers"; delta-rs 1.6, `create_write_transaction`.
 """

@@ -1,16 +1,18 @@
-"""Writes batches to an Iceberg table exactly once, without Iceberg's jar: executors write files, the driver commits them.
+"""Writes batches to an Iceberg table exactly once, without a jar: executors write files, the driver commits them.
 
-A commit sets the table's property `relay.<application>` to the batch's number together with the snapshot. PyIceberg repeats a
-commit that met another one on top of that one's snapshot; here it first reads the property again, so that a driver that was
-paused does not commit what another has committed since. The catalog asserts that the table's snapshot is the one that was read.
+A commit sets the table's property `relay.<application>` to the batch's number together with the snapshot. PyIceberg
+repeats a commit that met another one on top of that one's snapshot; here it first reads the property again, so that a
+driver that was paused does not commit what another has committed since. The catalog asserts that the table's snapshot
+is the one that was read.
 
-Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceberg 0.12, `Transaction.commit_transaction`.
+Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceberg 0.12, `commit_transaction`.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -85,10 +87,8 @@ class Iceberg:
 
     def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
         require_partition_columns(self._key, self._partition_by, schema)
-        try:
+        with suppress(NamespaceAlreadyExistsError):
             catalog.create_namespace(catalog.namespace_from(self._name))
-        except NamespaceAlreadyExistsError:
-            pass
         with (
             catalog.create_table_transaction(self._name, schema) as creation,
             creation.update_spec() as spec,

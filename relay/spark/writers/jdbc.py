@@ -1,8 +1,9 @@
-"""Writes batches to a table of a PostgreSQL database exactly once, without JDBC's jar: executors copy, the driver commits.
+"""Writes batches to a table of a PostgreSQL database exactly once, without a jar: executors copy, the driver commits.
 
-Each attempt has a staging table of its own, which the tasks copy into. The driver then moves the rows of those task attempts
-whose results it has got, in one transaction with a row of the ledger `relay_batches`, whose primary key is the application and the
-batch's number. Of several drivers that write the same batch one inserts that row, and the others move nothing.
+Each attempt has a staging table of its own, which the tasks copy into. The driver then moves the rows of those task
+attempts whose results it has got, in one transaction with a row of the ledger `relay_batches`, whose primary key is the
+application and the batch's number. Of several drivers that write the same batch one inserts that row, and the others
+move nothing.
 """
 
 from __future__ import annotations
