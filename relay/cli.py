@@ -251,8 +251,6 @@ def _print_status(found: Any, mode: str) -> None:
         since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
     facts += [(f"sink {each.sink}", _sink_state(each)) for each in found.sinks]
-    if found.staged:
-        facts.append(("to be written with Spark", f"{found.staged} events"))
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),

@@ -43,9 +43,9 @@ def _ends(conn: Connection, table: Table, between: Difference) -> tuple[int | No
         " order by {xid} "
     )
     row = conn.execute(
-        sql.SQL(
-            f"select {end} limit 1) as first), {end} desc limit 1) as last)"  # noqa: S608
-        ).format(xid=XID, table=table.identifier, between=condition(between)),
+        sql.SQL(f"select {end} limit 1) as first), {end} desc limit 1) as last)").format(
+            xid=XID, table=table.identifier, between=condition(between)
+        ),
         prepare=False,
     ).fetchone()
     first, last = row or (None, None)

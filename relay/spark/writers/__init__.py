@@ -1,0 +1,57 @@
+"""Writers of `type: spark` sinks: each writes a batch to its destination exactly once, however often it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from relay.handler_settings import SparkHandler
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH_COLUMN = "relay_batch"
+"""The column of a frame that has the batch's id; files and tables are partitioned by it, last of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchId:
+    """What identifies a batch at its destination.
+
+    `application` is the UUID of the sink's namespace, made once for each group, sink and target. `number` counts the
+    batches of the application from 1, upwards; one that was given up, since somebody moved the sink, leaves a gap.
+    `id` is the batch's UUID, the value of its frame's `relay_batch`.
+    """
+
+    application: str
+    number: int
+    id: str
+
+
+class Writer(Protocol):
+    """Writes the batches of one sink."""
+
+    def check(self, session: SparkSession) -> None:
+        """Raise ConfigurationError where the destination cannot be written exactly once."""
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Write the frame.
+
+        Called again for the same batch after any failure, with the same rows; the destination has them once. Raises
+        ConfigurationError as `check` does, and whatever the destination raises.
+        """
+
+
+def writer(name: str, settings: SparkHandler) -> Writer:
+    """The writer of a sink. Raises ConfigurationError for a callable that cannot be imported."""
+    if settings.callable is not None:
+        from relay.spark.writers.call import Call
+
+        return Call(name, settings.callable)
+    if settings.table is not None:
+        from relay.spark.writers.table import Table
+
+        return Table(name, settings, settings.table)
+    from relay.spark.writers.files import Files
+
+    return Files(name, settings)
