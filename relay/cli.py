@@ -256,8 +256,6 @@ def _print_status(found: Any, mode: str) -> None:
         facts.append(
             (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
         )
-    if found.staged:
-        facts.append(("to be written with Spark", f"{found.staged} events"))
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),

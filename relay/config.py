@@ -303,6 +303,16 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _spark_can_read(self) -> Settings:
+        for name in self.spark_handlers:
+            if self.source.mode == "wal":
+                raise ValueError(
+                    f"handlers.{name}.type: spark reads the outbox as a table, which source.mode: wal rules out: set "
+                    "the mode to auto"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sinks_can_begin(self) -> Settings:
         for name, handler in self.sink_handlers.items():
             if handler.start == "beginning" and self.source.mode == "wal":
@@ -337,14 +347,14 @@ class Settings(BaseSettings):
 
     @property
     def spark_handlers(self) -> dict[str, SparkHandler]:
-        """The handlers that are DataFrame writers, by name."""
+        """The sinks that Spark writes, by name."""
         return {
             name: each for name, each in self.handlers.items() if isinstance(each, SparkHandler)
         }
 
     @property
     def sink_handlers(self) -> dict[str, SinkHandler]:
-        """The handlers that deliver events to other systems, by name."""
+        """The handlers that have a position of their own in the log, by name."""
         return {name: each for name, each in self.handlers.items() if isinstance(each, SinkHandler)}
 
     @property

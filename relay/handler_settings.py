@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
+from psycopg.conninfo import conninfo_to_dict
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -53,7 +54,7 @@ _PARTITIONED_FORMATS = ("parquet", "orc", "json", "csv", "avro", "delta")
 """Of which a DataFrame writer can replace single partitions; others would replace everything below a path."""
 
 SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
-"""The columns that a DataFrame writer gets: `date` is that of `event_ts` in UTC."""
+"""The columns of a Spark sink's frame: `date` is that of `event_ts` in UTC."""
 
 
 class _Handler(Section):
@@ -102,8 +103,15 @@ class Jdbc(Section):
         return value
 
 
-class SparkHandler(_Handler):
-    """A DataFrame writer: files below `path`, a `table`, a table through `jdbc`, or a callable.
+class SinkHandler(_Handler):
+    """A handler that has a position in the log of its own."""
+
+    start: Literal["now", "beginning"] = "now"
+    """Where the sink begins in the log, if the group has not had it before."""
+
+
+class SparkHandler(SinkHandler):
+    """A writer of batches: files below `path`, a `table`, a PostgreSQL table through `jdbc`, or a callable.
 
     The callable is `module:function(frame, batch)`.
     """
@@ -113,6 +121,10 @@ class SparkHandler(_Handler):
     table: str | None = None
     jdbc: Jdbc | None = None
     callable: Annotated[str, BeforeValidator(_callable)] | None = None
+    sql: Annotated[str, Field(min_length=1)] | None = None
+    """A query over the view `events` and any table of the catalog."""
+    transform: Annotated[str, BeforeValidator(_callable)] | None = None
+    """`module:function(frame)`, which returns a frame; after `sql` where both are given."""
     format: str = "parquet"
     options: dict[str, Secret] = Field(default_factory=dict)
     partition_by: list[str] = Field(default_factory=lambda: ["date", "host_bucket"])
@@ -120,13 +132,38 @@ class SparkHandler(_Handler):
     max_events: Annotated[PositiveInt, Number] = 100_000
     every: Seconds = 60.0
 
-    @field_validator("partition_by")
+    @property
+    def changes_columns(self) -> bool:
+        """Whether what is written may have other columns than an event."""
+        return self.sql is not None or self.transform is not None
+
+    @property
+    def target(self) -> str:
+        """What tells destinations apart, without secrets."""
+        if self.jdbc is not None:
+            # Of the connection string only what tells databases apart.
+            fields = conninfo_to_dict(self.jdbc.dsn.get_secret_value())
+            named = [str(fields.get(key) or "") for key in ("host", "port", "dbname")]
+            return f"jdbc {':'.join(named)} {self.jdbc.table}"
+        kinds = {"path": self.path, "table": self.table, "callable": self.callable}
+        named = [f"{kind} {value}" for kind, value in kinds.items() if value is not None]
+        return f"{self.format.lower()} {named[0]}"
+
+    @model_validator(mode="before")
     @classmethod
-    def _columns(cls, value: list[str]) -> list[str]:
-        for name in value:
-            if name not in SPARK_COLUMNS:
-                raise ValueError(f"{name!r} is no column: one of {', '.join(SPARK_COLUMNS)}")
+    def _partitions_of_its_own(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (value.get("sql") or value.get("transform")):
+            return {"partition_by": [], **value}
         return value
+
+    @model_validator(mode="after")
+    def _columns(self) -> SparkHandler:
+        for name in self.partition_by:
+            if name not in SPARK_COLUMNS and not self.changes_columns:
+                raise ValueError(
+                    f"partition_by: {name!r} is no column: one of {', '.join(SPARK_COLUMNS)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_place(self) -> SparkHandler:
@@ -148,7 +185,7 @@ class SparkHandler(_Handler):
         return self
 
 
-class SinkHandler(_Handler):
+class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
     retry: Retry = Field(default_factory=Retry)
@@ -160,8 +197,6 @@ class SinkHandler(_Handler):
     concurrency: Annotated[PositiveInt, Number] = 16
     """How many transactions are delivered at once, at most."""
     circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
-    start: Literal["now", "beginning"] = "now"
-    """Where the sink begins in the log, if the group has not had it before."""
 
 
 class Tls(Section):
@@ -196,7 +231,7 @@ def _require_port(parts: SplitResult) -> None:
         raise ValueError("has a port that is not a number from 1 to 65535")
 
 
-class HttpHandler(SinkHandler):
+class HttpHandler(DeliveryHandler):
     """An endpoint that CloudEvents are posted to."""
 
     type: Literal["http"]
@@ -265,7 +300,7 @@ def _address(*schemes: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class BrokerHandler(SinkHandler):
+class BrokerHandler(DeliveryHandler):
     """What is said of every broker: how an event becomes a message, and where it goes."""
 
     concurrency: Annotated[PositiveInt, Number] = 64

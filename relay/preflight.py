@@ -29,7 +29,7 @@ from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.spark.java import java_home
-from relay.store import admission, deferred, migrations, offsets, sinks, spark_batches, streams
+from relay.store import admission, deferred, migrations, offsets, sinks, streams
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         if settings.one_database:
             return
     try:
-        built = handlers.build(settings.handlers, settings.group)
+        built = handlers.build(settings.handlers)
         asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "handlers", str(error))
@@ -477,15 +477,7 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
 
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Events that were kept for a handler that the configuration no longer has."""
-    for name, events in spark_batches.staged_for(conn, settings.group).items():
-        if name not in settings.spark_handlers:
-            yield Finding(
-                Level.ERROR,
-                "handlers",
-                f"handlers.{name}: there is no such handler of type spark, but {events} events are staged for it: put "
-                "it back until `relay status` shows none, or give them up as docs/configuration.md says",
-            )
+    """Transactions that are deferred for a handler that the configuration no longer has."""
     waiting = deferred.waiting_for_others(conn, settings.group, settings.handlers)
     for name, transactions in waiting.items():
         yield Finding(

@@ -26,7 +26,6 @@ from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
-from relay.pipeline.spark_writer import SparkWriter
 from relay.source.choice import open_source
 from relay.spark.session import Session
 from relay.store import groups
@@ -84,9 +83,6 @@ class Service:
             self.stop,
             self._summary.note_redelivered,
         )
-        self._writers = [
-            SparkWriter(name, settings, self._pipeline.session) for name in settings.spark_handlers
-        ]
         self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, self._give_up)
         self._last_resort.daemon = True
@@ -105,8 +101,6 @@ class Service:
         self._pipeline.interrupt()
         self._reviver.stop()
         self._sinks.stop()
-        for writer in self._writers:
-            writer.stop()
 
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
@@ -120,11 +114,9 @@ class Service:
                 self._source.guard()
             self._pipeline.start()
             self._reviver.start(guarded=died)
-            for writer in self._writers:
-                writer.start()
             if self._unflushed:
                 self._unflushed.start()
-            self._sinks.start()
+            self._sinks.start(self._pipeline.session)
             self._source.start()
             for batch in self._source.batches(self._sinks):
                 self._relay(batch)
@@ -137,8 +129,6 @@ class Service:
             self._sinks.close()
             self._source.close()
             self._reviver.close()
-            for writer in self._writers:
-                writer.close()
             self._pipeline.close()
             self._end()
             self._presence.close()

@@ -26,7 +26,6 @@ from relay.store import (
     presence,
     sinks,
     snapshots,
-    spark_batches,
 )
 
 
@@ -48,7 +47,6 @@ class Status:
     partitions: list[offsets.Cursor]
     dead_letters: int
     deferred: deferred.Waiting
-    staged: int
     braked: list[brakes.BrakedHandler]
     sinks: list[sinks.Sink]
     engines: list[engines.Applied]
@@ -74,7 +72,6 @@ class Status:
             ],
             "dead_letters": self.dead_letters,
             "deferred": _deferred_as_json(self.deferred),
-            "staged": self.staged,
             "braked": [
                 {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
             ],
@@ -123,7 +120,6 @@ def read(settings: Settings) -> Status:
         cursors = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
         waiting = deferred.count(target, settings.group)
-        staged = spark_batches.staged(target, settings.group)
         braked = brakes.braked(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
         group = groups.read(target, settings.group)
@@ -141,7 +137,6 @@ def read(settings: Settings) -> Status:
         partitions=cursors,
         dead_letters=dead,
         deferred=waiting,
-        staged=staged,
         braked=braked,
         sinks=stored,
         engines=applied,

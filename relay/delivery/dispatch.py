@@ -22,7 +22,7 @@ from relay.fates import (
     next_wait,
 )
 from relay.faults import Action, action_for, describe
-from relay.handler_settings import SinkHandler
+from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.patience import LONGEST_WAIT_SECONDS
 from relay.pipeline.brake import Brake
@@ -48,7 +48,7 @@ class Dispatcher:
     def __init__(
         self,
         sink: Sink,
-        settings: SinkHandler,
+        settings: DeliveryHandler,
         most_bytes: int,
         brake: Brake,
         settle: Callable[[Delivery, Fate | None], None],

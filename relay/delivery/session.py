@@ -26,7 +26,7 @@ from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.events import Lsn
 from relay.fates import Behind
-from relay.handler_settings import SinkHandler
+from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.pipeline.brake import Brake
 from relay.pipeline.routed import Routing
@@ -89,7 +89,7 @@ class Session:
         self,
         name: str,
         sink: Sink,
-        configured: SinkHandler,
+        configured: DeliveryHandler,
         settings: Settings,
         stream: Stream,
         feed: Feed,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event, Lock
+from typing import Protocol
 
 import numpy as np
 import psycopg
@@ -23,6 +24,8 @@ from relay.faults import RelayError
 from relay.pipeline.routed import Routing
 from relay.snapshots import Xids, full_xids
 from relay.source.server import Sight
+from relay.spark.session import Session
+from relay.spark.sink import SparkWorker
 from relay.store import sinks, snapshots
 from relay.store.connections import connect
 from relay.transactions import Routed
@@ -30,6 +33,19 @@ from relay.transactions import Routed
 log = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 0.02
+
+
+class Works(Protocol):
+    """Works one sink in a thread."""
+
+    def claim(self) -> None:
+        """What this process reads has changed: claim the sink again, or leave it."""
+
+    def stop(self) -> None:
+        """End after what is under way. Safe in a signal handler's thread."""
+
+    def close(self, patience: float) -> None:
+        """Stop, and wait for what is under way, for so many seconds."""
 
 
 class Sinks:
@@ -58,11 +74,18 @@ class Sinks:
             name: Worker(name, sink, configured, settings, self, failed)
             for name, (sink, configured) in handlers.build_sinks(settings.handlers).items()
         }
+        self._spark = [SparkWorker(name, settings) for name in settings.spark_handlers]
+        self._all: Sequence[Works] = [*self._workers.values(), *self._spark]
 
-    def start(self) -> None:
-        """Begin to work the sinks. Those that do not lag are worked by the process that reads the source."""
+    def start(self, session: Session) -> None:
+        """Begin to work the sinks. Those that do not lag are worked by the process that reads the source.
+
+        Those of Spark poll the outbox, and never use the stream.
+        """
         for worker in self._workers.values():
             worker.start()
+        for spark in self._spark:
+            spark.start(session)
 
     def streaming(self) -> None:
         """This process reads the stream from now on: wait a little until the sinks buffer what it brings."""
@@ -98,20 +121,20 @@ class Sinks:
             worker.feed.interrupt()
 
     def _claim(self) -> None:
-        for worker in self._workers.values():
+        for worker in self._all:
             worker.claim()
 
     def stop(self) -> None:
         """End after what is under way. Safe in a signal handler's thread."""
         self._stopping.set()
-        for worker in self._workers.values():
+        for worker in self._all:
             worker.stop()
 
     def close(self) -> None:
         """Stop, and wait for what is under way."""
         self.stop()
         ends = time.monotonic() + self._settings.shutdown_timeout
-        for worker in self._workers.values():
+        for worker in self._all:
             worker.close(max(0.0, ends - time.monotonic()))
 
     @property

@@ -13,7 +13,7 @@ from relay.delivery.checkpoint import Moved
 from relay.delivery.feed import Feed
 from relay.delivery.session import Session, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
-from relay.handler_settings import SinkHandler
+from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import Sight
@@ -33,7 +33,7 @@ class Worker:
         self,
         name: str,
         sink: Sink,
-        configured: SinkHandler,
+        configured: DeliveryHandler,
         settings: Settings,
         stream: Stream,
         failed: Callable[[], None],

@@ -9,18 +9,17 @@ import psycopg
 
 from relay.events import Transaction
 from relay.faults import ConfigurationError
-from relay.handler_settings import Handler as Configured
 from relay.handler_settings import (
+    DeliveryHandler,
     HttpHandler,
     KafkaHandler,
     NatsHandler,
     PythonHandler,
     RabbitmqHandler,
     RedisHandler,
-    SinkHandler,
-    SparkHandler,
     SqlHandler,
 )
+from relay.handler_settings import Handler as Configured
 from relay.transactions import Routed
 
 Connection = psycopg.Connection[Any]
@@ -59,13 +58,12 @@ class Sink(Protocol):
         """Close the connections. Deliveries that still run fail."""
 
 
-def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler]:
-    """The handlers that work inside the target, by name, in the configuration's order; `group` is whose they are.
+def build(configured: Mapping[str, Configured]) -> dict[str, Handler]:
+    """The handlers that work inside the target, by name, in the configuration's order.
 
     Raises ConfigurationError for one that cannot be built.
     """
     from relay.handlers.python import Python
-    from relay.handlers.spark import Spark
     from relay.handlers.sql import SqlBatch, SqlEvent
 
     handlers: dict[str, Handler] = {}
@@ -73,8 +71,6 @@ def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler
         match settings:
             case PythonHandler():
                 handlers[name] = Python(name, settings)
-            case SparkHandler():
-                handlers[name] = Spark(name, settings, group)
             case SqlHandler(each="event"):
                 handlers[name] = SqlEvent(name, settings)
             case SqlHandler():
@@ -82,19 +78,20 @@ def build(configured: Mapping[str, Configured], group: str) -> dict[str, Handler
     return handlers
 
 
-def build_sinks(configured: Mapping[str, Configured]) -> dict[str, tuple[Sink, SinkHandler]]:
-    """The sinks with their configuration, by name in its order. They connect with the first delivery.
+def build_sinks(configured: Mapping[str, Configured]) -> dict[str, tuple[Sink, DeliveryHandler]]:
+    """The sinks that events are delivered to, with their configuration, by name in its order.
 
-    Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
+    They connect with the first delivery. Raises ConfigurationError for one that cannot be built, or whose extra is not
+    installed.
     """
     return {
         name: (_sink(name, settings), settings)
         for name, settings in configured.items()
-        if isinstance(settings, SinkHandler)
+        if isinstance(settings, DeliveryHandler)
     }
 
 
-def _sink(name: str, settings: SinkHandler) -> Sink:
+def _sink(name: str, settings: DeliveryHandler) -> Sink:
     try:
         return _build(name, settings)
     except ModuleNotFoundError as error:
@@ -104,7 +101,7 @@ def _sink(name: str, settings: SinkHandler) -> Sink:
         ) from None
 
 
-def _build(name: str, settings: SinkHandler) -> Sink:
+def _build(name: str, settings: DeliveryHandler) -> Sink:
     from relay.handlers.messages import Publishing
 
     match settings:

@@ -66,7 +66,7 @@ class Handling:
         self._routing = routing
         self._waiting = waiting
         self._connections = connections
-        self._inside = handlers.build(settings.handlers, settings.group)
+        self._inside = handlers.build(settings.handlers)
         self._defers = {
             name: each.retry
             for name, each in settings.handlers.items()

@@ -83,7 +83,8 @@ def cut(
     count, last = row
     if count < max_rows:
         return between.after, int(count)
-    end = max(int(last or 0) + 1, between.before.xmax)
+    # The first transaction of a cluster is 3: rows without c_xid are read only once.
+    end = max(int(last or 0) + 1, between.before.xmax, 2)
     return up_to(between.after, end), int(count)
 
 

@@ -371,6 +371,9 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
         conn.execute(
             "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, names)
         )
+        conn.execute(
+            "delete from relay.spark_batches where group_id = %s and sink = any(%s)", (group, names)
+        )
         return conn.execute(
             "delete from relay.sinks where group_id = %s and sink = any(%s)", (group, names)
         ).rowcount

@@ -1,184 +1,164 @@
-"""Events on their way to a DataFrame writer: `relay.spark_portions` and `relay.spark_events`."""
+"""The batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg import sql
-from psycopg.rows import class_row, scalar_row
 
-from relay.events import EVENT_FIELDS, SQL_TYPES
+from relay.events import Lsn
+from relay.snapshots import Snapshot
+from relay.store import arrays
+from relay.store.sinks import BEFORE_FIRST
 
 Connection = psycopg.Connection[Any]
 
-_SPACE = 0x73706172  # "spar"
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a batch has: the rows of a difference, and transactions that were deferred for the sink.
+
+    Of the difference the transactions are left out whose greatest c_offset is not above `polled_offset`, and those of
+    `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
+    `data` are the events of the rows `deferred` (ids) of relay.deferred, as an Arrow stream.
+    """
+
+    before: Snapshot
+    after: Snapshot
+    polled_offset: int = BEFORE_FIRST
+    left_out: Sequence[int] = ()
+    lsn: Lsn = Lsn(0)  # noqa: RUF009
+    rows: int = 0
+    deferred: Sequence[int] = ()
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SparkBatch:
-    """What is written together. The same number and the same id always mean the same events.
+class Begun:
+    """A batch that is stored and not finished: the same rows and the same layout, however often it is written.
 
-    `number` counts the batches of a target; `id` is the batch's own in every target that ever shares its destination,
-    a target restored from a backup included.
+    `application` and `number` identify it at its destination, `target`, and so does `id` alone.
     """
 
+    application: str
     number: int
     id: str
+    target: str
+    epoch: int
+    partition_by: list[str]
     host_buckets: int
-    portions: list[int]
-    sizes: list[int]
-    """How many events each portion has."""
+    contents: Contents
 
 
-def staging(group: str, handler: str) -> str:
-    """The statement that puts the relation `batch` aside for a handler, as a portion of its own."""
-    fields = sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))
-    return (
-        sql.SQL(
-            "with portion as (insert into relay.spark_portions (group_id, handler, events)"
-            " select {group}, {handler}, count(*) from batch returning id)"
-            " insert into relay.spark_events (portion, {fields}) select portion.id, {columns} from portion, batch"
-        )
-        .format(
-            group=sql.Literal(group),
-            handler=sql.Literal(handler),
-            fields=fields,
-            columns=sql.SQL(", ").join(sql.Identifier("batch", name) for name in EVENT_FIELDS),
-        )
-        .as_string()
+def begun(conn: Connection, group: str, sink: str) -> Begun | None:
+    """The batch of a sink that is begun, if any. Raises psycopg.Error."""
+    row = conn.execute(
+        """
+        select application::text, number, batch::text, target, epoch, partition_by, host_buckets,
+               before::text, after::text, polled_offset, left_out::text[]::bigint[], delivered_lsn::text, rows_read,
+               deferred, data
+          from relay.spark_batches where group_id = %s and sink = %s and batch is not null
+        """,
+        (group, sink),
+    ).fetchone()
+    if row is None:
+        return None
+    before, after, polled, left_out, lsn, rows, deferred, data = row[7:]
+    contents = Contents(
+        Snapshot.parse(before),
+        Snapshot.parse(after),
+        polled,
+        left_out,
+        Lsn.parse(lsn),
+        rows,
+        deferred,
+        data,
+    )
+    return Begun(*row[:7], contents)
+
+
+def begin(
+    conn: Connection,
+    group: str,
+    sink: str,
+    target: str,
+    epoch: int,
+    layout: tuple[Sequence[str], int],
+    contents: Contents,
+) -> None:
+    """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
+
+    Numbers go on, but for another destination, or on another server or timeline than the last one: it may have been
+    restored from a backup, and the numbers since then mean other rows there.
+    """
+    conn.execute(
+        """
+        insert into relay.spark_batches as b (group_id, sink, target, server, epoch, before, after, polled_offset,
+                                              left_out, delivered_lsn, rows_read, partition_by, host_buckets, deferred,
+                                              data)
+        select %(group)s, %(sink)s, %(target)s, s.system_identifier || ' ' || c.timeline_id, %(epoch)s,
+               %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
+               %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s
+          from pg_control_system() as s, pg_control_checkpoint() as c
+        on conflict (group_id, sink) do update
+           set application = case when (b.target, b.server) = (excluded.target, excluded.server) then b.application
+                                  else excluded.application end,
+               number = 1 + case when (b.target, b.server) = (excluded.target, excluded.server) then b.number else 0
+                            end,
+               target = excluded.target, server = excluded.server, batch = excluded.batch, epoch = excluded.epoch,
+               before = excluded.before, after = excluded.after, polled_offset = excluded.polled_offset,
+               left_out = excluded.left_out, delivered_lsn = excluded.delivered_lsn, rows_read = excluded.rows_read,
+               partition_by = excluded.partition_by, host_buckets = excluded.host_buckets,
+               deferred = excluded.deferred, data = excluded.data, begun_at = excluded.begun_at
+        """,
+        {
+            "group": group,
+            "sink": sink,
+            "target": target,
+            "epoch": epoch,
+            "before": str(contents.before),
+            "after": str(contents.after),
+            "polled": contents.polled_offset,
+            "left_out": arrays.of_numbers(contents.left_out),
+            "lsn": str(contents.lsn),
+            "rows": contents.rows,
+            "partition_by": list(layout[0]),
+            "host_buckets": layout[1],
+            "deferred": arrays.of_numbers(contents.deferred),
+            "data": contents.data,
+        },
     )
 
 
-def claim(conn: Connection, group: str, handler: str) -> bool:
-    """Whether this session is the one that writes the handler's batches; if so, it is until its end."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        cursor.execute(
-            "select pg_try_advisory_lock(%s, hashtext(%s))", (_SPACE, f"{group}/{handler}")
-        )
-        return bool(cursor.fetchone())
+def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
+    """A batch is written, or given up; returns whether it was still begun. Raises psycopg.Error."""
+    ended = conn.execute(
+        """
+        update relay.spark_batches set batch = null, data = null
+         where group_id = %s and sink = %s and batch = %s::uuid
+        """,
+        (group, sink, batch),
+    )
+    return ended.rowcount > 0
 
 
-def take(
-    conn: Connection, group: str, handler: str, events: int, seconds: float, host_buckets: int
-) -> SparkBatch | None:
-    """The batch that was begun and not finished, or a new one, for so many buckets.
-
-    A new one is due when so many events are staged, or when the oldest is so many seconds old.
-    """
-    with conn.transaction():
-        return _begun(conn, group, handler) or _begin(
-            conn, group, handler, events, seconds, host_buckets
-        )
+def dead_transactions(conn: Connection, deferred: Sequence[int]) -> list[int]:
+    """The dead transactions that rows of relay.deferred, by id, replay. Raises psycopg.Error."""
+    rows = conn.execute(
+        "select dead_transaction from relay.deferred where id = any(%s::bigint[]) and dead_transaction is not null",
+        (arrays.of_numbers(deferred),),
+        prepare=False,
+    )
+    return [number for (number,) in rows]
 
 
-def _begun(conn: Connection, group: str, handler: str) -> SparkBatch | None:
-    with conn.cursor(row_factory=class_row(SparkBatch)) as cursor:
-        return cursor.execute(
-            """
-            select batch as number, batch_id as id, host_buckets,
-                   array_agg(id order by id) as portions, array_agg(events order by id) as sizes
-              from relay.spark_portions
-             where group_id = %s and handler = %s and batch is not null
-             group by batch, batch_id, host_buckets order by batch limit 1
-            """,
-            (group, handler),
-        ).fetchone()
-
-
-def _begin(
-    conn: Connection, group: str, handler: str, events: int, seconds: float, host_buckets: int
-) -> SparkBatch | None:
-    with conn.cursor(row_factory=class_row(SparkBatch)) as cursor:
-        return cursor.execute(
-            """
-            with staged as (
-                select id, staged_at, sum(events) over (order by id) as total, events
-                  from relay.spark_portions
-                 where group_id = %(group)s and handler = %(handler)s and batch is null
-            ), due as (
-                select nextval('relay.spark_batches') as number, gen_random_uuid() as id from staged
-                having max(total) >= %(events)s
-                    or min(staged_at) <= clock_timestamp() - make_interval(secs => %(seconds)s)
-            ), begun as (
-                update relay.spark_portions as portion
-                   set batch        = due.number,
-                       batch_id     = to_char(due.number, 'FM000000000000') || '-' || due.id,
-                       host_buckets = %(host_buckets)s
-                  from staged, due
-                 where portion.id = staged.id and staged.total - staged.events < %(events)s
-                returning portion.id, portion.events, portion.batch, portion.batch_id, portion.host_buckets
-            )
-            select batch as number, batch_id as id, host_buckets,
-                   array_agg(id order by id) as portions, array_agg(events order by id) as sizes
-              from begun group by batch, batch_id, host_buckets
-            """,
-            {
-                "group": group,
-                "handler": handler,
-                "events": events,
-                "seconds": seconds,
-                "host_buckets": host_buckets,
-            },
-        ).fetchone()
-
-
-def finish(conn: Connection, batch: SparkBatch) -> None:
-    """The batch is written: forget its events."""
-    with conn.transaction():
-        conn.execute("delete from relay.spark_events where portion = any(%s)", (batch.portions,))
-        conn.execute("delete from relay.spark_portions where id = any(%s)", (batch.portions,))
-
-
-def staged(conn: Connection, group: str) -> int:
-    """How many events of the group are not written yet."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        return int(
-            cursor.execute(
-                "select sum(events) from relay.spark_portions where group_id = %s",
-                (group,),
-            ).fetchone()
-            or 0
-        )
-
-
-def staged_for(conn: Connection, group: str) -> dict[str, int]:
-    """How many events are staged for each handler."""
+def hashes(conn: Connection, hosts: Sequence[str]) -> dict[str, int]:
+    """The hash of each host_id, by which a host has its bucket. Raises psycopg.Error."""
     return dict(
         conn.execute(
-            "select handler, sum(events)::bigint from relay.spark_portions where group_id = %s group by 1 order by 1",
-            (group,),
+            "select host, abs(hashtext(host)::bigint) from unnest(%s::text[]) as host",
+            (arrays.of_texts(hosts),),
         ).fetchall()
     )
-
-
-def rows(conn: Connection, portion: int, buckets: int, at_once: int) -> Iterator[list[Any]]:
-    """The events of a portion, so many at a time: fields, day of event_ts since 1970, bucket of the host.
-
-    Times are microseconds since 1970, since PostgreSQL knows some that Python does not; infinity is null.
-    """
-    with conn.transaction(), conn.cursor(name="relay_spark") as cursor:
-        cursor.execute(_ROWS, {"portion": portion, "buckets": buckets})
-        while some := cursor.fetchmany(at_once):
-            yield some
-
-
-def _plain(field: str) -> sql.Composed:
-    kind = SQL_TYPES[field]
-    if kind == "timestamptz":
-        text = "case when isfinite({0}) then (extract(epoch from {0}) * 1000000)::bigint end"
-    else:
-        text = "{0}" if kind in ("bigint", "int") else "{0}::text"
-    return sql.SQL(text).format(sql.Identifier(field))
-
-
-_ROWS = sql.SQL(
-    """
-    select {fields},
-           case when isfinite(event_ts) then (event_ts at time zone 'UTC')::date - date '1970-01-01' end,
-           (abs(hashtext(host_id::text)::bigint) %% %(buckets)s)::int
-      from relay.spark_events where portion = %(portion)s order by c_offset
-    """
-).format(fields=sql.SQL(", ").join(map(_plain, EVENT_FIELDS)))

@@ -440,52 +440,60 @@ create table if not exists relay.deferred_rows (
 comment on table relay.deferred_rows is
     'the rows of the outbox as the WAL brought them (TupleData messages), one behind the other';
 
--- Events on their way to a DataFrame writer: they commit with the other effects of their transactions, and are written
--- from here in batches that stay the same however often they are tried.
+-- A schema of the edition in which events were staged for Spark. Those that are staged still are written by that edition only.
+do $$
+begin
+    if to_regclass('relay.spark_portions') is not null then
+        if exists (select from relay.spark_portions) then
+            raise exception using errcode = 'object_not_in_prerequisite_state',
+                message = 'events are staged for Spark in relay.spark_events, which only the former edition of relay writes: '
+                          'let it run until `relay status` shows none, then run `relay init` again';
+        end if;
+        drop table if exists relay.spark_events;
+        drop table relay.spark_portions;
+        drop sequence if exists relay.spark_batches;
+    end if;
+end
+$$;
 
-create table if not exists relay.spark_portions (
-    id        bigint generated always as identity primary key,
-    group_id  text        not null,
-    handler   text        not null,
-    events    bigint      not null,
-    staged_at timestamptz not null default now(),
-    batch     bigint,
-    batch_id  text,
-    host_buckets int
+-- What Spark writes for each sink: the batch that is begun, or else the last one. A batch is stored before anything of it is
+-- written and never changes, so it is the same however often it is written.
+create table if not exists relay.spark_batches (
+    group_id      text        not null,
+    sink          text        not null,
+    target        text        not null,
+    server        text        not null,
+    application   uuid        not null default gen_random_uuid(),
+    number        bigint      not null default 1,
+    batch         uuid        default gen_random_uuid(),
+    epoch         int         not null,
+    before        pg_snapshot not null,
+    after         pg_snapshot not null,
+    polled_offset bigint      not null,
+    left_out      xid8[]      not null,
+    delivered_lsn pg_lsn      not null,
+    rows_read     bigint      not null,
+    partition_by  text[]      not null,
+    host_buckets  int         not null,
+    deferred      bigint[]    not null,
+    data          bytea,
+    begun_at      timestamptz not null default clock_timestamp(),
+    primary key (group_id, sink)
 );
 
-comment on table relay.spark_portions is
-    'the events that one target transaction routed to a handler of type spark';
-comment on column relay.spark_portions.batch is
-    'the batch that it is written with; null until that is decided, and never changed after';
-comment on column relay.spark_portions.batch_id is
-    'what no batch of another target, or of this one restored from a backup, has: the partition that it is written to';
-
-create sequence if not exists relay.spark_batches;
-
--- No foreign key to the portion: it would be looked up for each event.
-create table if not exists relay.spark_events (
-    portion             bigint not null,
-    id                  uuid,
-    host_id             uuid,
-    user_id             uuid,
-    aggregate_id        text,
-    aggregate_version   bigint,
-    aggregate_type      text,
-    event_type          text,
-    event_ts            timestamptz,
-    payload             jsonb,
-    metadata            jsonb,
-    c_offset            bigint,
-    transaction_id      uuid,
-    transaction_ordinal int,
-    transaction_count   int,
-    deliver_at          timestamptz,
-    commit_lsn          pg_lsn,
-    commit_ts           timestamptz,
-    xid                 bigint
-);
-create index if not exists spark_events_portion on relay.spark_events (portion);
+comment on column relay.spark_batches.application is
+    'whose numbers these are: of another destination (target), and of a target database that was restored elsewhere (server), it is '
+    'another one';
+comment on column relay.spark_batches.batch is
+    'the column relay_batch of what is written; null once the batch is written or given up';
+comment on column relay.spark_batches.epoch is
+    'that of the sink when the batch was begun: once somebody has moved the sink, the batch is given up';
+comment on column relay.spark_batches.before is
+    'the batch has the rows of the outbox that "after" sees and this does not';
+comment on column relay.spark_batches.polled_offset is
+    'of these transactions, those whose greatest c_offset is not above are not in the batch, and neither are those of left_out';
+comment on column relay.spark_batches.deferred is
+    'the rows of relay.deferred that are written with the batch; data has their events, as an Arrow stream';
 
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own the group's
 -- last snapshot, those of the hosts of which a deferred transaction holds a key in the target's cursor, the handlers that
@@ -557,9 +565,7 @@ begin
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;
-        grant select, insert, update, delete on relay.spark_portions to relay;
-        grant select, insert, delete on relay.spark_events to relay;
-        grant usage on sequence relay.spark_batches to relay;
+        grant select, insert, update, delete on relay.spark_batches to relay;
         grant execute on function relay.lock_partitions(text, int, int[], text[]) to relay;
         -- Handlers load events into a temporary relation, which a database may have reserved.
         execute format('grant temporary on database %I to relay', current_database());

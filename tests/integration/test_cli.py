@@ -194,7 +194,6 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
 def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox) -> None:
     outbox.conn.execute(
         """
-        insert into relay.spark_portions (group_id, handler, events) values ('default', 'lake', 7);
         insert into relay.deferred (group_id, keys, holds, handler, retry_at, hosts, columns, commit_lsn, end_lsn,
                                     commit_ts, xid, first_offset, last_offset, events, size)
         values ('default', '{}', true, 'shop', '2999-01-01', '{}', '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
@@ -203,9 +202,6 @@ def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox
     found = relay("check", "--config", str(config), "--json")
     assert found.returncode == 2
     texts = {each["text"]: each["level"] for each in json.loads(found.stdout)}
-    (staged,) = [text for text in texts if text.startswith("handlers.lake: there is no such")]
-    assert "7 events are staged" in staged
-    assert texts[staged] == "error"
     (deferred,) = [text for text in texts if text.startswith("handlers.shop: there is no such")]
     assert "1 deferred transactions" in deferred
     assert texts[deferred] == "warning"

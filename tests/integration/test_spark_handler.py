@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow.dataset
 import pyarrow.parquet
 import pytest
-
 from relay.handlers.spark import writer
 from relay.pipeline.spark_writer import SparkWriter
+
 from relay.spark.session import Session
 from relay.store import spark_batches
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until

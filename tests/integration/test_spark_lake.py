@@ -177,7 +177,8 @@ def test_values_of_a_delta_table(spark: SparkSession, tmp_path: Path) -> None:
     table = deltalake.DeltaTable(path)
     found = table.to_pyarrow_table().sort_by("id").to_pylist()
     assert [
-        tuple(row[name] for name in ("id", "date", "event_ts", "amount", "payload")) for row in found
+        tuple(row[name] for name in ("id", "date", "event_ts", "amount", "payload"))
+        for row in found
     ] == [(each[0], *each[2:]) for each in rows("a")]
     # An empty partition value is null in Delta's log.
     assert [row["host_id"] for row in found] == ["h/1", None, None, "ü=2"]

@@ -11,13 +11,17 @@ from relay.handler_settings import SparkHandler
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+BATCH_COLUMN = "relay_batch"
+"""The column of a frame that has the batch's id; files and tables are partitioned by it, last of all."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchId:
     """What identifies a batch at its destination.
 
     `application` is the UUID of the sink's namespace, made once for each group, sink and target. `number` counts the
-    batches of the application from 1 without gaps. `id` is the batch's UUID, the value of its frame's `relay_batch`.
+    batches of the application from 1, upwards; one that was given up, since somebody moved the sink, leaves a gap.
+    `id` is the batch's UUID, the value of its frame's `relay_batch`.
     """
 
     application: str
@@ -40,27 +44,41 @@ class Writer(Protocol):
 
 
 def writer(name: str, settings: SparkHandler) -> Writer:
-    """The writer of a sink. Raises ConfigurationError for a format without one, or whose extra is not installed."""
+    """The writer of a sink.
+
+    Raises ConfigurationError for a callable that cannot be imported, or a format whose extra is not installed.
+    """
     try:
         return _writer(name, settings)
     except ModuleNotFoundError as error:
+        kind = settings.format.lower()
         raise ConfigurationError(
-            f"handlers.{name}.format: {settings.format} needs {error.name}: install relay-outbox[{settings.format}]"
+            f"handlers.{name}.format: {kind} needs {error.name}: install relay-outbox[{kind}]"
         ) from None
 
 
 def _writer(name: str, settings: SparkHandler) -> Writer:
+    kind = settings.format.lower()
+    if settings.callable is not None:
+        from relay.spark.writers.call import Call
+
+        return Call(name, settings.callable)
     if settings.jdbc is not None:
         from relay.spark.writers.jdbc import Jdbc
 
         return Jdbc(name, settings.jdbc)
-    match settings.format.lower():
-        case "delta" if settings.path is not None:
-            from relay.spark.writers.delta import Delta
+    if kind == "iceberg":
+        from relay.spark.writers.iceberg import Iceberg
 
-            return Delta(name, settings)
-        case "iceberg" if settings.table is not None:
-            from relay.spark.writers.iceberg import Iceberg
+        return Iceberg(name, settings)
+    if settings.table is not None:
+        from relay.spark.writers.table import Table
 
-            return Iceberg(name, settings)
-    raise ConfigurationError(f"handlers.{name}.format: {settings.format} has no writer")
+        return Table(name, settings, settings.table)
+    if kind == "delta":
+        from relay.spark.writers.delta import Delta
+
+        return Delta(name, settings)
+    from relay.spark.writers.files import Files
+
+    return Files(name, settings)

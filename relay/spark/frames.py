@@ -1,0 +1,275 @@
+"""The frame of a batch: the events of a difference that are routed to a sink, read by the executors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Settings
+from relay.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
+from relay.faults import Unrouted
+from relay.handler_settings import SPARK_COLUMNS
+from relay.routing import Router, Values
+from relay.source.differences import XID, Difference, array, condition
+from relay.spark import planning
+from relay.spark.reading import PARTITION, Portion, Table, read
+from relay.spark.writers import BATCH_COLUMN
+from relay.store.sinks import BEFORE_FIRST
+from relay.store.spark_batches import Begun, Contents
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+TASK_EVENTS = 10_000
+"""From so many rows on, a batch is read by more than one task."""
+_SLOTS = 8
+"""How many tasks a batch has at most where the session does not tell how many it runs at once."""
+_CYCLE = 1 << 32
+_POSTGRES_EPOCH = 946_684_800_000_000
+"""2000-01-01 in microseconds since 1970."""
+
+_TYPES = {
+    **{
+        name: {"timestamptz": "timestamp", "bigint": "bigint", "int": "int"}.get(kind, "string")
+        for name, kind in SQL_TYPES.items()
+    },
+    "date": "date",
+    "host_bucket": "int",
+}
+SCHEMA = ", ".join(f"`{name}` {_TYPES[name]}" for name in SPARK_COLUMNS)
+"""The columns of a frame, in Spark's own words."""
+
+
+def arrow_schema() -> pa.Schema:
+    """The columns of a frame as Arrow's types."""
+    import pyarrow as pa
+
+    kinds = {
+        "string": pa.string(),
+        "bigint": pa.int64(),
+        "int": pa.int32(),
+        "timestamp": pa.timestamp("us", "UTC"),
+        "date": pa.date32(),
+    }
+    return pa.schema([(name, kinds[_TYPES[name]]) for name in SPARK_COLUMNS])
+
+
+def frame(
+    session: SparkSession,
+    slots: int | None,
+    conn: psycopg.Connection[Any],
+    settings: Settings,
+    sink: str,
+    batch: Begun,
+) -> DataFrame:
+    """The frame of a batch: `SPARK_COLUMNS` and `relay_batch`. `conn` is one to the source. Raises psycopg.Error."""
+    from pyspark.sql import functions
+
+    contents = batch.contents
+    tasks = min(slots or _SLOTS, 1 + contents.rows // TASK_EVENTS)
+    between = Difference(contents.before, contents.after)
+    portions: list[Portion] = []
+    if contents.rows:
+        portions = planning.by_xid(conn, _table(settings), between, tasks)
+    plain = replace(contents, data=None)
+    task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions))
+    # The rows are numbers: what a task reads comes with its function, which plans do not show.
+    numbers = session.range(0, len(portions), 1, max(1, len(portions)))
+    found = numbers.mapInArrow(partial(_rows, task), SCHEMA)
+    if contents.data is not None:
+        found = found.unionByName(session.createDataFrame(_unpacked(contents.data)))
+    return found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+
+
+def left_out(table: Table, contents: Contents) -> sql.Composable | None:
+    """The condition on rows of a batch's difference that the sink has not had before; None where it had none."""
+    offset = sql.Identifier(table.mapping["c_offset"])
+    wanted: list[sql.Composable] = []
+    if contents.left_out:
+        wanted.append(
+            sql.SQL("({0} is null or {0} <> all({1}))").format(
+                XID, array(contents.left_out, "xid8")
+            )
+        )
+    if contents.polled_offset != BEFORE_FIRST:
+        wanted.append(
+            sql.SQL(
+                "case when {xid} is null then {offset} > {polled}"
+                " else {xid} in (select {xid} from {table} where {between} group by {xid}"
+                " having max({offset}) > {polled}) end"
+            ).format(
+                xid=XID,
+                offset=offset,
+                polled=sql.Literal(contents.polled_offset),
+                table=table.identifier,
+                between=condition(Difference(contents.before, contents.after)),
+            )
+        )
+    return sql.SQL(" and ").join(wanted) if wanted else None
+
+
+def pack(rows: Sequence[Sequence[Any]]) -> bytes:
+    """Rows of `SPARK_COLUMNS` as an Arrow stream; times are microseconds since 1970, dates are days."""
+    import pyarrow as pa
+
+    schema = arrow_schema()
+    columns = [
+        pa.array(column, kind)
+        for column, kind in zip(zip(*rows, strict=True), schema.types, strict=True)
+    ]
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return sink.getvalue()
+
+
+def _unpacked(data: bytes) -> pa.Table:
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(data) as stream:
+        return stream.read_all()
+
+
+def _table(settings: Settings) -> Table:
+    return Table(settings.source.table_name, settings.source.mapping)
+
+
+# On the executors.
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the tasks of a batch read; each one a portion. `settings` are pickled: they hold passwords."""
+
+    settings: bytes
+    sink: str
+    host_buckets: int
+    contents: Contents
+    portions: tuple[Portion, ...]
+
+    def __repr__(self) -> str:
+        return f"_Task(sink={self.sink})"
+
+
+def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    settings: Settings = pickle.loads(task.settings)  # noqa: S301
+    routes = _Routes(settings, task.sink)
+    wanted = left_out(_table(settings), task.contents)
+    for batch in numbers:
+        for (number,) in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            reading = partial(
+                read,
+                settings.source_dsn,
+                _table(settings),
+                task.portions[number],
+                task.host_buckets,
+                wanted,
+            )
+            for rows in routes.chosen(reading):
+                yield _shaped(rows)
+
+
+class _Routes:
+    """Chooses the rows of a sink, as `relay.pipeline.routed.Routing` does of undecoded ones."""
+
+    def __init__(self, settings: Settings, sink: str) -> None:
+        self._sink = sink
+        self._router = Router(settings.routes)
+        self._unrouted = settings.unrouted
+        self._is_total = any(not route.match for route in settings.routes)
+
+    def chosen(self, reading: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+        """The rows that go to the sink.
+
+        A transaction with an event that goes nowhere goes nowhere at all; to know these, a portion is read twice.
+        Raises Unrouted where `unrouted` is `fail`.
+        """
+        import pyarrow as pa
+
+        refused: set[tuple[Any, ...]] = set()
+        if not (self._is_total or self._unrouted == "ignore"):
+            for batch in reading():
+                names = self._handlers(batch)
+                lost = pa.array([not each for each in names], pa.bool_())
+                refused.update(_transactions(batch.filter(lost)))
+            self._require_routed(refused)
+        for batch in reading():
+            wanted = [self._sink in names for names in self._handlers(batch)]
+            if refused:
+                keys = zip(wanted, _transactions(batch), strict=True)
+                wanted = [is_wanted and key not in refused for is_wanted, key in keys]
+            if any(wanted):
+                yield batch.filter(pa.array(wanted, pa.bool_()))
+
+    def _require_routed(self, refused: set[tuple[Any, ...]]) -> None:
+        if refused and self._unrouted == "fail":
+            raise Unrouted(
+                "routes: no route matches an event, and unrouted is `fail`: add a route, or set unrouted"
+            )
+
+    def _handlers(self, batch: pa.RecordBatch) -> list[tuple[str, ...]]:
+        if not self._router.fields:
+            return [self._router.choose(())] * len(batch)
+        values = [_texts(batch, field) for field in self._router.fields]
+        rows: Iterator[Values] = zip(*values, strict=True)
+        return [self._router.choose(row) for row in rows]
+
+
+def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
+    """The business transaction of each row: within a commit by its id or, without one, by host and user."""
+    names = (INSERTED_BY, "transaction_id", "host_id", "user_id")
+    columns = (batch.column(name).to_pylist() for name in names)
+    return [
+        (xid, each) if each is not None else (xid, None, host, user)
+        for xid, each, host, user in zip(*columns, strict=True)
+    ]
+
+
+def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
+    """A field as PostgreSQL prints it; what only the WAL has is None, as where the outbox is polled."""
+    import pyarrow as pa
+
+    if field == "xid":
+        return [
+            None if xid is None else str(xid % _CYCLE)
+            for xid in batch.column(INSERTED_BY).to_pylist()
+        ]
+    if field not in FIELDS:
+        return [None] * len(batch)
+    column = batch.column(field)
+    if not pa.types.is_timestamp(column.type):
+        return [None if each is None else str(each) for each in column.to_pylist()]
+    return [
+        None if each is None else timestamp(each - _POSTGRES_EPOCH)
+        for each in column.cast(pa.int64()).to_pylist()
+    ]
+
+
+def _shaped(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Rows of the outbox as `SPARK_COLUMNS`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    schema = arrow_schema()
+    xids = batch.column(INSERTED_BY)
+    made = {
+        "xid": pc.bit_wise_and(xids, pa.scalar(_CYCLE - 1, pa.int64())),
+        "date": pc.floor_temporal(batch.column("event_ts"), unit="day").cast(pa.date32()),
+        "host_bucket": batch.column(PARTITION),
+    }
+    columns = [batch.column(name) if name in FIELDS else made.get(name) for name in SPARK_COLUMNS]
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.nulls(len(batch), field.type) if column is None else column
+            for column, field in zip(columns, schema, strict=True)
+        ],
+        schema=schema,
+    )

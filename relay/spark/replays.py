@@ -1,0 +1,78 @@
+"""The events of transactions that were deferred for a Spark sink, such as replayed dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+
+from relay.config import Settings
+from relay.events import EVENT_FIELDS, SQL_TYPES, Event
+from relay.pipeline.routed import Routing
+from relay.spark.frames import pack
+from relay.store import deferred, spark_batches
+from relay.transactions import Routed
+
+Connection = psycopg.Connection[Any]
+
+AT_ONCE = 1_000
+"""How many deferred transactions a batch takes at most."""
+MAX_BYTES = 64 * 1024 * 1024
+"""How many bytes of them it takes at most, beside the first one: they pass through the driver."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def due(conn: Connection, settings: Settings, sink: str) -> list[deferred.Due]:
+    """The deferred transactions that the next batch takes. Raises psycopg.Error."""
+    found = deferred.heads(conn, settings.group, sink, AT_ONCE)
+    size = 0
+    for number, each in enumerate(found):
+        size += each.size
+        if number and size > MAX_BYTES:
+            return found[:number]
+    return found
+
+
+def packed(
+    conn: Connection, settings: Settings, wanted: Sequence[deferred.Due], host_buckets: int
+) -> bytes:
+    """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
+    limits = settings.batch
+    transactions = deferred.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
+    routed = Routed(transactions, Routing(settings).decoder(transactions.columns))
+    events = [event for transaction in routed for event in transaction.events]
+    hosts = {event.text("host_id") or "" for event in events}
+    return pack(list(_rows(events, spark_batches.hashes(conn, sorted(hosts)), host_buckets)))
+
+
+def _rows(
+    events: Sequence[Event], hashes: Mapping[str, int], host_buckets: int
+) -> Iterator[list[Any]]:
+    for event in events:
+        at = _microseconds(event.text("event_ts"))
+        yield [
+            *(_value(event, field) for field in EVENT_FIELDS),
+            None if at is None else at // 86_400_000_000,
+            hashes[event.text("host_id") or ""] % host_buckets,
+        ]
+
+
+def _value(event: Event, field: str) -> Any:
+    text = event.text(field)
+    kind = SQL_TYPES[field]
+    if kind == "timestamptz":
+        return _microseconds(text)
+    return int(text) if text is not None and kind in ("bigint", "int") else text
+
+
+def _microseconds(text: str | None) -> int | None:
+    """A time since 1970; None for one that Python does not know, as where the outbox is read."""
+    if text is None:
+        return None
+    try:
+        return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
+    except ValueError:
+        return None

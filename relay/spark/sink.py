@@ -1,0 +1,370 @@
+"""A thread for one sink of `type: spark`: claims it, and writes what the outbox has for it, batch after batch.
+
+A batch is stored before anything of it is written, and the sink's position moves in the same transaction that ends it.
+In between it is written until that has worked, with the same rows under the same id.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Settings
+from relay.delivery.checkpoint import CAUGHT_UP, LAGGING, Moved
+from relay.faults import TransientFault, describe
+from relay.handler_settings import SparkHandler
+from relay.handlers.imports import load
+from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.source.differences import Difference, condition, cut
+from relay.source.rows import prepare_reading
+from relay.source.server import durable_sight
+from relay.spark import frames, replays
+from relay.spark.reading import Table
+from relay.spark.session import Session
+from relay.spark.writers import BATCH_COLUMN, BatchId, writer
+from relay.store import dead_letters, deferred, sinks, spark_batches
+from relay.store.connections import connect
+from relay.store.sinks import BEFORE_FIRST, Claim, Position, State
+from relay.store.spark_batches import Begun, Contents
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+POLL_SECONDS = 1.0
+"""How often it is looked whether a batch is due, at most."""
+CLAIM_SECONDS = 2.0
+"""How often it is tried to claim a sink that another process works."""
+VIEW = "events"
+"""The name of the frame in a sink's query."""
+
+_view = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """What the next batch would have."""
+
+    contents: Contents
+    due: list[deferred.Due]
+    is_full: bool
+
+
+class SparkWorker:
+    """Works a sink from `start` to `close`. What fails is tried until it works: the events are safe in the outbox."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        """Raises ConfigurationError for a callable that cannot be imported."""
+        self._name = name
+        self._settings = settings
+        self._handler: SparkHandler = settings.spark_handlers[name]
+        self._table = Table(settings.source.table_name, settings.source.mapping)
+        self._transform = (
+            load(name, self._handler.transform, "transform") if self._handler.transform else None
+        )
+        writer(name, self._handler)
+        self._claim = Claim(settings.target_dsn, settings.group, name)
+        self._source: Connection | None = None
+        self._session: Session | None = None
+        self._checked: Any = None
+        self._since: float | None = None
+        self._stopping = Event()
+        self._woken = Event()
+        self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
+
+    def start(self, session: Session) -> None:
+        """Begin, with a session that may still have to be started."""
+        self._session = session
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the batch in flight. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._woken.set()
+
+    def claim(self) -> None:
+        """Another process may have left the sink: try to claim it now."""
+        self._woken.set()
+
+    def close(self, patience: float) -> None:
+        """Stop, and wait for the batch in flight, for so many seconds; else the next process writes it."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(patience)
+
+    def _run(self) -> None:
+        wait, said = FIRST_WAIT_SECONDS, ""
+        while not self._stopping.is_set():
+            try:
+                if not self._claim.take():
+                    self._pause(CLAIM_SECONDS)
+                    continue
+                while not self._stopping.is_set():
+                    self.work()
+                    wait, said = FIRST_WAIT_SECONDS, ""
+            except Moved:
+                log.info("a sink goes on from what is stored", extra={"handler": self._name})
+            except Exception as error:
+                fault = describe(error)
+                if self._stopping.is_set():
+                    break
+                if fault != said:
+                    said = fault
+                    log.warning(
+                        f"handlers.{self._name}: cannot write with Spark yet",
+                        extra={"handler": self._name, "fault": fault},
+                    )
+                self._fail(fault)
+                self._pause(wait)
+                wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+        self._disconnect()
+
+    def _pause(self, seconds: float) -> None:
+        self._woken.wait(seconds)
+        if not self._stopping.is_set():
+            self._woken.clear()
+
+    def _fail(self, fault: str) -> None:
+        """Tell a fault, and begin with new connections."""
+        self._checked = None
+        with suppress(psycopg.Error, AssertionError):
+            self._claim.note_fault(fault)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._claim.release()
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def work(self) -> None:
+        """Write the batch that is begun or due; without one, wait a little. Raises Moved, and whatever fails."""
+        state = self._load()
+        batch = None
+        if not state.paused:
+            batch = self._begun(state) or self._begin(state)
+        if batch is not None:
+            self._write(state, batch)
+        else:
+            self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
+
+    def _load(self) -> State:
+        conn, group, start = self._claim.conn, self._settings.group, self._handler.start
+        state = self._claim.load()
+        if state is None:
+            if sinks.begin(conn, group, self._name, start):
+                log.info("a new sink begins", extra={"handler": self._name, "from": start})
+            state = self._claim.load()
+        if state is not None and state.position.snapshot is None:
+            sinks.give_snapshot(conn, group, self._name)
+            state = self._claim.load()
+        if state is None:
+            raise Moved
+        return state
+
+    def _begun(self, state: State) -> Begun | None:
+        """The batch that is begun, unless somebody has moved the sink since, or its destination is another one."""
+        conn, group = self._claim.conn, self._settings.group
+        batch = spark_batches.begun(conn, group, self._name)
+        if batch is None:
+            return None
+        if (batch.epoch, batch.target) == (state.epoch, self._handler.target):
+            return batch
+        spark_batches.end(conn, group, self._name, batch.id)
+        log.info(
+            "a batch is given up: the sink was moved",
+            extra={"handler": self._name, "batch": batch.number},
+        )
+        return None
+
+    # Beginning a batch
+
+    def _begin(self, state: State) -> Begun | None:
+        """Begin a batch if one is due. Raises Moved and psycopg.Error."""
+        waiting = self._waiting(state)
+        if waiting is None:
+            self._since = None
+            return None
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if not waiting.is_full and now - self._since < self._handler.every:
+            return None
+        self._since = None
+        conn, group, each = self._claim.conn, self._settings.group, self._handler
+        contents = waiting.contents
+        if waiting.due:
+            contents = replace(
+                contents,
+                deferred=[row.id for row in waiting.due],
+                data=replays.packed(conn, self._settings, waiting.due, each.host_buckets),
+            )
+        layout = each.partition_by, each.host_buckets
+        with conn.transaction():
+            if self._claim.is_paused(state.epoch) is None:
+                raise Moved
+            spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
+        return spark_batches.begun(conn, group, self._name)
+
+    def _waiting(self, state: State) -> _Waiting | None:
+        """What the next batch would have; None if there is nothing. An empty difference is passed at once."""
+        position = state.position
+        if position.snapshot is None:
+            return None
+        conn = self._connected()
+        seen = durable_sight(conn)
+        end = position.following or seen.snapshot
+        if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
+            # A standby may lag.
+            return None
+        between, most = Difference(position.snapshot, end), self._handler.max_events
+        after, count = cut(conn, self._table.identifier, between, most)
+        contents = Contents(
+            position.snapshot,
+            after,
+            position.polled_offset if position.following else BEFORE_FIRST,
+            state.done.tolist(),
+            seen.lsn,
+            count,
+        )
+        due = replays.due(self._claim.conn, self._settings, self._name)
+        if count and not self._has_rows(conn, contents):
+            contents = replace(contents, rows=0)
+        if not (contents.rows or due):
+            if count or position.following is not None:
+                self._store(state, contents)
+            return None
+        if not contents.rows and not count:
+            contents = replace(contents, after=position.snapshot, left_out=())
+        is_full = count >= most or position.following is not None
+        return _Waiting(contents, due, is_full)
+
+    def _has_rows(self, conn: Connection, contents: Contents) -> bool:
+        """Whether a difference has rows that the sink has not had before."""
+        wanted = frames.left_out(self._table, contents)
+        if wanted is None:
+            return True
+        found = conn.execute(
+            sql.SQL("select from {} where {} and {} limit 1").format(
+                self._table.identifier,
+                condition(Difference(contents.before, contents.after)),
+                wanted,
+            ),
+            prepare=False,
+        )
+        return found.rowcount > 0
+
+    def _connected(self) -> Connection:
+        if self._source is None or self._source.closed:
+            self._source = connect(self._settings.source_dsn, application_name="relay spark")
+            prepare_reading(self._source)
+        return self._source
+
+    # Writing it
+
+    def _write(self, state: State, batch: Begun) -> None:
+        session = self._ready_session()
+        each = self._handler.model_copy(
+            update={"partition_by": batch.partition_by, "host_buckets": batch.host_buckets}
+        )
+        destination = writer(self._name, each)
+        try:
+            if self._checked is not session:
+                destination.check(session)
+                self._checked = session
+            with self._frame(session, batch) as frame:
+                destination.write(frame, BatchId(batch.application, batch.number, batch.id))
+        except Exception:
+            assert self._session is not None  # noqa: S101
+            self._session.replace_if_dead(session)
+            raise
+        finally:
+            # What py4j holds of the JVM is in cycles.
+            gc.collect(1)
+        self._finish(state, batch)
+
+    @contextmanager
+    def _frame(self, session: SparkSession, batch: Begun) -> Iterator[DataFrame]:
+        """The frame that is written; while it is used, no other sink gives the view another meaning."""
+        from pyspark.sql import functions
+
+        assert self._session is not None  # noqa: S101
+        frame = frames.frame(
+            session,
+            self._session.slots,
+            self._connected(),
+            self._settings,
+            self._name,
+            batch,
+        )
+        query, transform = self._handler.sql, self._transform
+        # A Connect server resolves the view only when the frame is written.
+        with _view if query else nullcontext():
+            if query:
+                frame.createOrReplaceTempView(VIEW)
+                frame = session.sql(query)
+            if transform:
+                frame = transform(frame)
+            if query or transform:
+                frame = frame.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+            yield frame
+
+    def _ready_session(self) -> SparkSession:
+        assert self._session is not None  # noqa: S101
+        session = self._session.get()
+        while session is None:
+            if self._stopping.is_set():
+                raise TransientFault("stopping")
+            self._session.start()
+            session = self._session.get(timeout=0.5)
+        return session
+
+    def _finish(self, state: State, batch: Begun) -> None:
+        """Move the position past a batch that is written. Raises Moved and psycopg.Error."""
+        conn, group = self._claim.conn, self._settings.group
+        taken = batch.contents.deferred
+        with conn.transaction():
+            self._store(state, batch.contents)
+            if not spark_batches.end(conn, group, self._name, batch.id):
+                raise Moved
+            if taken:
+                replayed = spark_batches.dead_transactions(conn, taken)
+                dead_letters.mark(conn, group, replayed, "replayed", "replayed")
+                deferred.settle(conn, taken)
+            self._claim.note_fault(None)
+        log.info(
+            "written with Spark",
+            extra={
+                "handler": self._name,
+                "batch": batch.number,
+                "events": batch.contents.rows,
+                "deferred": len(taken),
+            },
+        )
+
+    def _store(self, state: State, contents: Contents) -> None:
+        """Stand at the end of what was read. Raises Moved and psycopg.Error."""
+        before = state.position
+        is_over = before.following is None or contents.after == before.following
+        position = Position(
+            contents.after,
+            None if is_over else before.following,
+            BEFORE_FIRST if is_over else before.polled_offset,
+            before.applied_lsn,
+            max(before.delivered_lsn, contents.lsn),
+        )
+        lags = not is_over or contents.rows >= self._handler.max_events
+        stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
+        if stored is None:
+            raise Moved

@@ -1,0 +1,26 @@
+"""Writes batches with a function of the user's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relay.handlers.imports import load
+from relay.spark.writers import BatchId
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class Call:
+    """Calls `function(frame, batch)` until it returns. The function makes a repeated call for a batch harmless."""
+
+    def __init__(self, name: str, path: str) -> None:
+        """Raises ConfigurationError for a callable that cannot be imported."""
+        self._function = load(name, path)
+
+    def check(self, session: SparkSession) -> None:
+        """What the function needs, it checks itself."""
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Call the function."""
+        self._function(frame, batch)

@@ -1,0 +1,84 @@
+"""Writes batches to files below a path.
+
+Source: Apache Spark documentation, "Parquet Files", dynamic partition overwrite.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from relay.faults import ConfigurationError
+from relay.handler_settings import SparkHandler
+from relay.spark.writers import BATCH_COLUMN, BatchId
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+STALE_SECONDS = 7 * 24 * 3600.0
+"""How old the staging folder of an attempt is when it is taken for dead."""
+
+
+class Files:
+    """Folders that are partitioned by the batch, last of all: a batch replaces folders that only it has."""
+
+    def __init__(self, name: str, settings: SparkHandler) -> None:
+        assert settings.path is not None  # noqa: S101
+        self._name = name
+        self._settings = settings
+        self._path = settings.path
+
+    def check(self, session: SparkSession) -> None:
+        """Remove what attempts that died left long ago. Nothing else is at the path that a batch could replace."""
+        folders = _Folders.of(session, self._path)
+        if folders is not None:
+            folders.remove(".spark-staging-*", STALE_SECONDS)
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Replace the batch's own folders. Raises ConfigurationError for a column of partition_by that is not there."""
+        by = self._settings.partition_by
+        missing = [column for column in by if column not in frame.columns]
+        if missing:
+            raise ConfigurationError(
+                f"handlers.{self._name}.partition_by: what is written has no column {missing[0]}: it has "
+                f"{', '.join(frame.columns)}"
+            )
+        if self._settings.changes_columns:
+            # Another table of the query may have changed since an attempt that failed.
+            folders = _Folders.of(frame.sparkSession, self._path)
+            if folders is not None:
+                folders.remove("*/" * len(by) + f"{BATCH_COLUMN}={batch.id}")
+        frame.write.save(
+            self._path,
+            self._settings.format,
+            "overwrite",
+            [*by, BATCH_COLUMN],
+            partitionOverwriteMode="dynamic",
+            **{name: value.get_secret_value() for name, value in self._settings.options.items()},
+        )
+
+
+class _Folders:
+    """The folders below a path, through Hadoop's file systems, which know every path that Spark does."""
+
+    def __init__(self, system: Any, path: Any, jvm: Any) -> None:
+        self._system = system
+        self._path = path
+        self._jvm = jvm
+
+    @classmethod
+    def of(cls, session: SparkSession, path: str) -> _Folders | None:
+        """None on a Spark Connect server, whose JVM is out of reach."""
+        context = getattr(session, "_jsparkSession", None)
+        if context is None:
+            return None
+        jvm: Any = session.sparkContext._jvm
+        folder = jvm.org.apache.hadoop.fs.Path(path)
+        return cls(folder.getFileSystem(context.sessionState().newHadoopConf()), folder, jvm)
+
+    def remove(self, pattern: str, older_than: float = 0.0) -> None:
+        """Remove the folders that match a glob below the path and were not modified for so many seconds."""
+        found = self._system.globStatus(self._jvm.org.apache.hadoop.fs.Path(self._path, pattern))
+        for status in found or ():
+            if time.time() - status.getModificationTime() / 1000 >= older_than:
+                self._system.delete(status.getPath(), True)

@@ -1,0 +1,61 @@
+"""Writes batches to a table of the session's catalog.
+
+Source: Apache Spark documentation, "Generic Load/Save Functions", "INSERT OVERWRITE".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relay.faults import ConfigurationError
+from relay.handler_settings import SparkHandler
+from relay.spark.writers import BATCH_COLUMN, BatchId
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class Table:
+    """A table that is partitioned by the batch, last of all: a batch replaces partitions that only it has."""
+
+    def __init__(self, name: str, settings: SparkHandler, table: str) -> None:
+        self._key = f"handlers.{name}.table"
+        self._settings = settings
+        self._table = table
+        self._options = {name: value.get_secret_value() for name, value in settings.options.items()}
+
+    def check(self, session: SparkSession) -> None:
+        """Raise ConfigurationError where the table exists and is not partitioned by the batch."""
+        if session.catalog.tableExists(self._table):
+            self._require_partitions(session)
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Replace the batch's own partitions."""
+        session = frame.sparkSession
+        if not session.catalog.tableExists(self._table):
+            by = [*self._settings.partition_by, BATCH_COLUMN]
+            empty = frame.limit(0).write
+            empty.saveAsTable(self._table, self._settings.format, "ignore", by, **self._options)
+        self._require_partitions(session)
+        # Here, not where the session is made: on a Connect server, or with a `conf` of the user, the whole table would
+        # go.
+        session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
+        columns = session.table(self._table).columns
+        missing = sorted(set(columns) ^ set(frame.columns))
+        if missing:
+            raise ConfigurationError(
+                f"{self._key}: {self._table} and what is written differ in the columns {', '.join(missing)}: name "
+                "another table, or change sql or transform"
+            )
+        ordered = frame.select(*columns).write.options(**self._options)
+        ordered.insertInto(self._table, overwrite=True)
+
+    def _require_partitions(self, session: SparkSession) -> None:
+        columns = session.catalog.listColumns(self._table)
+        if BATCH_COLUMN not in {each.name for each in columns if each.isPartition}:
+            # What is overwritten in it would be more than a batch of relay's.
+            raise ConfigurationError(
+                f"{self._key}: {self._table} is not partitioned by {BATCH_COLUMN}, so relay did not create it, and "
+                "writing to it would replace its rows: name another table, which relay creates, or append with a "
+                "callable"
+            )
