@@ -403,9 +403,16 @@ def test_a_writer_that_comes_too_late_changes_nothing(
 
 def begin(sink: SparkWorker) -> spark_batches.Begun:
     """Begin the batch that is due."""
-    found: list[spark_batches.Begun | None] = []
-    wait_until(lambda: (found.append(sink._begin(sink._load())), found[-1] is not None)[1])
-    (batch,) = [each for each in found if each is not None]
+    found: list[spark_batches.Begun] = []
+
+    def has_begun() -> bool:
+        batch = sink._begin(sink._load())
+        if batch is not None:
+            found.append(batch)
+        return bool(found)
+
+    wait_until(has_begun)
+    (batch,) = found
     return batch
 
 
