@@ -65,6 +65,7 @@ def begun(conn: Connection, group: str, sink: str) -> Begun | None:
     ).fetchone()
     if row is None:
         return None
+    application, number, identifier, target, epoch, partition_by, host_buckets = row[:7]
     before, after, polled, left_out, lsn, rows, deferred, data = row[7:]
     contents = Contents(
         Snapshot.parse(before),
@@ -76,7 +77,9 @@ def begun(conn: Connection, group: str, sink: str) -> Begun | None:
         deferred,
         data,
     )
-    return Begun(*row[:7], contents)
+    return Begun(
+        application, number, identifier, target, epoch, partition_by, host_buckets, contents
+    )
 
 
 def begin(

@@ -1,4 +1,4 @@
-"""Events that a DataFrame writer appends to files and tables: all of them, each once, whatever breaks."""
+"""Events that Spark writes to files and tables: all of them, each once, whatever breaks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow.dataset
 import pyarrow.parquet
 import pytest
-from relay.handlers.spark import writer
-from relay.pipeline.spark_writer import SparkWriter
 
+from relay.admin.sinks import listed, plan_seek, seek, set_paused
+from relay.config import Settings
+from relay.delivery.checkpoint import Moved
+from relay.replay import DeadLetters
 from relay.spark.session import Session
+from relay.spark.sink import SparkWorker
+from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import spark_batches
+from relay.store.connections import pin_text_form
+from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.postgres import Server
 from tests.process import running
 
 PARTITIONS = pyarrow.dataset.partitioning(flavor="hive")
 
-written: list[tuple[int, list[str]]] = []
+written: list[tuple[BatchId, list[str]]] = []
 faults: list[Exception] = []
 
 
@@ -33,10 +41,10 @@ def session(spark_session: Session) -> Session:
 
 def lake(path: Path, **more: Any) -> dict[str, Any]:
     """Every event goes into the projection and to a DataFrame writer."""
-    place = {} if "callable" in more or "table" in more else {"path": str(path)}
+    target = {} if "callable" in more or "table" in more else {"path": str(path)}
     handlers = {
         "projection": {"type": "sql", "statement": APPEND},
-        "lake": {"type": "spark", "every": 0.2, **place, **more},
+        "lake": {"type": "spark", "every": 0.2, **target, **more},
     }
     return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
 
@@ -52,10 +60,15 @@ def has_files(path: Path) -> bool:
     return any(name.endswith(".parquet") for _, _, names in os.walk(path) for name in names)
 
 
-def written_all(outbox: Outbox) -> None:
-    wait_until(lambda: outbox.value("select count(*) from projection") > 0)
-    wait_until(lambda: outbox.value("select count(*) from relay.spark_portions") == 0, 120)
-    assert outbox.value("select count(*) from relay.spark_events") == 0
+def written_all(outbox: Outbox, timeout: float = 120.0) -> None:
+    """Wait until the sink has written everything that is published."""
+    outbox.wait_delivered("lake", timeout)
+    assert not begun(outbox)
+
+
+def begun(outbox: Outbox) -> list[str]:
+    """The ids of the batches that are begun."""
+    return outbox.column("select batch::text from relay.spark_batches where batch is not null")
 
 
 @contextmanager
@@ -101,13 +114,13 @@ def test_events_are_appended_to_files_by_date_and_bucket(
 
 
 def test_times_that_python_does_not_know(outbox: Outbox, session: Session, tmp_path: Path) -> None:
-    times = ["infinity", "0044-03-15 12:00:00+00 BC", "2026-11-21 23:30:00-02"]
+    times = ["infinity", "0044-03-15 12:00:00+00 BC", "2026-11-21 23:30:00-02", "1969-07-20 20:17Z"]
     outbox.publish(host(2), *(event(n, event_ts=time) for n, time in enumerate(times)))
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         written_all(outbox)
     assert_each_once(outbox, tmp_path / "lake")
     days = {path.name for path in (tmp_path / "lake").iterdir() if path.is_dir()}
-    assert days == {"date=__HIVE_DEFAULT_PARTITION__", "date=-0043-03-15", "date=2026-11-22"}
+    assert days == {"date=__HIVE_DEFAULT_PARTITION__", "date=2026-11-22", "date=1969-07-20"}
 
 
 def test_events_are_appended_to_a_table(
@@ -131,11 +144,14 @@ def test_events_are_appended_to_a_table(
     assert sorted(found) == sorted(outbox.column("select id::text from projection"))
 
 
-def remember(frame: Any, number: int) -> None:
+def remember(frame: Any, batch: BatchId) -> None:
     """A writer of the user's own, which fails as often as it is told to."""
-    written.append((number, sorted(row.id for row in frame.select("id").collect())))
+    written.append((batch, sorted(row.id for row in frame.select("id").collect())))
     if faults:
         raise faults.pop()
+
+
+REMEMBER = "tests.integration.test_spark_handler:remember"
 
 
 def test_a_batch_is_the_same_however_often_it_is_tried(
@@ -143,32 +159,184 @@ def test_a_batch_is_the_same_however_often_it_is_tried(
 ) -> None:
     written.clear()
     faults[:] = [OSError("the lake is frozen"), ValueError("x")]
-    config = lake(
-        tmp_path, callable="tests.integration.test_spark_handler:remember", max_events=200
-    )
     outbox.fill(100, events=5)
-    with relayed(outbox, "inline", session, **config):
+    with relayed(outbox, "inline", session, **lake(tmp_path, callable=REMEMBER, max_events=200)):
         written_all(outbox)
     first, *others = written
     assert others[:2] == [first, first]
-    numbers = [number for number, _ in others[1:]]
-    assert numbers == sorted(set(numbers))
+    batches = [batch for batch, _ in others[1:]]
+    assert [batch.number for batch in batches] == [1, 2, 3]
+    assert len({batch.application for batch in batches}) == 1
+    assert len({batch.id for batch in batches}) == 3
+    assert [len(ids) for _, ids in others[1:]] == [200, 200, 100]
     ids = [event_id for _, ids in others[1:] for event_id in ids]
     assert sorted(ids) == sorted(outbox.column("select id::text from projection"))
 
 
-def test_a_dead_transaction_is_not_written(
-    outbox: Outbox, engine: str, session: Session, tmp_path: Path
+def test_only_what_is_routed_to_the_sink_is_written(
+    outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
-    for number in (1, -1, 2):
-        outbox.publish(host(1), event(number), event(number))
-    with relayed(outbox, engine, session, **lake(tmp_path / "lake")):
+    config = lake(tmp_path / "lake")
+    config["routes"] = [
+        {"match": {"payload.amount": 3}, "handlers": ["projection"]},
+        {"match": {"event_type": "order.*"}, "handlers": ["projection", "lake"]},
+    ]
+    outbox.publish(host(1), event(1), event(3))
+    # A transaction with an event that goes nowhere goes nowhere.
+    outbox.publish(host(1), event(4), event(5, "stock.moved"))
+    outbox.publish(host(2), event(6))
+    with relayed(outbox, "inline", session, **config):
         written_all(outbox)
+    found = files(tmp_path / "lake")
+    assert sorted(found["payload"].to_pylist()) == ['{"amount": 1}', '{"amount": 6}']
+    assert outbox.value("select count(*) from projection") == 3
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 2
-    assert assert_each_once(outbox, tmp_path / "lake").num_rows == 4
 
 
-def test_a_place_that_cannot_be_written_keeps_the_events_and_holds_up_nobody(
+@pytest.mark.parametrize(("start", "expected"), [("now", ["2"]), ("beginning", ["1", "2"])])
+def test_a_new_sink_begins_where_it_is_told_to(
+    outbox: Outbox, session: Session, tmp_path: Path, start: str, expected: list[str]
+) -> None:
+    outbox.publish(host(1), event(1))
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+    with relayed(outbox, "inline", session, **lake(tmp_path / "lake", start=start)):
+        wait_until(lambda: bool(outbox.column("select 1 from relay.sinks")))
+        outbox.publish(host(1), event(2))
+        written_all(outbox)
+    found = files(tmp_path / "lake")["payload"].to_pylist()
+    assert sorted(each.partition(": ")[2].removesuffix("}") for each in found) == expected
+
+
+def test_a_query_and_a_function_change_what_is_written(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    spark = session.get()
+    assert spark is not None
+    names = f"names_{outbox.slot}"
+    spark.sql(f"create table {names} as select 'order.placed' as kind, 'a sale' as name").collect()
+    query = (
+        "select id, name, get_json_object(payload, '$.amount')::int as amount from events"
+        f" join {names} on kind = event_type"
+    )
+    config = lake(
+        tmp_path / "lake",
+        sql=query,
+        transform="tests.integration.test_spark_handler:double",
+        partition_by=["name"],
+    )
+    outbox.publish(host(1), event(1), event(2), event(3, "order.paid"))
+    try:
+        with relayed(outbox, "inline", session, **config):
+            written_all(outbox)
+    finally:
+        spark.sql(f"drop table {names}")
+    rows = files(tmp_path / "lake").to_pylist()
+    assert sorted((row["name"], row["amount"]) for row in rows) == [("a sale", 2), ("a sale", 4)]
+    assert rows[0].keys() == {"id", "name", "amount", BATCH_COLUMN}
+
+
+def double(frame: Any) -> Any:
+    """A transformation of the user's own."""
+    return frame.withColumn("amount", frame.amount * 2)
+
+
+def test_a_seek_gives_up_the_batch_that_is_begun(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    written.clear()
+    outbox.publish(host(1), event(1))
+    config = lake(tmp_path, callable=REMEMBER)
+    settings = outbox.settings(**config)
+    with relayed(outbox, "inline", session, **config):
+        written_all(outbox)
+        faults[:] = [ValueError("x")] * 1_000
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: len(written) >= 3)
+        seek(settings, "lake", plan_seek(settings, "lake", "beginning").goal, "sink seek", None)
+        wait_until(lambda: len(written[-1][1]) == 2)
+        faults.clear()
+        written_all(outbox)
+    numbers = [batch.number for batch, _ in written]
+    assert numbers[:2] == [1, 2]
+    assert numbers[-1] == 3
+    assert len({batch.application for batch, _ in written}) == 1
+    assert written[-1][1] == sorted(outbox.column("select id::text from projection"))
+
+
+def test_a_seek_into_a_difference_leaves_out_what_lies_before(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    written.clear()
+    for number in range(6):
+        outbox.publish(host(1), event(number))
+    offset = outbox.value("select c_offset from outbox_message_t order by 1 offset 3 limit 1")
+    config = lake(tmp_path, callable=REMEMBER)
+    settings = outbox.settings(**config)
+    with relayed(outbox, "inline", session, **config):
+        written_all(outbox)
+        plan = plan_seek(settings, "lake", str(offset))
+        seek(settings, "lake", plan.goal, "sink seek", None)
+        wait_until(lambda: len(written) >= 2)
+        written_all(outbox)
+    again = outbox.column("select id::text from outbox_message_t where c_offset >= %s", (offset,))
+    assert written[-1][1] == sorted(again)
+
+
+def test_a_paused_sink_writes_nothing_until_it_is_resumed(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    config = lake(tmp_path / "lake")
+    settings = outbox.settings(**config)
+    with relayed(outbox, "inline", session, **config):
+        wait_until(lambda: bool(outbox.column("select 1 from relay.sinks")))
+        set_paused(settings, "lake", True, "maintenance")
+        wait_until(lambda: listed(settings)[0].state == "paused")
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        outbox.wait_handled()
+        (found,) = listed(settings)
+        assert (found.state, found.unread) == ("paused", 1)
+        assert not has_files(tmp_path / "lake")
+        set_paused(settings, "lake", False, None)
+        written_all(outbox)
+    assert_each_once(outbox, tmp_path / "lake")
+
+
+def test_a_replayed_dead_letter_comes_with_a_batch(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    config = lake(tmp_path / "lake")
+    config["routes"] = [{"match": {"event_type": "order.*"}, "handlers": ["projection", "lake"]}]
+    outbox.publish(host(1), event(1), event(2, "stock.moved", metadata={"trace": "é"}))
+    with relayed(outbox, "inline", session, **config):
+        outbox.wait_handled()
+        written_all(outbox)
+    assert not has_files(tmp_path / "lake")
+    with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
+        settings = outbox.settings(**lake(tmp_path / "lake"))
+        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+            pin_text_form(conn)
+            letters = DeadLetters(settings, conn)
+            letters.replay(letters.find(Filter()), None)
+        wait_until(lambda: has_files(tmp_path / "lake"))
+        written_all(outbox)
+    found = assert_each_once(outbox, tmp_path / "lake")
+    stored = outbox.conn.execute(
+        """
+        select id::text, payload::text, metadata::text, event_ts, c_offset,
+               (abs(hashtext(host_id::text)::bigint) % 8)::int
+          from outbox_message_t order by 1
+        """
+    ).fetchall()
+    rows = found.select(
+        ["id", "payload", "metadata", "event_ts", "c_offset", "host_bucket"]
+    ).sort_by("id")
+    assert [tuple(row.values()) for row in rows.to_pylist()] == stored
+    assert set(outbox.column("select status from relay.dead_letter_queue")) == {"replayed"}
+
+
+def test_a_destination_that_cannot_be_written_holds_up_nobody(
     outbox: Outbox, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "lake"
@@ -178,11 +346,21 @@ def test_a_place_that_cannot_be_written_keeps_the_events_and_holds_up_nobody(
     with relayed(outbox, "inline", session, **config):
         outbox.wait_handled()
         wait_until(lambda: "handlers.lake: cannot write with Spark yet" in caplog.text)
-    assert outbox.value("select events from relay.spark_portions where batch is not null") == 1
+        wait_until(lambda: listed(outbox.settings(**config))[0].fault is not None)
+    assert outbox.value("select rows_read from relay.spark_batches where batch is not null") == 1
     path.unlink()
     with relayed(outbox, "inline", session, **config):
         written_all(outbox)
+        assert listed(outbox.settings(**config))[0].fault is None
     assert_each_once(outbox, path)
+
+
+def worker(settings: Settings, session: Session) -> SparkWorker:
+    """A sink that another process works; it has the claim."""
+    made = SparkWorker("lake", settings)
+    made._session = session
+    wait_until(made._claim.take)
+    return made
 
 
 def test_one_instance_writes_and_another_takes_over(
@@ -190,33 +368,52 @@ def test_one_instance_writes_and_another_takes_over(
 ) -> None:
     settings = outbox.settings(**lake(tmp_path / "lake"))
     outbox.publish(host(1), event(1))
+    second = SparkWorker("lake", settings)
     with relaying(outbox.settings(**lake(tmp_path / "lake", every=3_600)), session):
         outbox.wait_handled()
-        second = SparkWriter("lake", settings, session)
-        assert not second._look()
-        assert outbox.value("select count(*) from relay.spark_portions") == 1
-    wait_until(second._look)
-    second._disconnect()
+        wait_until(lambda: bool(outbox.column("select 1 from relay.sinks where instance <> ''")))
+        assert not second._claim.take()
+    second.start(session)
+    written_all(outbox)
+    second.close(60)
     assert_each_once(outbox, tmp_path / "lake")
 
 
-def test_a_writer_that_comes_too_late_replaces_nothing(
+def test_a_writer_that_comes_too_late_changes_nothing(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
     path = tmp_path / "lake"
-    settings = outbox.settings(**lake(path))
+    settings = outbox.settings(**lake(path, every=0.001))
     outbox.publish(host(1), event(1), event(2))
-    with relaying(outbox.settings(**lake(path, every=3_600)), session):
-        outbox.wait_handled()
+    outbox.drain(outbox.settings(**lake(path, every=3_600)), session)
+    late = worker(settings, session)
+    batch = begin(late)
     spark = session.get()
-    batch = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
     assert spark is not None
-    assert batch is not None
-    late = SparkWriter("lake", settings, session)._frame(spark, batch)
-    wait_until(SparkWriter("lake", settings, session)._look)
-    with pytest.raises(Exception, match="has 0 of 2 events"):
-        writer("lake", settings.spark_handlers["lake"])(late, batch.number)
+    with late._frame(spark, batch) as frame:
+        late._write(late._load(), batch)
+        assert_each_once(outbox, path)
+        identity = BatchId(batch.application, batch.number, batch.id)
+        writer("lake", settings.spark_handlers["lake"]).write(frame, identity)
+        with pytest.raises(Moved):
+            late._finish(late._load(), batch)
+    late._disconnect()
     assert assert_each_once(outbox, path).num_rows == 2
+
+
+def begin(sink: SparkWorker) -> spark_batches.Begun:
+    """Begin the batch that is due."""
+    found: list[spark_batches.Begun] = []
+
+    def has_begun() -> bool:
+        batch = sink._begin(sink._load())
+        if batch is not None:
+            found.append(batch)
+        return bool(found)
+
+    wait_until(has_begun)
+    (batch,) = found
+    return batch
 
 
 def test_the_rights_that_are_granted_suffice(
@@ -250,8 +447,8 @@ def test_a_table_of_the_users_is_left_alone(
         with relayed(
             outbox, "inline", session, handlers=handlers, routes=[{"handlers": [plain, dated]}]
         ):
-            wait_until(lambda: len(caplog.records) >= 2)
-        faults = sorted(str(getattr(record, "fault", "")) for record in caplog.records)
+            wait_until(lambda: len(_faults(caplog)) >= 2)
+        faults = sorted(_faults(caplog))
         for fault, name in zip(faults, (dated, plain), strict=True):
             assert f"handlers.{name}.table: {name} is not partitioned by relay_batch" in fault
         for name in handlers:
@@ -259,42 +456,126 @@ def test_a_table_of_the_users_is_left_alone(
     finally:
         for name in handlers:
             spark.sql(f"drop table {name}")
-    assert outbox.value("select sum(events) from relay.spark_portions") == 2
+    assert (
+        outbox.value("select sum(rows_read) from relay.spark_batches where batch is not null") == 2
+    )
+
+
+def _faults(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {str(record.fault) for record in caplog.records if hasattr(record, "fault")}
+
+
+@pytest.mark.parametrize("partition_by", [["date"], []])
+def test_a_table_of_relays_keeps_its_rows(
+    outbox: Outbox, session: Session, tmp_path: Path, partition_by: list[str]
+) -> None:
+    """A batch of a day replaces nothing of that day."""
+    spark = session.get()
+    assert spark is not None
+    table = f"kept_{len(partition_by)}_{outbox.slot}"
+    config = lake(tmp_path, table=table, partition_by=partition_by)
+    try:
+        with relayed(outbox, "inline", session, **config):
+            for number in range(2):
+                outbox.publish(host(number), event(1))
+                written_all(outbox)
+        found = [row.id for row in spark.table(table).collect()]
+    finally:
+        spark.sql(f"drop table if exists {table}")
+    assert sorted(found) == sorted(outbox.column("select id::text from projection"))
+    assert len(found) == 2
 
 
 def test_a_target_that_counts_from_the_start_again_replaces_nothing(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
-    """As another target that shares the path, or this one restored from a backup."""
+    """As this one does when it is restored from a backup: elsewhere, its numbers are those of another application."""
     path = tmp_path / "lake"
+    applications = set()
     with relayed(outbox, "inline", session, **lake(path)):
         for _ in range(2):
             outbox.publish(host(1), event(1))
-            outbox.wait_handled()
             written_all(outbox)
-            outbox.conn.execute("alter sequence relay.spark_batches restart")
+            applications.add(outbox.value("select application from relay.spark_batches"))
+            outbox.conn.execute("update relay.spark_batches set server = 'x 1', number = 7")
+        assert outbox.value("select number from relay.spark_batches") == 7
+    assert len(applications) == 2
     assert assert_each_once(outbox, path).num_rows == 2
 
 
-def test_a_batch_that_was_begun_keeps_its_buckets(
+def test_two_targets_that_share_a_path_never_meet(
+    outbox: Outbox, server: Server, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    other_dsn = server.create_database(f"{outbox.slot}_other")
+    with Outbox(other_dsn) as other:
+        other.install()
+        for each in (outbox, other):
+            each.publish(host(1), event(1))
+            with relayed(each, "inline", session, **lake(path)):
+                written_all(each)
+        ids = [each.value("select id::text from projection") for each in (outbox, other)]
+    server.drop_database(f"{outbox.slot}_other")
+    assert sorted(files(path)["id"].to_pylist()) == sorted(ids)
+
+
+def test_another_path_is_another_application(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    outbox.publish(host(1), event(1))
+    (tmp_path / "a").write_text("no folder")
+    with relayed(outbox, "inline", session, **lake(tmp_path / "a")):
+        wait_until(lambda: bool(begun(outbox)))
+        former = outbox.value("select application from relay.spark_batches")
+    with relayed(outbox, "inline", session, **lake(tmp_path / "b")):
+        written_all(outbox)
+    assert assert_each_once(outbox, tmp_path / "b").num_rows == 1
+    found = outbox.conn.execute("select application, number from relay.spark_batches").fetchall()
+    assert found[0][0] != former
+    assert found[0][1] == 1
+
+
+def test_a_batch_that_was_begun_keeps_its_layout(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
     path = tmp_path / "lake"
     for number in range(20):
         outbox.publish(host(number), event(1))
-    with relaying(outbox.settings(**lake(path, every=3_600)), session):
-        outbox.wait_handled()
-    settings = outbox.settings(**lake(path, host_buckets=4))
-    first = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
-    while first is not None:
-        assert SparkWriter("lake", settings, session)._look()
-        first = spark_batches.take(outbox.conn, settings.group, "lake", 1, 0, 8)
+    outbox.drain(outbox.settings(**lake(path, every=3_600)), session)
+    first = worker(outbox.settings(**lake(path, every=0.001)), session)
+    batch = begin(first)
+    spark = session.get()
+    assert spark is not None
+    with first._frame(spark, batch) as frame:
+        # It dies before the position moves.
+        identity = BatchId(batch.application, batch.number, batch.id)
+        writer("lake", first._handler).write(frame, identity)
+    first._disconnect()
+    changed = lake(path, host_buckets=4, partition_by=["host_bucket"])
+    with relayed(outbox, "inline", session, **changed):
+        written_all(outbox)
     found = assert_each_once(outbox, path)
+    assert found.num_rows == 20
     buckets = outbox.column(
         "select distinct mod(abs(hashtext(host_id::text)::bigint), 8)::int from outbox_message_t"
     )
     assert set(found["host_bucket"].to_pylist()) == set(buckets)
     assert max(buckets) >= 4
+
+
+def test_what_dead_attempts_left_is_removed_after_a_week(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    old, new = path / ".spark-staging-old", path / ".spark-staging-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    outbox.publish(host(1), event(1))
+    with relayed(outbox, "inline", session, **lake(path)):
+        written_all(outbox)
+    assert not old.exists()
+    assert new.exists()
 
 
 @pytest.mark.chaos
@@ -304,31 +585,23 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     path = tmp_path / "lake"
-    outbox.fill(2_000, events=5)
+    outbox.fill(10_000, events=5)
     file = outbox.config_file(
         tmp_path / "relay.yaml",
-        **lake(path, max_events=2_000),
-        batch={"inline_max_events": 1_000_000_000, "max_events": 1_000},
+        **lake(path, max_events=10_000),
+        batch={"inline_max_events": 1_000_000_000},
     )
     for done in range(4):
         with running(file) as service:
-            # Sooner and later in the life of a batch, also between its last file and the note that it is written.
+            # Sooner and later in the life of a batch, also between its last file and the end that is stored.
             service.wait_said("written with Spark", 180) if done % 2 else None
-            wait_until(
-                lambda: (
-                    outbox.value(
-                        "select count(*) from relay.spark_portions where batch is not null"
-                    )
-                    > 0
-                ),
-                180,
-            )
+            wait_until(lambda: bool(begun(outbox)), 180)
             if done:
                 wait_until(lambda: has_files(path), 180)
             service.kill()
     with running(file) as service:
-        wait_until(lambda: outbox.value("select count(*) from projection") == 10_000, 180)
+        wait_until(lambda: outbox.value("select count(*) from projection") == 50_000, 180)
         written_all(outbox)
         assert service.terminate() == 0
-    assert assert_each_once(outbox, path).num_rows == 10_000
+    assert assert_each_once(outbox, path).num_rows == 50_000
     outbox.assert_exact()
