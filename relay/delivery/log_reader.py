@@ -15,7 +15,8 @@ from relay.batch import Share
 from relay.config import Settings
 from relay.pipeline.routed import Routing
 from relay.snapshots import Snapshot, Xids, full_xids
-from relay.source.rows import Difference, OutboxRows, Wanted, prepare_reading
+from relay.source.differences import Difference
+from relay.source.rows import OutboxRows, Wanted, prepare_reading
 from relay.source.server import Sight, durable_sight, sight
 from relay.store.connections import open_pool
 from relay.transactions import Routed, Transactions

@@ -31,7 +31,7 @@ from relay.handlers import Sink
 from relay.pipeline.brake import Brake
 from relay.pipeline.routed import Routing
 from relay.snapshots import Xids, full_xids
-from relay.source.rows import Difference
+from relay.source.differences import Difference
 from relay.source.server import Sight
 from relay.store.presence import instances
 from relay.store.sinks import BEFORE_FIRST, Claim, State

@@ -25,9 +25,10 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
 from relay.patience import say_once, until_it_works
+from relay.source.differences import Difference
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
-from relay.source.rows import Difference, OutboxRows, Portion, prepare_reading
+from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import Sight, durable_sight, sight
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool

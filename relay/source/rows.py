@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,11 +23,11 @@ from relay.faults import ConfigurationError, RelayError, TransientFault, first_l
 from relay.paths import JSON_FIELDS
 from relay.snapshots import BEGINNING, Snapshot, Xids
 from relay.source.applied import Applied
+from relay.source.differences import Difference, array, condition
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
 from relay.source.server import sight
 from relay.source.translation import Encoding, Translation
-from relay.store import arrays
 from relay.store.connections import pin_text_form
 from relay.store.sinks import Position
 from relay.store.snapshots import xids_of
@@ -48,14 +48,6 @@ UNMARKED = "2"
 _OLDEST = sql.SQL(
     "case when min(happened) is not null then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The transactions that one snapshot sees and an older one does not: the same for ever."""
-
-    before: Snapshot
-    after: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +261,7 @@ class OutboxRows:
     def is_empty(self, conn: Connection, between: Difference) -> bool:
         """Whether no row lies between two snapshots."""
         found = conn.execute(
-            sql.SQL("select from {} where {} limit 1").format(self._table, self.between(between)),
+            sql.SQL("select from {} where {} limit 1").format(self._table, condition(between)),
             prepare=False,
         )
         return not found.rowcount
@@ -287,7 +279,7 @@ class OutboxRows:
                 xid=sql.Identifier(INSERTED_BY),
                 partition=self._partition,
                 table=self._table,
-                between=self.between(between),
+                between=condition(between),
             ),
             prepare=False,
         )
@@ -337,7 +329,7 @@ class OutboxRows:
             "partition": self._partition,
             "offset": self._offset,
             "table": self._table,
-            "between": self.between(between),
+            "between": condition(between),
             "transaction": self._transaction(conn),
         }
         return sql.SQL(
@@ -414,8 +406,8 @@ class OutboxRows:
                 unmarked=UNMARKED,
                 offset=self._offset,
                 table=self._table,
-                between=self.between(Difference(position.snapshot, now)),
-                done=_array(done.tolist(), "xid8"),
+                between=condition(Difference(position.snapshot, now)),
+                done=array(done.tolist(), "xid8"),
                 polled=position.polled_offset,
                 following=sql.SQL("false")
                 if position.following is None
@@ -467,7 +459,7 @@ class OutboxRows:
                    as a (partition, snapshot, after, polled) using (partition)
             """
         ).format(
-            noted=_array(noted.tolist(), "xid8"),
+            noted=array(noted.tolist(), "xid8"),
             partition=self._partition,
             happened=self._or_null(conn, "event_ts", "null::timestamptz"),
             xid=sql.Identifier(INSERTED_BY),
@@ -476,10 +468,10 @@ class OutboxRows:
             table=self._table,
             oldest=str(oldest),
             old=sql.Literal(oldest <= BEGINNING.xmax),
-            partitions=_array(each.partition for each in applied),
+            partitions=array(each.partition for each in applied),
             snapshots=sql.Literal([str(each.snapshot) for each in applied]),
             afters=sql.Literal([str(each.after) for each in applied]),
-            polled=_array(each.polled_offset for each in applied),
+            polled=array(each.polled_offset for each in applied),
         )
 
     def large(self, conn: Connection, shares: Collection[Share]) -> list[int]:
@@ -575,13 +567,13 @@ class OutboxRows:
         by_reference: Collection[int],
     ) -> sql.Composed:
         xid = sql.Identifier(INSERTED_BY)
-        columns_of = [_keys(wanted.xids, unmarked), _array(wanted.positions.tolist())]
+        columns_of = [_keys(wanted.xids, unmarked), array(wanted.positions.tolist())]
         names = [sql.Identifier("relay_key"), sql.Identifier("relay_position")]
         matches = sql.SQL("{} = relay_key").format(self._offset if unmarked else xid)
         if unmarked:
             matches += sql.SQL(" and {} is null").format(xid)
         if (wanted.partitions >= 0).any():
-            columns_of.append(_array(wanted.partitions.tolist(), "int"))
+            columns_of.append(array(wanted.partitions.tolist(), "int"))
             names.append(sql.Identifier("relay_partition"))
             matches += sql.SQL(" and relay_partition in (-1, {})").format(self._partition)
         return sql.SQL(
@@ -633,24 +625,6 @@ class OutboxRows:
                 else column
             )
 
-    def between(self, difference: Difference) -> sql.Composed:
-        """The condition on rows of a difference. The index on c_xid serves it, however old a transaction is open."""
-        before, after = difference.before, difference.after
-        xid = sql.Identifier(INSERTED_BY)
-        found = sql.SQL("{} >= {}::xid8").format(xid, str(before.xmax))
-        if before.in_progress:
-            found = sql.SQL("({} or {} = any({}))").format(
-                found, xid, _keys(np.array(before.in_progress), unmarked=False)
-            )
-        found += sql.SQL(" and {} < {}::xid8").format(xid, str(after.xmax))
-        if after.in_progress:
-            found += sql.SQL(" and pg_visible_in_snapshot({}, {}::pg_snapshot)").format(
-                xid, str(after)
-            )
-        if before.is_beginning:
-            found = sql.SQL("({} or {} is null)").format(found, xid)
-        return found
-
     def _transaction(self, conn: Connection) -> sql.Composable:
         return self._or_null(conn, "transaction_id", "null::uuid")
 
@@ -696,12 +670,8 @@ def _share(partitions: str, unmarked: bool, events: int, keys: bytes, positions:
     return Share(members, events, xids_of(keys), xids_of(positions), unmarked)
 
 
-def _array(numbers: Iterable[int], type_: LiteralString = "bigint") -> sql.Composed:
-    return sql.SQL("{}::{}[]").format(sql.Literal(arrays.of_numbers(numbers)), sql.SQL(type_))
-
-
 def _keys(keys: Xids, unmarked: bool) -> sql.Composed:
-    return _array(keys.tolist(), "bigint" if unmarked else "xid8")
+    return array(keys.tolist(), "bigint" if unmarked else "xid8")
 
 
 def _goes_on(last: tuple[int, bytes | None], this: tuple[int, bytes | None]) -> bool:

@@ -94,6 +94,29 @@ def test_batches_run_through_spark_connect(
     assert "-relay-batch-1" in log.read_text()
 
 
+def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server: str) -> None:
+    """In a process of its own: a session of Connect and a classic one do not share a process."""
+    outbox.fill(20)
+    program = (
+        "import sys\n"
+        "from pyspark.sql import SparkSession\n"
+        "from relay.spark import register\n"
+        "spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()\n"
+        "register(spark)\n"
+        "events = spark.read.format('outbox').option('dsn', sys.argv[2]).load()\n"
+        "print(events.select('id').distinct().count())\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, connect_server, outbox.dsn],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert found.stdout.strip() == "100", found.stderr
+
+
 def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
     outbox: Outbox, tmp_path: Path
 ) -> None:

@@ -24,8 +24,9 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
 from relay.preflight import Level, examine
+from relay.source.differences import Difference, condition
 from relay.source.poll import Poller
-from relay.source.rows import Difference, OutboxRows, prepare_reading
+from relay.source.rows import OutboxRows, prepare_reading
 from relay.source.server import sight
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -326,7 +327,7 @@ def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
     plan = "\n".join(
         row[0]
         for row in outbox.conn.execute(
-            sql.SQL("explain select from outbox_message_t where {}").format(rows.between(between))
+            sql.SQL("explain select from outbox_message_t where {}").format(condition(between))
         )
     )
     assert "Scan using outbox_message_t_relay_c_xid" in plan

@@ -23,7 +23,8 @@ from relay.preflight import Level, examine, reach, require
 from relay.replay import DeadLetters
 from relay.snapshots import BEGINNING
 from relay.source.columns import PUBLISHES_GENERATED
-from relay.source.rows import Difference, OutboxRows, Wanted
+from relay.source.differences import Difference
+from relay.source.rows import OutboxRows, Wanted
 from relay.source.server import sight
 from relay.source.translation import CODECS
 from relay.spark.session import Session

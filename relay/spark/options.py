@@ -1,0 +1,177 @@
+"""The options of the data source `outbox`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from psycopg import sql
+from pydantic import ValidationError
+
+from relay.config import Source
+from relay.faults import ConfigurationError
+from relay.snapshots import BEGINNING, Snapshot
+from relay.spark.reading import Table
+
+NAMES = (
+    *("dsn", "dsn.env", "dsn.file", "table", "columns", "partitions", "ordered", "pushFilters"),
+    *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
+    *("startingPosition", "maxEventsPerTrigger"),
+)
+_KNOWN = {name.lower(): name for name in NAMES}
+_DEFAULT_PARTITIONS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is read, and how. `dsn` is a secret; `repr` does not show it."""
+
+    dsn: str
+    table: Table
+    partitions: int
+    ordered: bool
+    push_filters: bool
+    from_snapshot: Snapshot
+    to_snapshot: Snapshot | None
+    ranges: tuple[tuple[str, str, str], ...]
+    """Conditions of a batch: field, operator and value as text."""
+    starting: Snapshot | None
+    """Where a new query begins; None: now."""
+    max_events: int | None
+
+    def __repr__(self) -> str:
+        return f"Options(table={'.'.join(self.table.name)})"
+
+    @property
+    def conditions(self) -> sql.Composable | None:
+        """The conditions of a batch on times and offsets; None without any."""
+        found = [
+            sql.SQL("{} {} {}").format(
+                sql.Identifier(self.table.mapping[field]),
+                sql.SQL(">=") if operator == ">=" else sql.SQL("<"),
+                sql.Literal(value),
+            )
+            for field, operator, value in self.ranges
+        ]
+        return sql.SQL(" and ").join(found) if found else None
+
+
+def parse(given: Mapping[str, str]) -> Options:
+    """Read options, whose names are case-insensitive. Raises ConfigurationError that names the option."""
+    options: dict[str, str] = {}
+    for name, value in given.items():
+        if name.lower() not in _KNOWN:
+            raise ConfigurationError(f"option {name}: unknown; the options are {', '.join(NAMES)}")
+        options[_KNOWN[name.lower()]] = value
+    source = _source(options)
+    return Options(
+        dsn=source.dsn.get_secret_value(),
+        table=Table(source.table_name, source.mapping),
+        partitions=_number(options, "partitions") or _DEFAULT_PARTITIONS,
+        ordered=_flag(options, "ordered", default=True),
+        push_filters=_flag(options, "pushFilters", default=False),
+        from_snapshot=_snapshot(options, "fromSnapshot") or BEGINNING,
+        to_snapshot=_snapshot(options, "toSnapshot"),
+        ranges=tuple(_ranges(options)),
+        starting=_starting(options),
+        max_events=_number(options, "maxEventsPerTrigger"),
+    )
+
+
+def _source(options: Mapping[str, str]) -> Source:
+    values: dict[str, Any] = {}
+    given = [name for name in ("dsn", "dsn.env", "dsn.file") if name in options]
+    if len(given) > 1:
+        _refuse(given[1], f"{given[0]} is given too: give one")
+    for name in given:
+        _, _, kind = name.partition(".")
+        values["dsn"] = {kind: options[name]} if kind else options[name]
+    if "table" in options:
+        values["table"] = options["table"]
+    if "columns" in options:
+        try:
+            values["columns"] = json.loads(options["columns"])
+        except ValueError:
+            _refuse("columns", 'is not JSON; write {"payload": "body"}: the column of each field')
+    try:
+        return Source.model_validate(values)
+    except ValidationError as error:
+        # Pydantic's own text would show the value, which may hold a password.
+        first = error.errors(include_input=False, include_url=False)[0]
+        _refuse(".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))
+
+
+def _number(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        _refuse(name, f"must be a number from 1 on, not {text!r}")
+    return int(text)
+
+
+def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
+    text = options.get(name)
+    if text is None:
+        return default
+    if text.lower() not in ("true", "false"):
+        _refuse(name, f"must be true or false, not {text!r}")
+    return text.lower() == "true"
+
+
+def _snapshot(options: Mapping[str, str], name: str) -> Snapshot | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    try:
+        return Snapshot.parse(text)
+    except ValueError:
+        _refuse(
+            name,
+            f"must be a snapshot as pg_current_snapshot() shows it, such as 7:9:8, not {text!r}",
+        )
+
+
+def _starting(options: Mapping[str, str]) -> Snapshot | None:
+    text = options.get("startingPosition", "beginning")
+    if text == "beginning":
+        return BEGINNING
+    if text == "now":
+        return None
+    try:
+        return Snapshot.parse(text)
+    except ValueError:
+        _refuse(
+            "startingPosition", f"must be beginning, now or a snapshot such as 7:9:8, not {text!r}"
+        )
+
+
+def _ranges(options: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    found = []
+    for name, operator in (("fromTime", ">="), ("toTime", "<")):
+        if name in options:
+            found.append(("event_ts", operator, _time(options[name], name)))
+    for name, operator in (("fromOffset", ">="), ("toOffset", "<")):
+        if name in options:
+            text = options[name]
+            if not (text.isascii() and text.removeprefix("-").isdecimal()):
+                _refuse(name, f"must be a c_offset, not {text!r}")
+            found.append(("c_offset", operator, text))
+    return found
+
+
+def _time(text: str, name: str) -> str:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        _refuse(name, f"must be a time such as 2026-11-01T00:00:00+00:00, not {text!r}")
+    if moment.tzinfo is None:
+        _refuse(name, f"needs an offset from UTC, such as {text}+00:00")
+    return moment.isoformat()
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ConfigurationError(f"option {name}: {why}")

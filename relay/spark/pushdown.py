@@ -1,0 +1,57 @@
+"""Turns Spark's filters into conditions of PostgreSQL, where both judge every value alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from psycopg import sql
+from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, In, IsNotNull, LessThan
+
+from relay.events import SQL_TYPES
+from relay.spark.reading import Table
+
+# What PostgreSQL compares as Spark does: not jsonb, whose text Spark sees, and not the order of texts, which depends on
+# the collation.
+_EQUAL = ("text", "uuid", "bigint", "int")
+_ORDERED = ("bigint", "int")
+
+
+def condition_of(filters: Iterable[Filter], table: Table) -> sql.Composable | None:
+    """The filters that PostgreSQL can apply, as one condition on the outbox; None without any.
+
+    Spark applies all of them again, so a filter that is left out costs time only.
+    """
+    found = [made for made in (_condition(each, table) for each in filters) if made is not None]
+    return sql.SQL(" and ").join(found) if found else None
+
+
+def _condition(each: Filter, table: Table) -> sql.Composable | None:
+    attribute: tuple[str, ...] = getattr(each, "attribute", ())
+    field = attribute[0] if len(attribute) == 1 else ""
+    column = table.mapping.get(field)
+    if not column:
+        return None
+    name, kind = sql.Identifier(column), SQL_TYPES[field]
+    if isinstance(each, IsNotNull):
+        return sql.SQL("{} is not null").format(name)
+    if isinstance(each, EqualTo) and kind in _EQUAL:
+        return _compared(name, kind, "=", each.value)
+    if isinstance(each, In) and kind in _EQUAL:
+        values = sql.SQL(", ").join(sql.Literal(_plain(value)) for value in each.value)
+        return sql.SQL("{}::text in ({})").format(name, values) if each.value else None
+    if isinstance(each, GreaterThanOrEqual) and kind in _ORDERED:
+        return _compared(name, kind, ">=", each.value)
+    if isinstance(each, LessThan) and kind in _ORDERED:
+        return _compared(name, kind, "<", each.value)
+    return None
+
+
+def _compared(name: sql.Identifier, kind: str, operator: str, value: Any) -> sql.Composable:
+    if kind in _ORDERED:
+        return sql.SQL("{} {} {}").format(name, sql.SQL(operator), sql.Literal(int(value)))
+    return sql.SQL("{}::text = {}").format(name, sql.Literal(_plain(value)))
+
+
+def _plain(value: Any) -> str:
+    return str(value)

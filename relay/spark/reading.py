@@ -1,0 +1,223 @@
+"""Reads rows of the outbox as Arrow: one COPY for each portion of a difference, in CSV, parsed by pyarrow.
+
+Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from relay.events import FIELDS, INSERTED_BY, SQL_TYPES
+from relay.faults import RelayError, TransientFault, first_line, is_transient
+from relay.snapshots import Snapshot
+from relay.source.differences import XID, Difference, condition
+from relay.source.rows import require_visible
+from relay.store.connections import connect, pin_text_form
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Connection = psycopg.Connection[Any]
+
+PARTITION = "partition"
+COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)
+"""The columns of an event in Spark: its fields, the transaction that inserted it, and the partition of its host."""
+
+VISIBLE_SECONDS = 30.0
+"""How long a task waits for a replica that does not show yet what the driver has seen."""
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Rows of a difference that one task reads.
+
+    `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last. `unmarked`
+    tells whether rows without c_xid, from before relay, belong to it. None stands for all.
+    """
+
+    between: Difference
+    hosts: tuple[int, int] | None = None
+    xids: tuple[int, int] | None = None
+    unmarked: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """An outbox: schema and name, and the column of each field; "" for a field that it does not have."""
+
+    name: tuple[str, str]
+    mapping: Mapping[str, str]
+
+    @property
+    def identifier(self) -> sql.Identifier:
+        """The table's name in a statement."""
+        return sql.Identifier(*self.name)
+
+
+def arrow_schema() -> pa.Schema:
+    """The types of `COLUMNS`: strings, but for numbers and for times, which are microseconds in UTC."""
+    import pyarrow as pa
+
+    types = {
+        "timestamptz": pa.timestamp("us", tz="UTC"),
+        "bigint": pa.int64(),
+        "int": pa.int32(),
+    }
+    fields = [(name, types.get(SQL_TYPES[name], pa.string())) for name in FIELDS]
+    return pa.schema([*fields, (INSERTED_BY, pa.int64()), (PARTITION, pa.int32())])
+
+
+def read(
+    dsn: str, table: Table, portion: Portion, partitions: int, conditions: sql.Composable | None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
+
+    `partitions` is the modulus of the column `partition`; `conditions` leaves rows out. Raises TransientFault where the
+    server does not show all of the portion yet, psycopg.Error for what passes, and RelayError where the table cannot be
+    read. The connection is closed at the end.
+    """
+    with connect(dsn, application_name="relay spark") as conn:
+        pin_text_form(conn)
+        _wait_until_visible(conn, portion.between.after)
+        known = _columns(conn, table)
+        statement = _statement(table, known, portion, partitions, conditions)
+        try:
+            with conn.cursor() as cursor, cursor.copy(statement) as copy:
+                yield from _parsed(copy)
+        except psycopg.Error as error:
+            if is_transient(error):
+                raise
+            raise RelayError(
+                f"table: {'.'.join(table.name)} cannot be read: {first_line(error)}"
+            ) from None
+
+
+@retry(
+    retry=retry_if_exception_type(TransientFault),
+    stop=stop_after_delay(VISIBLE_SECONDS),
+    wait=wait_fixed(0.1),
+    reraise=True,
+)
+def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
+    require_visible(conn, snapshot)
+
+
+def _columns(conn: Connection, table: Table) -> frozenset[str]:
+    try:
+        cursor = conn.execute(sql.SQL("select * from {} limit 0").format(table.identifier))
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege) as error:
+        raise RelayError(
+            f"table: {'.'.join(table.name)} cannot be read: {first_line(error)}: name the outbox, and grant "
+            "SELECT on it"
+        ) from None
+    known = frozenset(column.name for column in cursor.description or ())
+    if INSERTED_BY not in known:
+        raise RelayError(
+            f"table: {'.'.join(table.name)} has no column {INSERTED_BY}, by which it is read: run `relay init`, which "
+            "adds it"
+        )
+    return known
+
+
+def _statement(
+    table: Table,
+    known: Collection[str],
+    portion: Portion,
+    partitions: int,
+    conditions: sql.Composable | None,
+) -> sql.Composed:
+    where: list[sql.Composable] = [condition(portion.between)]
+    if portion.xids is not None:
+        low, high = portion.xids
+        ranged = sql.SQL("{0} >= {1}::xid8 and {0} < {2}::xid8").format(XID, str(low), str(high))
+        where.append(
+            sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
+        )
+    host = partition_of(table, partitions)
+    if portion.hosts is not None:
+        modulus, residue = portion.hosts
+        where.append(sql.SQL("{} = {}").format(partition_of(table, modulus), sql.Literal(residue)))
+    if conditions is not None:
+        where.append(conditions)
+    values = [expression(name, table.mapping[name], known) for name in FIELDS]
+    order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
+    return sql.SQL(
+        "copy (select {values}, {xid}, {host} from {table} where {where}{order}) to stdout (format csv)"
+    ).format(
+        values=sql.SQL(", ").join(values),
+        xid=XID,
+        host=host,
+        table=table.identifier,
+        where=sql.SQL(" and ").join(where),
+        order=order if portion.xids is None else sql.SQL(""),
+    )
+
+
+def partition_of(table: Table, partitions: int) -> sql.Composed:
+    """The partition of a row's host, as the pipeline counts them."""
+    return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
+        sql.Identifier(table.mapping["host_id"]), sql.Literal(partitions)
+    )
+
+
+def expression(field: str, column: str, known: Collection[str]) -> sql.Composable:
+    """A field as CSV has it: times in microseconds since 1970, those that Python does not know as null."""
+    kind = SQL_TYPES[field]
+    if column not in known:
+        return sql.SQL("null")
+    name = sql.Identifier(column)
+    if kind == "timestamptz":
+        return sql.SQL(
+            "case when isfinite({0}) and {0} >= '0001-01-01 UTC' and {0} < '10000-01-01 UTC'"
+            " then (extract(epoch from {0}) * 1000000)::bigint end"
+        ).format(name)
+    return name
+
+
+def _parsed(rows: Iterable[Any]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    schema = arrow_schema()
+    times = [pa.types.is_timestamp(kind) for kind in schema.types]
+    kinds = [pa.int64() if time else kind for time, kind in zip(times, schema.types, strict=True)]
+    convert = csv.ConvertOptions(
+        column_types=dict(zip(schema.names, kinds, strict=True)),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    parse = csv.ParseOptions(newlines_in_values=True)
+    for block in _blocks(rows):
+        # One block, whatever its size: a row that lies in two blocks cannot be parsed.
+        options = csv.ReadOptions(
+            column_names=schema.names, block_size=len(block) + 1, use_threads=False
+        )
+        table = csv.read_csv(pa.BufferReader(block), options, parse, convert)
+        # A view of the same integers as times, where they are.
+        columns = [
+            column.cast(kind) if time else column
+            for column, kind, time in zip(table.columns, schema.types, times, strict=True)
+        ]
+        yield from pa.Table.from_arrays(columns, schema=schema).to_batches()
+
+
+def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:
+    """Rows joined to blocks of at least `_BLOCK_BYTES`: the server sends each row of a COPY as a message of its own."""
+    found: list[Any] = []
+    size = 0
+    for row in rows:
+        found.append(row)
+        size += len(row)
+        if size >= _BLOCK_BYTES:
+            yield b"".join(found)
+            found, size = [], 0
+    if found:
+        yield b"".join(found)

@@ -1,0 +1,231 @@
+"""The outbox as a data source of Spark: `spark.read.format("outbox")` and `spark.readStream.format("outbox")`.
+
+A batch reads the difference between two snapshots of the source. The offset of a stream is a snapshot, so a micro-batch
+is a difference too: it has the same rows whenever it is read, and a query that begins again from its checkpoint repeats
+the last one exactly. No replication slot is used, so any number of queries may read.
+
+Source: Spark documentation, "Python Data Source API".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    Filter,
+    InputPartition,
+)
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import (
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from relay.events import SQL_TYPES
+from relay.faults import RelayError
+from relay.snapshots import Snapshot
+from relay.source.differences import Difference, cut
+from relay.source.server import durable_sight
+from relay.spark import planning
+from relay.spark.options import Options, parse
+from relay.spark.pushdown import condition_of
+from relay.spark.reading import COLUMNS, Portion, read
+from relay.store.connections import connect
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+_TYPES: Mapping[str, DataType] = {
+    "timestamptz": TimestampType(),
+    "bigint": LongType(),
+    "int": IntegerType(),
+    "xid8": LongType(),
+}
+SCHEMA = StructType(
+    [
+        StructField(
+            name,
+            _TYPES.get(
+                {"c_xid": "xid8", "partition": "int"}.get(name) or SQL_TYPES[name], StringType()
+            ),
+        )
+        for name in COLUMNS
+    ]
+)
+"""The columns of an event. Ids, payload and metadata are strings; payload and metadata hold JSON."""
+
+
+def register(spark: SparkSession) -> None:
+    """Let a session read `format("outbox")`. The executors need relay too, installed or as a file of Python code."""
+    spark.dataSource.register(OutboxDataSource)
+
+
+class OutboxDataSource(DataSource):
+    """The outbox of a database; docs/data-source.md lists the options."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The format's name."""
+        return "outbox"
+
+    def schema(self) -> StructType:
+        return SCHEMA
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        options = parse(self.options)
+        return FilteringReader(options) if options.push_filters else Reader(options)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        return StreamReader(parse(self.options))
+
+
+class Rows(InputPartition):
+    """What one task reads."""
+
+    def __init__(self, portion: Portion) -> None:
+        super().__init__(None)
+        self.portion = portion
+
+
+class Reader(DataSourceReader):
+    """Reads one difference, from `fromSnapshot` to `toSnapshot` or to what is visible when the query begins."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._filter: sql.Composable | None = None
+
+    def partitions(self) -> Sequence[InputPartition]:
+        options = self._options
+        with connect(options.dsn, application_name="relay spark") as conn:
+            seen = durable_sight(conn).snapshot
+            after = options.to_snapshot or seen
+            _require_seen(seen, after)
+            return _partitions(conn, options, Difference(options.from_snapshot, after))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Rows)  # noqa: S101
+        options = self._options
+        wanted = [each for each in (options.conditions, self._filter) if each is not None]
+        return read(
+            options.dsn,
+            options.table,
+            partition.portion,
+            options.partitions,
+            sql.SQL(" and ").join(wanted) if wanted else None,
+        )
+
+
+class FilteringReader(Reader):
+    """Lets PostgreSQL leave out rows that Spark would leave out."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
+        self._filter = condition_of(filters, self._options.table)
+        return filters
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Follows the outbox. Its connection stays open while the query runs and is not sent to executors."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._conn: psycopg.Connection[Any] | None = None
+        self._target: Snapshot | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_conn": None}
+
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802
+        return _offset(self._options.starting or self._seen())
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        most = self._options.max_events
+        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._target = self._seen()
+
+    def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
+        before = Snapshot.parse(start["snapshot"])
+        seen = self._seen()
+        _require_seen(seen, before)
+        after = self._target or seen
+        if not after.covers(before):
+            # A replica that has not replayed yet what another one had.
+            return start
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        end, count = cut(
+            self._connected(), self._options.table.identifier, Difference(before, after), most or 1
+        )
+        if not count:
+            return start
+        return _offset(end if most else after)
+
+    def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
+        before, after = Snapshot.parse(start["snapshot"]), Snapshot.parse(end["snapshot"])
+        if before == after:
+            return []
+        return _partitions(self._connected(), self._options, Difference(before, after))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Rows)  # noqa: S101
+        options = self._options
+        return read(options.dsn, options.table, partition.portion, options.partitions, None)
+
+    def stop(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()
+
+    def _connected(self) -> psycopg.Connection[Any]:
+        if self._conn is None or self._conn.closed:
+            self._conn = connect(self._options.dsn, application_name="relay spark")
+        return self._conn
+
+    def _seen(self) -> Snapshot:
+        try:
+            return durable_sight(self._connected()).snapshot
+        except psycopg.OperationalError:
+            # The server ended the session since the last trigger.
+            self.stop()
+            return durable_sight(self._connected()).snapshot
+
+
+def _offset(snapshot: Snapshot) -> dict[str, str]:
+    return {"snapshot": str(snapshot)}
+
+
+def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:
+    """Raise RelayError where a snapshot names transactions that the server has not begun."""
+    if wanted.xmax > seen.xmax and not wanted.is_beginning:
+        raise RelayError(
+            f"snapshot {wanted}: this server's next transaction is {seen.xmax}: it is an older backup, another "
+            "cluster, or a replica that lags; read the server that the snapshot came from, or begin again with a new "
+            "checkpoint"
+        )
+
+
+def _partitions(
+    conn: psycopg.Connection[Any], options: Options, between: Difference
+) -> list[InputPartition]:
+    if options.ordered:
+        portions = planning.by_host(between, options.partitions)
+    else:
+        portions = planning.by_xid(conn, options.table, between, options.partitions)
+    return [Rows(portion) for portion in portions]

@@ -1,0 +1,308 @@
+"""format("outbox"): what a batch and a stream read, against a real PostgreSQL and a local Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.snapshots import Snapshot
+from relay.source.differences import Difference, cut
+from relay.spark import register
+from relay.spark.options import parse
+from relay.spark.reading import COLUMNS, read
+from relay.spark.session import Session
+from tests.outbox import Outbox, event, host
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@pytest.fixture
+def spark(spark_session: Session) -> SparkSession:
+    session = spark_session.get(timeout=120)
+    assert session is not None
+    register(session)
+    return session
+
+
+def load(spark: SparkSession, outbox: Outbox, **options: str) -> DataFrame:
+    return spark.read.format("outbox").options(dsn=outbox.dsn, partitions="2", **options).load()
+
+
+def ids(frame: DataFrame) -> list[str]:
+    return sorted(row.id for row in frame.select("id").collect())
+
+
+def stored(outbox: Outbox, condition: str = "true") -> list[str]:
+    return sorted(outbox.column(f"select id::text from outbox_message_t where {condition}"))
+
+
+def now(outbox: Outbox) -> str:
+    return str(outbox.value("select pg_current_snapshot()::text"))
+
+
+def test_every_value_arrives_as_it_is(spark: SparkSession, outbox: Outbox) -> None:
+    odd = 'a "quoted",\n\r\nline\t\\N é 🙂 \\.'
+    payload = {"text": odd, "n": 12345678901234567890.5, "none": None}
+    outbox.publish(host(1), event(1, aggregate_id=odd, payload=payload, metadata={"k": "v"}))
+    outbox.publish(host(2), event(2, aggregate_id="", event_ts="infinity"))
+    outbox.publish(
+        host(2), event(3, aggregate_id=None, event_ts="2026-02-03T04:05:06.000007+01:00")
+    )
+    outbox.publish(host(2), event(4, event_ts="0044-03-15 12:00:00+00 BC", aggregate_version=7))
+    frame = load(spark, outbox)
+    assert frame.columns == list(COLUMNS)
+    rows = {row.c_offset: row for row in frame.collect()}
+    wanted = outbox.conn.execute(
+        "select c_offset, id::text, host_id::text, payload::text, metadata::text, c_xid::text::bigint"
+        " from outbox_message_t order by c_offset"
+    ).fetchall()
+    assert [
+        (r.c_offset, r.id, r.host_id, r.payload, r.metadata, r.c_xid)
+        for _, r in sorted(rows.items())
+    ] == wanted
+    first, second, third, fourth = (rows[offset] for offset in sorted(rows))
+    assert (first.aggregate_id, second.aggregate_id, third.aggregate_id) == (odd, "", None)
+    assert json.loads(first.payload)["text"] == odd
+    assert (second.event_ts, fourth.event_ts, fourth.aggregate_version) == (None, None, 7)
+    micros = frame.selectExpr("unix_micros(event_ts) as t").where("t is not null").collect()
+    third_ts = datetime(2026, 2, 3, 3, 5, 6, 7, tzinfo=UTC)
+    assert int(third_ts.timestamp()) * 1_000_000 + 7 in [row.t for row in micros]
+    assert third.event_ts is not None
+    partitions = outbox.column(
+        "select distinct mod(abs(hashtext(host_id::text)::bigint), 2)::int from outbox_message_t"
+    )
+    assert {row.partition for row in rows.values()} == set(partitions)
+
+
+@pytest.mark.parametrize("ordered", ["true", "false"])
+def test_a_batch_reads_a_range(spark: SparkSession, outbox: Outbox, ordered: str) -> None:
+    outbox.fill(20, events=3)
+    before = now(outbox)
+    outbox.fill(10, events=3)
+    after = now(outbox)
+    outbox.fill(5, events=3)
+    assert ids(load(spark, outbox, ordered=ordered)) == stored(outbox)
+    assert ids(load(spark, outbox, ordered=ordered, toSnapshot=before)) == stored(
+        outbox, f"pg_visible_in_snapshot(c_xid, '{before}')"
+    )
+    between = load(spark, outbox, ordered=ordered, fromSnapshot=before, toSnapshot=after)
+    assert between.count() == 30
+    middle = outbox.value(
+        "select percentile_disc(0.5) within group (order by c_offset) from outbox_message_t"
+    )
+    assert ids(load(spark, outbox, ordered=ordered, fromOffset=str(middle))) == stored(
+        outbox, f"c_offset >= {middle}"
+    )
+    later = load(spark, outbox, ordered=ordered, fromTime="2100-01-01T00:00:00+00:00")
+    assert later.count() == 0
+
+
+def test_a_row_that_is_larger_than_what_is_parsed_at_once(
+    spark: SparkSession, outbox: Outbox
+) -> None:
+    outbox.publish(host(1), event(1), event(2, payload={"text": "é\n" * 2_000_000}), event(3))
+    rows = load(spark, outbox).selectExpr("length(payload) as n").collect()
+    assert sorted(row.n for row in rows) == sorted(
+        outbox.column("select length(payload::text) from outbox_message_t")
+    )
+
+
+def test_rows_from_before_relay_are_read_once(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.fill(10)
+    outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset <= 20")
+    outbox.fill(10)
+    for ordered in ("true", "false"):
+        assert ids(load(spark, outbox, ordered=ordered)) == stored(outbox)
+    assert ids(load(spark, outbox, fromSnapshot="3:3:")) == stored(outbox, "c_xid is not null")
+
+
+def test_columns_of_other_names(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("alter table outbox_message_t rename payload to body")
+    frame = load(spark, outbox, columns='{"payload": "body", "metadata": null}')
+    assert [row.payload for row in frame.collect()] == ['{"amount": 1}']
+
+
+def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    dsn = psycopg.conninfo.make_conninfo(outbox.dsn, application_name="hunter2")
+    frame = spark.read.format("outbox").option("dsn", dsn).load()
+    assert frame.count() == 1
+    plan: str = frame._sc._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "extended")  # type: ignore[union-attr]
+    assert "hunter2" not in plan
+
+
+def test_a_filter_is_applied_by_the_server_where_asked(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1), event(2, event_type="order.shipped"))
+    outbox.publish(host(2), event(3, aggregate_id=None))
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        frame = load(spark, outbox, pushFilters="true")
+        for condition in (
+            "event_type = 'order.shipped'",
+            f"host_id = '{host(1)}'",
+            "aggregate_id is not null",
+            "c_offset >= 2",
+            "event_type in ('order.placed', 'x') and transaction_ordinal < 2",
+            "payload like '%3%'",
+        ):
+            wanted = condition.replace("payload like '%3%'", "payload::text = '{\"amount\": 3}'")
+            assert ids(frame.where(condition)) == stored(outbox, wanted)
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def test_an_older_server_is_refused(spark: SparkSession, outbox: Outbox) -> None:
+    frame = load(spark, outbox, toSnapshot="4000000000:4000000000:")
+    with pytest.raises(Exception, match="an older backup, another cluster, or a replica that lags"):
+        frame.count()
+
+
+def test_cuts_of_a_difference_are_disjoint_and_complete(outbox: Outbox) -> None:
+    """Also where transactions of before the difference end in it."""
+    options = parse({"dsn": outbox.dsn})
+    with psycopg.connect(outbox.dsn) as early, psycopg.connect(outbox.dsn) as open_still:
+        publish_on(early, 1)
+        outbox.fill(5, events=2)
+        before = Snapshot.parse(now(outbox))
+        publish_on(open_still, 2)
+        outbox.fill(20, events=3)
+        early.commit()
+        outbox.fill(3, events=3)
+        seen = Snapshot.parse(now(outbox))
+        found: list[str] = []
+        sizes = []
+        position = before
+        while True:
+            end, _ = cut(outbox.conn, options.table.identifier, Difference(position, seen), 10)
+            rows = [
+                row for portion in [Difference(position, end)] for row in rows_of(outbox, portion)
+            ]
+            assert end.covers(position)
+            found += rows
+            sizes.append(len(rows))
+            if end == seen:
+                break
+            position = end
+        assert sorted(found) == stored(
+            outbox,
+            f"pg_visible_in_snapshot(c_xid, '{seen}') and not pg_visible_in_snapshot(c_xid, '{before}')",
+        )
+        assert len(found) == len(set(found)) == 70
+        assert max(sizes) <= 12
+        open_still.rollback()
+
+
+def rows_of(outbox: Outbox, between: Difference) -> list[str]:
+    from relay.spark.planning import by_xid
+
+    options = parse({"dsn": outbox.dsn})
+    portions = by_xid(outbox.conn, options.table, between, 3)
+    return [
+        str(each)
+        for portion in portions
+        for batch in read(outbox.dsn, options.table, portion, 8, None)
+        for each in batch.column("id")
+    ]
+
+
+def publish_on(conn: psycopg.Connection[Any], number: int) -> None:
+    conn.execute("select relay.publish(%s, null, %s)", (host(number), Jsonb([event(number)])))
+
+
+# Streams
+
+
+@contextmanager
+def query(
+    spark: SparkSession, outbox: Outbox, folder: Path, name: str = "q", **options: str
+) -> Iterator[Any]:
+    """A query that appends to files, with a trigger of 100 ms unless it is AvailableNow."""
+    available = options.pop("available", None)
+    frame = (
+        spark.readStream.format("outbox").options(dsn=outbox.dsn, partitions="2", **options).load()
+    )
+    writer = (
+        frame.writeStream.format("parquet")
+        .option("checkpointLocation", str(folder / f"{name}.checkpoint"))
+        .option("path", str(folder / name))
+    )
+    trigger = {"availableNow": True} if available else {"processingTime": "100 milliseconds"}
+    running = writer.trigger(**trigger).start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def run_to_the_end(spark: SparkSession, outbox: Outbox, folder: Path, **options: str) -> list[Any]:
+    with query(spark, outbox, folder, available="true", **options) as running:
+        assert running.awaitTermination(60)
+        return list(running.recentProgress)
+
+
+def written(spark: SparkSession, folder: Path, name: str = "q") -> list[str]:
+    return ids(spark.read.parquet(str(folder / name)))
+
+
+def test_a_stream_reads_what_is_committed_once(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    """Around a transaction that stays open, one that rolls back, savepoints, and a restart from the checkpoint."""
+    with psycopg.connect(outbox.dsn) as long, psycopg.connect(outbox.dsn) as failing:
+        publish_on(long, 1)
+        publish_on(failing, 2)
+        outbox.fill(10)
+        run_to_the_end(spark, outbox, tmp_path)
+        assert written(spark, tmp_path) == stored(outbox)
+        with long.transaction():
+            publish_on(long, 3)
+        outbox.fill(10)
+        failing.rollback()
+        run_to_the_end(spark, outbox, tmp_path)
+        assert written(spark, tmp_path) == stored(outbox)
+        assert len(stored(outbox)) == 100
+        long.commit()
+    run_to_the_end(spark, outbox, tmp_path)
+    assert written(spark, tmp_path) == stored(outbox)
+    assert len(stored(outbox)) == 102
+
+
+def test_available_now_in_small_batches(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(25, events=4)
+    progress = run_to_the_end(spark, outbox, tmp_path, maxEventsPerTrigger="20", ordered="false")
+    sizes = [each.numInputRows for each in progress if each.numInputRows]
+    assert sum(sizes) == 100
+    assert max(sizes) <= 24
+    assert written(spark, tmp_path) == stored(outbox)
+
+
+def test_two_queries_follow_and_one_starts_now(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(4)
+    old = stored(outbox)
+    with (
+        query(spark, outbox, tmp_path, name="all") as everything,
+        query(spark, outbox, tmp_path, name="new", startingPosition="now") as later,
+    ):
+        everything.processAllAvailable()
+        later.processAllAvailable()
+        outbox.fill(6)
+        everything.processAllAvailable()
+        later.processAllAvailable()
+    assert written(spark, tmp_path, "all") == stored(outbox)
+    assert written(spark, tmp_path, "new") == sorted(set(stored(outbox)) - set(old))
+    readers = "select count(*) from pg_stat_activity where application_name = 'relay spark'"
+    assert outbox.value(f"{readers} and datname = current_database() and state = 'active'") == 0
