@@ -24,6 +24,7 @@ from bench.publishing import CREATE_PLAIN_TABLE, PLAIN_TABLE, RELAY_TABLE, Publi
 from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
 from bench.relaying import NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
 from bench.results import Contender, Measurement, Workload
+from bench.spark_reading import SparkReading
 from relay.embedded import Cluster
 
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
@@ -464,6 +465,33 @@ def outage_hanging(plan: Plan) -> Iterator[Workload]:
     yield from _case("outage-hanging", size, rows)
 
 
+def spark_read(plan: Plan) -> Iterator[Workload]:
+    """The whole outbox into Spark, where nothing is done with it."""
+    transactions = 10_000 if plan.quick else 200_000
+    outbox = Outbox(plan.cluster, "spark_read")
+    events = outbox.publish(transactions).events
+    outbox.conn.execute("vacuum analyze outbox_message_t")
+    against = "spark.read.jdbc"
+    kinds = {
+        against: "jdbc",
+        'format("outbox")': "hosts",
+        'format("outbox"), ordered: false': "ranges",
+        'format("outbox"), AvailableNow, ordered: false': "stream",
+    }
+
+    def row(name: str, reading: SparkReading) -> Contender:
+        return Contender(
+            name,
+            lambda: reading.read(outbox, events),
+            plan.often(expensive=True),
+            against,
+            reading.unavailable(),
+        )
+
+    rows = [row(name, SparkReading(kind)) for name, kind in kinds.items()]
+    yield Workload("spark-read", f"{events:,} rows, two tasks", rows)
+
+
 WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "drain-noop": drain_noop,
     "drain-apply": drain_apply,
@@ -472,6 +500,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "memory": memory_and_start,
     "scale": scale,
     "publish": publish,
+    "spark-read": spark_read,
     "sinks-http": sinks_http,
     "sinks-redis": sinks_redis,
     "sinks-nats": sinks_nats,
@@ -488,6 +517,8 @@ LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))
 """What takes half an hour, and is run only where it is named."""
 
 QUICK = tuple(
-    name for name in WORKLOADS if name not in ("scale", *LONG) and not name.startswith("sinks-")
+    name
+    for name in WORKLOADS
+    if name not in ("scale", "spark-read", *LONG) and not name.startswith("sinks-")
 )
 """What a quick run takes where none is named: each row of `scale` starts a Spark session."""

@@ -65,7 +65,8 @@ class Task:
 
     `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `floors` is
     the applied_lsn that partitions must have, of those that the target could have forgotten in a crash, `source_epoch`
-    and `next_xid` the batch's.
+    and `next_xid` the batch's. `after` is the applied_lsn at which the batch before leaves partitions, if that one is
+    still in flight: until they have it, the task is busy.
     """
 
     partitions: tuple[int, ...]
@@ -74,6 +75,7 @@ class Task:
     floors: Mapping[int, Lsn] = field(default_factory=dict)
     source_epoch: int | None = None
     next_xid: int = 0
+    after: Mapping[int, Lsn] = field(default_factory=dict)
 
     @property
     def events(self) -> int:
@@ -103,6 +105,26 @@ Work = Task | Range
 
 
 @dataclass(frozen=True, slots=True)
+class JobName:
+    """How an engine names the job that applies a batch: `group` for all attempts, `description` for one of them."""
+
+    group: str
+    description: str
+
+    @classmethod
+    def of(cls, batch: Batch, attempt: int) -> JobName:
+        """The name of an attempt, counted from 1, such as `batch 17: 12,345 events, 0/16B3748–0/16B9000, attempt 1`."""
+        if batch.window:
+            span = f"c_offset up to {batch.window.upto}"
+        else:
+            span = f"{Lsn(batch.transactions.facts['end_lsn'][0])}–{batch.end}"
+        return cls(
+            f"relay batch {batch.number}",
+            f"batch {batch.number}: {batch.events:,} events, {span}, attempt {attempt}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DeadTransaction:
     """A business transaction that went to the dead letters; `fault` is safe in a log."""
 
@@ -129,9 +151,9 @@ class TaskOutcome:
     """What became of one task's events.
 
     `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
-    says that nothing was done: another instance holds the partitions of a range, or a difference is open in those of a
-    task. `braked` has a line for each sink that the task has stopped. `reached` is the applied_lsn at which a task left
-    its partitions, if the target may still lose the commit.
+    says that nothing was done: another instance holds the partitions of a range, a difference is open in those of a
+    task, or they have not reached its `after`. `braked` has a line for each sink that the task has stopped.
+    `reached` is the applied_lsn at which a task left its partitions, if the target may still lose the commit.
     """
 
     partitions: tuple[int, ...]
@@ -146,10 +168,11 @@ class TaskOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch, task by task, and which engine ran it."""
+    """What became of a batch, task by task, which engine ran it, and why that one."""
 
     engine: str
     tasks: Sequence[TaskOutcome]
+    reason: str = ""
 
     @property
     def deferred(self) -> int:

@@ -251,6 +251,11 @@ def _print_status(found: Any, mode: str) -> None:
         since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
     facts += [(f"sink {each.sink}", _sink_state(each)) for each in found.sinks]
+    for each in found.engines:
+        since = f"since {each.since:%Y-%m-%d %H:%M:%S %Z}: {each.reason}"
+        facts.append(
+            (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
+        )
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),

@@ -22,6 +22,7 @@ from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.garbage import collect_seldom, return_large_blocks
+from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
@@ -75,6 +76,7 @@ class Service:
             self.stop,
         )
         self._summary = Summary()
+        self._engines = EngineCounts(settings.target_dsn, settings.group)
         self._reviver = Reviver(
             self._pipeline.applier,
             settings.shutdown_timeout,
@@ -105,6 +107,7 @@ class Service:
         try:
             self._presence.start()
             self._summary.start()
+            self._engines.start()
             died = self._begin()
             if died:
                 self._pipeline.guard()
@@ -131,6 +134,7 @@ class Service:
             self._presence.close()
             self._catch_up.close()
             self._summary.close()
+            self._engines.close()
             self._last_resort.cancel()
         self._raise_faults()
         flushed = self._source.flushed
@@ -164,7 +168,7 @@ class Service:
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()
         self._sinks.offer(batch)
-        outcome = self._pipeline.run(batch)
+        outcome = self._pipeline.run(batch, self._source.ahead)
         self._sinks.taken()
         self._source.ack(batch, outcome)
         if batch.window is None and not outcome.busy:
@@ -175,6 +179,7 @@ class Service:
         _report(batch, outcome, time.monotonic() - started)
         self._catch_up.note(batch)
         self._summary.note(batch, outcome)
+        self._engines.note(batch, outcome)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.stop()
@@ -224,6 +229,7 @@ def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
         extra={
             "batch": batch.number,
             "engine": outcome.engine,
+            "reason": outcome.reason,
             "partition": _partitions(outcome.tasks),
             "lsn": None if batch.window else str(batch.end),
             "upto": batch.window.upto if batch.window else None,

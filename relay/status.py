@@ -20,6 +20,7 @@ from relay.store import (
     brakes,
     dead_letters,
     deferred,
+    engines,
     groups,
     offsets,
     presence,
@@ -48,6 +49,7 @@ class Status:
     deferred: deferred.Waiting
     braked: list[brakes.BrakedHandler]
     sinks: list[sinks.Sink]
+    engines: list[engines.Applied]
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -74,6 +76,7 @@ class Status:
                 {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
             ],
             "sinks": [_sink_as_json(each) for each in self.sinks],
+            "engines": [{**asdict(each), "since": each.since.isoformat()} for each in self.engines],
         }
 
 
@@ -120,6 +123,7 @@ def read(settings: Settings) -> Status:
         braked = brakes.braked(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
         group = groups.read(target, settings.group)
+        applied = engines.read(target, settings.group)
         running = presence.instances(target, settings.group)
     return Status(
         source_mode=(group and group.source_mode) or _configured(settings),
@@ -135,6 +139,7 @@ def read(settings: Settings) -> Status:
         deferred=waiting,
         braked=braked,
         sinks=stored,
+        engines=applied,
     )
 
 

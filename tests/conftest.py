@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -50,9 +51,21 @@ def outbox(database: str) -> Iterator[Outbox]:
 
 
 @pytest.fixture(scope="session")
-def spark_session() -> Iterator[Session]:
+def event_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the event log of the Spark session that all tests share."""
+    return tmp_path_factory.mktemp("spark-events")
+
+
+@pytest.fixture(scope="session")
+def spark_session(event_log: Path) -> Iterator[Session]:
     """A local Spark session that all tests share."""
-    session = Session(Spark.model_validate({"master": "local[2]", "conf": SPARK_CONF}))
+    logging = {
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.compress": "false",
+        "spark.eventLog.rolling.enabled": "false",
+        "spark.eventLog.dir": event_log.as_uri(),
+    }
+    session = Session(Spark.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging}))
     session.start()
     assert session.get(timeout=120) is not None
     yield session

@@ -155,7 +155,7 @@ class Applier:
             cursors = locked.cursors
             _require_same_source(task, locked)
             require_kept(task.floors, cursors)
-            if not locked.settled:
+            if not locked.settled or _is_ahead(task, cursors):
                 return TaskOutcome(task.partitions, busy=True)
             fresh = _fresh(task, locked)
             if not len(fresh):
@@ -163,23 +163,23 @@ class Applier:
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             brake = Brake(self._limits, locked.streaks)
             dead, waiting, braked = self._deliver(conn, fresh, locked.holding, run, brake)
-            advances = _advances(fresh, task.touched)
+            moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
                 noted = np.unique(full_xids(fresh.facts["xid"], task.next_xid))
-            offsets.advance(conn, self._group, advances, noted, self._durable)
+            offsets.advance(conn, self._group, moved, noted, self._durable)
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, waiting, dead, braked)
-        return replace(outcome, reached=self._reached(cursors, advances))
+        return replace(outcome, reached=self._reached(cursors, moved))
 
     def _reached(
-        self, cursors: Mapping[int, offsets.Cursor], advances: Iterable[offsets.Advance] = ()
+        self, cursors: Mapping[int, offsets.Cursor], moved: Iterable[offsets.Advance] = ()
     ) -> dict[int, Lsn]:
         """Where partitions are now, if that may still be lost."""
         if self._durable:
             return {}
         reached = {partition: cursor.applied_lsn for partition, cursor in cursors.items()}
-        for each in advances:
+        for each in moved:
             before = reached[each.partition_id]
             reached[each.partition_id] = max(before, each.applied_lsn)
         return reached
@@ -561,7 +561,8 @@ def _fresh(task: Task, locked: offsets.Locked) -> Transactions:
     return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
 
 
-def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
+def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
+    """Where transactions leave the partitions that they touch, in order of the partitions."""
     reached: dict[int, tuple[Lsn, int]] = {}
     for partitions, here in _by_partitions(fresh, touched):
         following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
@@ -572,6 +573,11 @@ def _advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[o
     return [
         offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
     ]
+
+
+def _is_ahead(task: Task, cursors: Mapping[int, offsets.Cursor]) -> bool:
+    """Whether the batch before is not applied yet in a partition of the task."""
+    return any(cursors[partition].applied_lsn < lsn for partition, lsn in task.after.items())
 
 
 def _is_early(task: Range, cursors: Mapping[int, offsets.Cursor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from relay.batch import TaskOutcome, Work
+from relay.batch import JobName, TaskOutcome, Work
 from relay.faults import TaskFault
 from relay.pipeline.apply import Applier
 
@@ -31,7 +31,7 @@ class InlineEngine:
         self._applier = applier
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="apply")
 
-    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+    def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """Apply the tasks side by side, guarded ones in turn; results are in the order of the tasks."""
         if guarded or len(tasks) == 1:
             return [attempt(self._applier, task, guarded) for task in tasks]

@@ -1,9 +1,15 @@
-"""Runs batches: plan the tasks, choose the engine, try again until every task is durable."""
+"""Runs batches: plan the tasks, choose the engine, try again until every task is durable.
+
+While Spark applies a batch, the one after it is started, if it goes to Spark too: see `relay.pipeline.flight`. One at a
+time are run: polled windows, spooled and guarded batches, those after a batch of which something failed or was
+deferred, and those that are tried again.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cached_property
 from threading import Event
@@ -13,7 +19,7 @@ import psycopg
 from psycopg_pool import ConnectionPool
 from tenacity import RetryCallState
 
-from relay.batch import Batch, Outcome, Task, TaskOutcome, Work
+from relay.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import (
@@ -27,6 +33,7 @@ from relay.faults import (
 )
 from relay.patience import until_it_works
 from relay.pipeline.apply import Applier
+from relay.pipeline.flight import Flight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.spark.session import Session
@@ -38,6 +45,15 @@ log = logging.getLogger(__name__)
 ONE_LANE_EVENTS = 100
 """Up to so many events, a commit costs more than what runs side by side saves."""
 
+LOOK_SECONDS = 0.02
+"""How often the source is asked for the batch after the one that Spark applies."""
+
+LARGE = "large"
+GUARDED = "guarded"
+
+IN_FLIGHT = 2
+"""How many batches Spark has at most."""
+
 
 class Engine(Protocol):
     """Applies tasks, each in a target transaction of its own."""
@@ -48,9 +64,19 @@ class Engine(Protocol):
     def lanes(self) -> int | None:
         """How many tasks run side by side; None where nobody tells."""
 
-    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+    def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
 
+
+class SideEngine(Engine, Protocol):
+    """An engine that applies in other processes, so that another batch can be prepared meanwhile."""
+
+    def abandon(self, name: JobName) -> None:
+        """Let a job that is under way fail. Safe in any thread."""
+
+
+Ahead = Callable[[int], Batch | None]
+"""Asks the source for the batch after the one in flight, if it has about as many events as the argument says."""
 
 Floors = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
@@ -82,12 +108,15 @@ class Pipeline:
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="spark-batch")
+        self._later: Flight | None = None
+        self._smooth = True
         self._retrying = until_it_works(self._stopping, self._say)
         self._in_hand = 0
         self._said = ""
 
     @cached_property
-    def _spark(self) -> Engine:
+    def _spark(self) -> SideEngine:
         # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
         from relay.spark.engine import SparkEngine
 
@@ -101,48 +130,152 @@ class Pipeline:
 
     def guard(self) -> None:
         """A process has died: note which transaction is in flight, for as many events as it can have had in a batch."""
-        self._guarded_events = self._batch_events
+        in_flight = IN_FLIGHT if self._settings.needs_spark else 1
+        self._guarded_events = in_flight * self._batch_events
 
     def interrupt(self) -> None:
-        """Give up waiting to try again: the batch in flight ends or raises Interrupted."""
+        """Give up waiting to try again: the batch in front ends or raises Interrupted, and no other is started."""
         self._stopping.set()
 
     def close(self) -> None:
         """Stop the engines and close the connections."""
         self._stopping.set()
+        self._end_later()
         self._inline.close()
         if self._own_session:
             self.session.close()
         self._source.close()
 
-    def run(self, batch: Batch) -> Outcome:
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> Outcome:
         """Apply the batch; returns when all of it is durable.
 
-        Tries again as long as faults are transient. Raises RelayError where trying again is no use, and Interrupted
-        when the service is stopping; then nothing may be acknowledged.
+        `ahead` is asked for the next batch, which is started too; the next call must be with it, or with what has to be
+        applied before it. Tries again as long as faults are transient. Raises RelayError where trying again is no use,
+        and Interrupted when the service is stopping; then nothing may be acknowledged.
         """
         done: list[TaskOutcome] = []
         todo: Sequence[Work] | None = None
         engine: Engine = self._inline
+        reason = ""
+        attempt = 0
+        flight = self._landing(batch)
 
         def once() -> None:
-            nonlocal todo, engine
-            engine = self._engine(batch)
+            nonlocal todo, engine, reason, attempt, flight
+            attempt += 1
+            if flight is not None:
+                landed, flight = flight, None
+                engine, reason = self._spark, LARGE
+                todo = self._land(landed, done, ahead)
+                if not todo:
+                    return
+                attempt += 1
+            engine, reason = self._engine(batch)
             if todo is None:
                 lanes = 1 if batch.events <= ONE_LANE_EVENTS else engine.lanes
                 todo = self._with_floors(self._planner.work(batch, lanes))
-            results = engine.run(todo, self._guarded_events > 0)
+            guarded = self._guarded_events > 0
+            reason = GUARDED if guarded else reason
+            name = JobName.of(batch, attempt)
+            look = ahead if attempt == 1 and not guarded else None
+            results = self._results(engine, todo, guarded, name, batch, look)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
             todo, faults = _sort(todo, results, done)
             if faults:
+                self._smooth = False
                 raise _worst(faults)
 
         self._until_it_works(once, batch)
-        outcome = Outcome(engine.name, tuple(done))
-        handled = outcome.applied + outcome.deferred + sum(dead.events for dead in outcome.dead)
-        self._guarded_events -= handled
+        outcome = Outcome(engine.name, tuple(done), reason)
+        dead = sum(dead.events for dead in outcome.dead)
+        self._guarded_events -= outcome.applied + outcome.deferred + dead
+        braked = any(task.braked for task in done)
+        self._smooth = not (outcome.deferred or dead or braked or outcome.busy)
         return outcome
+
+    def _results(
+        self,
+        engine: Engine,
+        tasks: Sequence[Work],
+        guarded: bool,
+        name: JobName,
+        batch: Batch,
+        ahead: Ahead | None,
+    ) -> list[Result]:
+        """Run the tasks; while Spark has them, start the batch after them."""
+        if engine is self._inline:
+            return engine.run(tasks, guarded, name)
+        results = self._threads.submit(engine.run, tasks, guarded, name)
+        self._look_ahead(results, batch, tasks, ahead)
+        return results.result()
+
+    def _landing(self, batch: Batch) -> Flight | None:
+        """The batch as it is in flight. If another one is, it ends first."""
+        flight = self._later
+        if flight is None:
+            return None
+        if flight.batch is not batch:
+            wait([flight.results])
+            return None
+        self._later = None
+        return flight
+
+    def _land(self, flight: Flight, done: list[TaskOutcome], ahead: Ahead | None) -> Sequence[Work]:
+        """The batch in flight is in front now: wait for its end; returns the tasks that are to run again."""
+        self._look_ahead(flight.results, flight.batch, flight.tasks, ahead)
+        if flight.died:
+            self.guard()
+        finished, again = flight.ended()
+        done += finished
+        return self._with_floors(again)
+
+    def _look_ahead(
+        self,
+        results: Future[list[Result]],
+        batch: Batch,
+        tasks: Sequence[Work],
+        ahead: Ahead | None,
+    ) -> None:
+        """Start the batch after one that Spark applies, as soon as the source has it; returns when that one has ended.
+
+        The next one is to be no smaller, lest ever smaller batches go to Spark.
+        """
+        least = max(self._limit + 1, min(batch.events, self._batch_events))
+        while ahead is not None and self._is_smooth and not results.done():
+            found = ahead(least)
+            if found is not None:
+                self._start_later(found, tasks)
+                break
+            wait([results], LOOK_SECONDS)
+        wait([results])
+
+    @property
+    def _is_smooth(self) -> bool:
+        if self._later is not None or self._stopping.is_set():
+            return False
+        return self._smooth and self._guarded_events <= 0
+
+    def _start_later(self, batch: Batch, before: Sequence[Work]) -> None:
+        engine = self._spark
+        if batch.spooled or batch.events <= self._limit:
+            return
+        try:
+            planned = self._with_floors(self._planner.work(batch, engine.lanes))
+        except psycopg.Error as error:
+            # It is planned again when it is in front, as often as that takes.
+            log.debug("cannot plan ahead", extra={"batch": batch.number, "fault": describe(error)})
+            return
+        tasks = following(planned, ends(before))
+        name = JobName.of(batch, 1)
+        self._later = Flight(batch, tasks, self._threads.submit(engine.run, tasks, False, name))
+
+    def _end_later(self) -> None:
+        """Let the later batch end within the time for it; what it commits is recognised when it is delivered again."""
+        flight, self._later = self._later, None
+        if flight is not None and wait([flight.results], self._settings.shutdown_timeout).not_done:
+            self._spark.abandon(JobName.of(flight.batch, 1))
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _with_floors(self, tasks: Sequence[Work]) -> Sequence[Work]:
         if self._floors is None:
@@ -174,19 +307,22 @@ class Pipeline:
                 extra={"batch": self._in_hand, "fault": text},
             )
 
-    def _engine(self, batch: Batch) -> Engine:
-        if batch.spooled or batch.events <= self._limit:
+    def _engine(self, batch: Batch) -> tuple[Engine, str]:
+        """The engine for the batch, and why that one."""
+        if batch.spooled:
             # A spooled transaction is a file of this machine.
-            return self._inline
+            return self._inline, "spooled"
+        if batch.events <= self._limit:
+            return self._inline, "small"
         if self._limit == 0:
             while not self.session.get(timeout=0.5) and not self._stopping.is_set():
                 pass
-            return self._spark
+            return self._spark, LARGE
         if self.session.get():
-            return self._spark
+            return self._spark, LARGE
         if self._own_session:
             self.session.start()
-        return self._inline
+        return self._inline, "session not ready"
 
     def _hashtext(self, hosts: Sequence[str]) -> list[int]:
         with self._source.connection() as conn:

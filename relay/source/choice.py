@@ -45,6 +45,12 @@ class Source(Protocol):
     def batches(self, follower: Follower) -> Iterator[Batch]:
         """Batches as they come; `follower` is told how. Ends after `stop()`. Raises RelayError."""
 
+    def ahead(self, events: int) -> Batch | None:
+        """The batch after the one that `batches()` has yielded and that is in flight; `batches()` yields it next.
+
+        None where there are fewer events than asked for, it was asked for already, or something may come between.
+        """
+
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """The batch is committed."""
 
@@ -88,6 +94,7 @@ class StreamSource:
         self._connections = 0
         self._incomplete = False
         self._sight: Sight | None = None
+        self._ahead: Batch | None = None
         self._next_audit = 0.0
         self._next_reconnect = 0.0
 
@@ -134,7 +141,7 @@ class StreamSource:
         """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
         self._follower = follower
         while not self._stopping.is_set():
-            batch = self._wal.take(self._pause())
+            batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
             if batch is not None:
                 yield from self._missing()
                 self._enter("wal")
@@ -150,6 +157,20 @@ class StreamSource:
                 yield from self._missing()
                 self._enter("wal")
                 yield from self._audit()
+
+    def ahead(self, events: int) -> Batch | None:
+        """The batch of the stream after the one in flight, if it has about as many events as asked for.
+
+        None before a difference is polled or a snapshot adopted, for which nothing may be in flight.
+        """
+        if self._ahead is not None or self._mode != "wal":
+            return None
+        if self._wal.connections != self._connections or not self._wal.has_ready(events):
+            return None
+        if self._sight is not None and self._wal.flushed >= self._sight.lsn:
+            return None
+        self._ahead = self._wal.take(0.0)
+        return self._ahead
 
     def _pause(self) -> float:
         if self._mode == "poll" and self._wal.outage is not None:
@@ -190,7 +211,7 @@ class StreamSource:
             return
         try:
             self._sight = self._sight or self._poller.sight()
-            if self._wal.flushed < self._sight.lsn:
+            if self._ahead is not None or self._wal.flushed < self._sight.lsn:
                 return
             whole = self._poller.adopt(self._sight, self._polls, self._follower.adopt)
             self._wal.next_xid = self._sight.snapshot.xmax

@@ -318,6 +318,9 @@ class PollSource:
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
 
+    def ahead(self, events: int) -> Batch | None:
+        """None: what a window has depends on how far the one before was claimed."""
+
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """The batch is committed, as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)

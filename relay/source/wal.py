@@ -294,6 +294,17 @@ class WalSource:
             next_xid=self.next_xid,
         )
 
+    def has_ready(self, events: int) -> bool:
+        """Whether `take` would return about so many events at once, or as many as the limits and the buffer allow."""
+        with self._changed:
+            if self._stopping.is_set() or not self._queue:
+                return False
+            ready = sum(each.events for each in self._queue)
+            size = sum(each.held for each in self._queue)
+            full = self._buffered + self._assembler.size >= self._budget
+        # Of a buffer that is full, a small rest would make one job more.
+        return ready >= events or size >= self._limits.max_bytes or (full and 2 * ready >= events)
+
     def ack(self, batch: Batch) -> None:
         """The batch is committed: its memory is free."""
         with self._changed:

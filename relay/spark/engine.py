@@ -2,7 +2,8 @@
 
 The plan already knows every task, so a batch becomes a DataFrame with one row for each task and no shuffle:
 `mapInArrow` applies the rows where they lie. A row carries its task pickled, as Spark carries the function itself, and
-compressed: on its way through the JVM a byte is copied again and again, so the fewer of them the better.
+compressed: on its way through the JVM a byte is copied again and again, so the fewer of them the better. What Spark's
+user interface and event log can show of a task is beside it: the other columns of `TASKS`, and the name of the job.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import gc
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from pyspark.sql.types import StructType
 
-from relay.batch import Work
+from relay.batch import JobName, Task, Work
 from relay.config import Settings
+from relay.events import Lsn
 from relay.faults import Action, RelayError, TaskFault
 from relay.garbage import collect_seldom, return_arrow_blocks, return_large_blocks
 from relay.logs import quiet_libraries
@@ -30,7 +33,25 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _CODEC = "lz4"
-_SCHEMA = "task int, result binary"
+_SEPARATORS = str.maketrans({",": None, " ": "-"})
+
+TASKS = pa.schema(
+    [
+        ("task", pa.int32()),
+        ("partitions", pa.list_(pa.int32())),
+        ("first_lsn", pa.string()),
+        ("last_lsn", pa.string()),
+        ("transactions", pa.int64()),
+        ("events", pa.int64()),
+        ("bytes", pa.int64()),
+        ("work", pa.binary()),
+    ]
+)
+"""The columns of the driver's DataFrame, a row for each task.
+
+`first_lsn` and `last_lsn` are the ends of the first and the last commit, null for polled rows, which the task reads
+itself. `bytes` is the length of `work`, the pickled task.
+"""
 _ARROW_RESULT = pa.schema([("task", pa.int32()), ("result", pa.binary())])
 
 
@@ -42,26 +63,31 @@ class SparkEngine:
     def __init__(self, settings: Settings, session: Session) -> None:
         self._configuration = pickle.dumps(settings)
         self._session = session
+        self._remote = settings.spark.remote is not None
+        # As a type, not as text, which the JVM would parse for each job.
+        self._schema = StructType().add("task", "integer").add("result", "binary")
 
     @property
     def lanes(self) -> int | None:
         """How many tasks the session runs side by side."""
         return self._session.slots
 
-    def run(self, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+    def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """Apply the tasks on the executors; results are in the order of the tasks.
 
         If the job fails or the session dies, every task becomes a fault to try again: what was committed all the same
-        is recognised by the offsets.
+        is recognised by the offsets. Safe in several threads, each for a batch of its own.
         """
         session = self._session.get()
         if session is None:
             return [TaskFault(Action.RETRY, "the Spark session is being built")] * len(tasks)
         try:
             if not guarded:
-                return self._run_job(session, tasks, guarded)
+                return self._run_job(session, tasks, guarded, name)
             # A worker that dies takes the job's other tasks along, which are not to blame.
-            return [result for task in tasks for result in self._run_job(session, [task], guarded)]
+            return [
+                result for task in tasks for result in self._run_job(session, [task], guarded, name)
+            ]
         except Exception as error:
             fault = TaskFault(
                 Action.RETRY, f"the Spark job failed: {kind_and_first_line(error)}", died=True
@@ -72,13 +98,42 @@ class SparkEngine:
             # What py4j holds of the JVM is in cycles, and with it the JVM holds the whole batch.
             gc.collect(1)
 
-    def _run_job(self, session: SparkSession, tasks: Sequence[Work], guarded: bool) -> list[Result]:
+    def abandon(self, name: JobName) -> None:
+        """Let a job that is under way fail. Safe in any thread."""
+        session = self._session.get()
+        with suppress(Exception):
+            if session is None:
+                return
+            if self._remote:
+                session.interruptTag(_tag(name))
+            else:
+                session.sparkContext.cancelJobGroup(name.group)
+
+    @contextmanager
+    def _named(self, session: SparkSession, name: JobName) -> Iterator[None]:
+        """Let the jobs of this thread have a name."""
+        if self._remote:
+            # A server has no job groups for its clients; a tag may hold no comma.
+            session.addTag(_tag(name))
+            try:
+                yield
+            finally:
+                session.removeTag(_tag(name))
+            return
+        # The thread runs nothing but such jobs, and each of them sets it.
+        session.sparkContext.setJobGroup(name.group, name.description)
+        yield
+
+    def _run_job(
+        self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
+    ) -> list[Result]:
         # As Arrow batches of their own the tasks become partitions of their own.
         table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
         frame = session.createDataFrame(table)
-        rows = frame.mapInArrow(
-            partial(apply_rows, self._configuration, guarded), _SCHEMA
-        ).collect()
+        with self._named(session, name):
+            rows = frame.mapInArrow(
+                partial(apply_rows, self._configuration, guarded), self._schema
+            ).collect()
         found: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [found[number] for number in range(len(tasks))]
 
@@ -91,11 +146,25 @@ def _packed(number: int, task: Work) -> pa.RecordBatch:
     work = sink.getvalue()
     ends = pa.py_buffer(struct.pack("=ii", 0, work.size))
     column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, work])
-    return pa.record_batch({"task": pa.array([number], pa.int32()), "work": column})
+    told = [number, list(task.partitions), *_span(task), task.events, work.size]
+    columns = [pa.array([value], field.type) for value, field in zip(told, TASKS, strict=False)]
+    return pa.RecordBatch.from_arrays([*columns, column], schema=TASKS)
+
+
+def _span(task: Work) -> tuple[str | None, str | None, int]:
+    """The ends of the first and the last commit of a task, and how many transactions it has."""
+    if not isinstance(task, Task):
+        return None, None, sum(len(share.xids) for share in task.shares)
+    commits = task.transactions.facts["end_lsn"]
+    return str(Lsn(commits[0])), str(Lsn(commits[-1])), len(task.transactions)
+
+
+def _tag(name: JobName) -> str:
+    return name.group.translate(_SEPARATORS)
 
 
 def _unpacked(batch: pa.RecordBatch) -> Iterator[tuple[int, Work]]:
-    for number, work in zip(*batch.columns, strict=True):
+    for number, work in zip(batch.column("task"), batch.column("work"), strict=True):
         with pa.CompressedInputStream(work.as_buffer(), _CODEC) as stream:
             yield number.as_py(), pickle.load(stream)  # noqa: S301
 

@@ -5,8 +5,7 @@ Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files"
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ def arrow_schema() -> pa.Schema:
 def read(
     dsn: str, table: Table, portion: Portion, partitions: int, conditions: sql.Composable | None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a portion as record batches of `arrow_schema`, in order of c_offset.
+    """The rows of a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
 
     `partitions` is the modulus of the column `partition`; `conditions` leaves rows out. Raises TransientFault where the
     server does not show all of the portion yet, psycopg.Error for what passes, and RelayError where the table cannot be
@@ -91,7 +90,7 @@ def read(
         statement = _statement(table, known, portion, partitions, conditions)
         try:
             with conn.cursor() as cursor, cursor.copy(statement) as copy:
-                yield from _parsed(iter(copy))
+                yield from _parsed(copy)
         except psycopg.Error as error:
             if is_transient(error):
                 raise
@@ -148,16 +147,16 @@ def _statement(
     if conditions is not None:
         where.append(conditions)
     values = [expression(name, table.mapping[name], known) for name in FIELDS]
-    order = table.mapping["c_offset"]
+    order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
     return sql.SQL(
-        "copy (select {values}, {xid}, {host} from {table} where {where} order by {order}) to stdout (format csv)"
+        "copy (select {values}, {xid}, {host} from {table} where {where}{order}) to stdout (format csv)"
     ).format(
         values=sql.SQL(", ").join(values),
         xid=XID,
         host=host,
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
-        order=sql.Identifier(order),
+        order=order if portion.xids is None else sql.SQL(""),
     )
 
 
@@ -182,55 +181,43 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
     return name
 
 
-def _parsed(chunks: Iterator[Any]) -> Iterator[pa.RecordBatch]:
+def _parsed(rows: Iterable[Any]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     from pyarrow import csv
 
-    first = next(chunks, None)
-    if first is None:
-        return
     schema = arrow_schema()
-    times = [field.name for field in schema if pa.types.is_timestamp(field.type)]
-    plain = {field.name: pa.int64() if field.name in times else field.type for field in schema}
-    reader = csv.open_csv(
-        pa.PythonFile(_Chunks(first, chunks), mode="r"),
-        csv.ReadOptions(column_names=schema.names, block_size=_BLOCK_BYTES, use_threads=False),
-        csv.ParseOptions(newlines_in_values=True),
-        csv.ConvertOptions(
-            column_types=plain,
-            null_values=[""],
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-        ),
+    times = [pa.types.is_timestamp(kind) for kind in schema.types]
+    kinds = [pa.int64() if time else kind for time, kind in zip(times, schema.types, strict=True)]
+    convert = csv.ConvertOptions(
+        column_types=dict(zip(schema.names, kinds, strict=True)),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
     )
-    for batch in reader:
+    parse = csv.ParseOptions(newlines_in_values=True)
+    for block in _blocks(rows):
+        # One block, whatever its size: a row that lies in two blocks cannot be parsed.
+        options = csv.ReadOptions(
+            column_names=schema.names, block_size=len(block) + 1, use_threads=False
+        )
+        table = csv.read_csv(pa.BufferReader(block), options, parse, convert)
+        # A view of the same integers as times, where they are.
         columns = [
-            column.cast(field.type) if field.name in times else column
-            for column, field in zip(batch.columns, schema, strict=True)
+            column.cast(kind) if time else column
+            for column, kind, time in zip(table.columns, schema.types, times, strict=True)
         ]
-        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+        yield from pa.Table.from_arrays(columns, schema=schema).to_batches()
 
 
-class _Chunks(io.RawIOBase):
-    """The data of a COPY as a file."""
-
-    def __init__(self, first: Any, rest: Iterator[Any]) -> None:
-        self._rest = rest
-        self._buffer = bytearray(first)
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """At most so many bytes; none at the end."""
-        buffer = self._buffer
-        for chunk in self._rest:
-            buffer += chunk
-            if 0 <= size <= len(buffer):
-                break
-        if size < 0 or size >= len(buffer):
-            found, self._buffer = bytes(buffer), bytearray()
-            return found
-        found = bytes(buffer[:size])
-        del buffer[:size]
-        return found
+def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:
+    """Rows joined to blocks of at least `_BLOCK_BYTES`: the server sends each row of a COPY as a message of its own."""
+    found: list[Any] = []
+    size = 0
+    for row in rows:
+        found.append(row)
+        size += len(row)
+        if size >= _BLOCK_BYTES:
+            yield b"".join(found)
+            found, size = [], 0
+    if found:
+        yield b"".join(found)

@@ -63,6 +63,15 @@ _PROTECTION = {
     "spark.io.encryption.enabled": "true",
 }
 
+_CLASSES = (
+    "PythonSQLUtils",
+    "PythonUtils",
+    "SimplePythonFunction",
+    "org.apache.spark.sql.classic.SparkSession",
+    "org.apache.spark.sql.execution.python.UserDefinedPythonFunction",
+)
+"""The classes of the JVM that PySpark asks for by name in each job."""
+
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 
@@ -86,6 +95,7 @@ class Session:
         self._closing = Event()
         self._builder: Thread | None = None
         self._starting = Lock()
+        self._replacing = Lock()
         self._error: ConfigurationError | None = None
 
     def start(self) -> None:
@@ -108,11 +118,13 @@ class Session:
 
     def replace_if_dead(self, session: SparkSession) -> None:
         """Look whether a session has died after a failure; if so, begin to build another."""
-        if _alive(session):
-            return
-        log.warning("the Spark session died; building it again")
-        self._discard()
-        self.start()
+        with self._replacing:
+            # Of two jobs that die together, the second finds the session replaced.
+            if self._session is not session or _alive(session):
+                return
+            log.warning("the Spark session died; building it again")
+            self._discard()
+            self.start()
 
     def close(self) -> None:
         """Stop the session and its JVM."""
@@ -151,6 +163,7 @@ class Session:
         session = _open(self._settings)
         if not self._settings.remote:
             self.slots = int(session.sparkContext.defaultParallelism)
+            _remember_classes(session)
         # No batch has more tasks than there are partitions, and so no more executors need a connection.
         parts = [
             pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
@@ -206,6 +219,13 @@ def _open(spark: config.Spark) -> SparkSession:
         builder = builder.config(key, value)
     session: SparkSession = builder.getOrCreate()
     return session
+
+
+def _remember_classes(session: SparkSession) -> None:
+    """Look classes up once: a name without a package costs py4j a search of every jar each time, 8 ms a job."""
+    jvm: Any = session._jvm
+    for name in _CLASSES:
+        vars(jvm)[name] = getattr(jvm, name)
 
 
 def _classic_conf(spark: config.Spark) -> dict[str, str]:

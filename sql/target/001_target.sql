@@ -291,6 +291,20 @@ comment on table relay.brakes is
 comment on column relay.brakes.braked_at is
     'since when no more of them are dead-lettered, and the handler''s progress is stopped';
 
+create table if not exists relay.engines (
+    group_id   text        not null,
+    engine     text        not null,
+    reason     text        not null,
+    batches    bigint      not null,
+    events     bigint      not null,
+    since      timestamptz not null default now(),
+    updated_at timestamptz not null default now(),
+    primary key (group_id, engine, reason)
+);
+
+comment on table relay.engines is
+    'how many batches each engine has applied, by the reason for which it was chosen; written every few seconds';
+
 -- Business transactions that are deferred: to a time, to another attempt, or since an earlier one of the same ordering key is.
 
 create table if not exists relay.deferred (
@@ -546,7 +560,7 @@ begin
         grant select on relay.actions to relay;
         grant insert (group_id, sink, action, reason, detail) on relay.actions to relay;
         grant select, insert, update on relay.groups to relay;
-        grant select, insert, update, delete on relay.suspects, relay.brakes to relay;
+        grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines to relay;
         grant select, insert, update, delete on relay.sinks, relay.sink_commits to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.rare
 @pytest.fixture
 def connect_server(tmp_path: Path) -> Iterator[str]:
     port = free_port()
+    events = tmp_path / "events"
+    events.mkdir()
     home = Path(pyspark.__file__).parent
     environment = {
         **os.environ,
@@ -50,6 +52,10 @@ def connect_server(tmp_path: Path) -> Iterator[str]:
                 "spark.connect.grpc.binding.address=127.0.0.1",
                 "--conf",
                 "spark.ui.enabled=false",
+                *("--conf", "spark.eventLog.enabled=true"),
+                *("--conf", "spark.eventLog.compress=false"),
+                *("--conf", "spark.eventLog.rolling.enabled=false"),
+                *("--conf", f"spark.eventLog.dir={events.as_uri()}"),
             ],
             env=environment,
             stdout=log,
@@ -84,6 +90,31 @@ def test_batches_run_through_spark_connect(
     assert engines == {"spark"}
     assert outbox.value("select count(*) from projection") == 2_000
     outbox.assert_exact()
+    (log,) = (tmp_path / "events").iterdir()
+    assert "relay-batch-1" in log.read_text()
+
+
+def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server: str) -> None:
+    """In a process of its own: a session of Connect and a classic one do not share a process."""
+    outbox.fill(20)
+    program = (
+        "import sys\n"
+        "from pyspark.sql import SparkSession\n"
+        "from relay.spark import register\n"
+        "spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()\n"
+        "register(spark)\n"
+        "events = spark.read.format('outbox').option('dsn', sys.argv[2]).load()\n"
+        "print(events.select('id').distinct().count())\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, connect_server, outbox.dsn],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert found.stdout.strip() == "100", found.stderr
 
 
 def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(

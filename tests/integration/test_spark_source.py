@@ -13,8 +13,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.faults import RelayError
-from relay.snapshots import BEGINNING, Snapshot
+from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse
@@ -107,6 +106,16 @@ def test_a_batch_reads_a_range(spark: SparkSession, outbox: Outbox, ordered: str
     assert later.count() == 0
 
 
+def test_a_row_that_is_larger_than_what_is_parsed_at_once(
+    spark: SparkSession, outbox: Outbox
+) -> None:
+    outbox.publish(host(1), event(1), event(2, payload={"text": "é\n" * 2_000_000}), event(3))
+    rows = load(spark, outbox).selectExpr("length(payload) as n").collect()
+    assert sorted(row.n for row in rows) == sorted(
+        outbox.column("select length(payload::text) from outbox_message_t")
+    )
+
+
 def test_rows_from_before_relay_are_read_once(spark: SparkSession, outbox: Outbox) -> None:
     outbox.fill(10)
     outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset <= 20")
@@ -130,35 +139,6 @@ def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> N
     assert frame.count() == 1
     plan: str = frame._sc._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "extended")  # type: ignore[union-attr]
     assert "hunter2" not in plan
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"foo": "1"}, "option foo: unknown; the options are dsn"),
-        ({"partitions": "0"}, "option partitions: must be a number from 1 on, not '0'"),
-        ({"fromSnapshot": "x"}, "option fromSnapshot: must be a snapshot"),
-        ({"fromTime": "2026-01-01"}, "option fromTime: needs an offset from UTC"),
-        ({"table": "t"}, "option table: must be schema.table"),
-        ({"columns": "{"}, "option columns: is not JSON"),
-        ({"ordered": "yes"}, "option ordered: must be true or false"),
-        ({"dsn.env": "A", "dsn.file": "b"}, "option dsn.file: dsn.env is given too"),
-        (
-            {"dsn": "postgresql://u:hunter2@h:x/"},
-            "option dsn: is not a PostgreSQL connection string",
-        ),
-        (
-            {"startingPosition": "soon"},
-            "option startingPosition: must be beginning, now or a snapshot",
-        ),
-    ],
-)
-def test_a_wrong_option_is_one_line(options: dict[str, str], message: str) -> None:
-    with pytest.raises(RelayError) as raised:
-        parse(options)
-    assert str(raised.value).startswith(message)
-    assert "\n" not in str(raised.value)
-    assert "hunter2" not in str(raised.value)
 
 
 def test_a_filter_is_applied_by_the_server_where_asked(spark: SparkSession, outbox: Outbox) -> None:
@@ -326,10 +306,3 @@ def test_two_queries_follow_and_one_starts_now(
     assert written(spark, tmp_path, "new") == sorted(set(stored(outbox)) - set(old))
     readers = "select count(*) from pg_stat_activity where application_name = 'relay spark'"
     assert outbox.value(f"{readers} and datname = current_database() and state = 'active'") == 0
-
-
-def test_an_offset_is_a_snapshot() -> None:
-    from relay.spark.source import StreamReader
-
-    reader = StreamReader(parse({"dsn": "postgresql:///"}))
-    assert reader.initialOffset() == {"snapshot": str(BEGINNING)}

@@ -1,0 +1,85 @@
+"""Reads an outbox with Spark and prints how long each round took, in seconds. Runs in relay's own environment.
+
+Arguments: `jdbc`, `hosts`, `ranges` or `stream`, the DSN, the JDBC address, the number of rows, of rounds and of tasks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from typing import Any
+
+JDBC_QUERY = """
+    (select id::text, host_id::text, user_id::text, aggregate_id, aggregate_version, aggregate_type, event_type,
+            event_ts, payload::text, metadata::text, c_offset, transaction_id::text, transaction_ordinal,
+            transaction_count, deliver_at, c_xid::text::bigint as c_xid from outbox_message_t) as outbox
+"""
+JAR = "/usr/share/java/postgresql.jar"
+"""Debian's package libpostgresql-jdbc-java."""
+
+
+def main() -> None:
+    """Read the outbox again and again; nothing is done with the rows."""
+    kind, dsn, url, rows, rounds, tasks = sys.argv[1:]
+    spark = _session(tasks)
+    for _ in range(int(rounds) + 1):  # the first one warms up
+        started = time.monotonic()
+        if kind == "stream":
+            _stream(spark, dsn, tasks)
+        else:
+            frame = (
+                _jdbc(spark, url, rows, tasks)
+                if kind == "jdbc"
+                else _outbox(spark, dsn, kind, tasks)
+            )
+            frame.write.format("noop").mode("overwrite").save()
+        print(time.monotonic() - started, flush=True)
+    spark.stop()
+
+
+def _session(tasks: str) -> Any:
+    from relay.config import Spark
+    from relay.spark import register
+    from relay.spark.session import Session
+
+    conf = {"spark.jars": JAR, "spark.driver.memory": "2g"}
+    session = Session(Spark.model_validate({"master": f"local[{tasks}]", "conf": conf}))
+    session.start()
+    spark = session.get(120)
+    if spark is None:
+        raise SystemExit("no Spark session within 120 s")
+    register(spark)
+    return spark
+
+
+def _outbox(spark: Any, dsn: str, kind: str, tasks: str) -> Any:
+    ordered = "true" if kind == "hosts" else "false"
+    return spark.read.format("outbox").options(dsn=dsn, partitions=tasks, ordered=ordered).load()
+
+
+def _stream(spark: Any, dsn: str, tasks: str) -> None:
+    frame = (
+        spark.readStream.format("outbox").options(dsn=dsn, partitions=tasks, ordered="false").load()
+    )
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
+        writer = frame.writeStream.format("noop").option("checkpointLocation", folder)
+        writer.trigger(availableNow=True).start().awaitTermination()
+
+
+def _jdbc(spark: Any, url: str, rows: str, tasks: str) -> Any:
+    options = {
+        "url": url,
+        "dbtable": JDBC_QUERY,
+        "driver": "org.postgresql.Driver",
+        "partitionColumn": "c_offset",
+        "lowerBound": "1",
+        "upperBound": rows,
+        "numPartitions": tasks,
+        "fetchsize": "10000",
+    }
+    return spark.read.format("jdbc").options(**options).load()
+
+
+if __name__ == "__main__":
+    main()

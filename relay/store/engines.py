@@ -1,0 +1,49 @@
+"""Which engine has applied how many batches, and why that one: `relay.engines`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What an engine has applied since a time, of the batches that it was chosen for by one reason."""
+
+    engine: str
+    reason: str
+    batches: int
+    events: int
+    since: datetime
+
+
+def add(conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int]]) -> None:
+    """Add batches and events, by engine and reason."""
+    # In order, so that two instances do not wait for each other.
+    rows = [(group, *key, *counts[key]) for key in sorted(counts)]
+    with conn.cursor() as cursor:
+        cursor.executemany(
+            """
+            insert into relay.engines as e (group_id, engine, reason, batches, events)
+            values (%s, %s, %s, %s, %s)
+            on conflict (group_id, engine, reason) do update
+               set batches = e.batches + excluded.batches, events = e.events + excluded.events, updated_at = now()
+            """,
+            rows,
+        )
+
+
+def read(conn: Connection, group: str) -> list[Applied]:
+    """What the engines of a group have applied, by engine and reason."""
+    with conn.cursor(row_factory=class_row(Applied)) as cursor:
+        return cursor.execute(
+            "select engine, reason, batches, events, since from relay.engines where group_id = %s order by 1, 2",
+            (group,),
+        ).fetchall()

@@ -1,0 +1,125 @@
+"""Streaming queries over the outbox that are killed again and again: the files have each committed event once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from tests.outbox import Outbox, event, host, wait_until
+from tests.process import ROOT
+
+pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(600)]
+
+KILLS = 3
+
+QUERY = """
+import pathlib, sys
+from relay.config import Spark
+from relay.spark import register
+from relay.spark.session import Session
+
+dsn, folder, available = sys.argv[1:]
+session = Session(Spark.model_validate({"master": "local[2]"}))
+session.start()
+spark = session.get(120)
+register(spark)
+trigger = {"availableNow": True} if available == "yes" else {"processingTime": "100 milliseconds"}
+query = (
+    spark.readStream.format("outbox").options(dsn=dsn, partitions="2", maxEventsPerTrigger="300").load()
+    .writeStream.format("parquet").option("checkpointLocation", folder + "/checkpoint")
+    .option("path", folder + "/events").trigger(**trigger).start()
+)
+query.awaitTermination()
+# Spark's own log of the folder tells which files a killed query has left.
+found = spark.read.parquet(folder + "/events").select("id").collect()
+pathlib.Path(folder, "ids").write_text("".join(row.id + "\\n" for row in found))
+session.close()
+"""
+
+
+@contextmanager
+def streaming(
+    outbox: Outbox, folder: Path, available: str = "no"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A query in a process group of its own, killed at the end with its JVM."""
+    with (folder / "query.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", QUERY, outbox.dsn, str(folder), available],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@contextmanager
+def publishing(outbox: Outbox) -> Iterator[None]:
+    """Transactions all the time: committed, with savepoints, and rolled back."""
+    stop = Event()
+
+    def publish() -> None:
+        number = 0
+        with psycopg.connect(outbox.dsn) as conn:
+            while not stop.wait(0.01):
+                number += 1
+                for part in range(2):
+                    with conn.transaction(force_rollback=number % 7 == 0 and part == 1):
+                        conn.execute(
+                            "select relay.publish(%s, null, %s)",
+                            (host(number % 9), Jsonb([event(number), event(number)])),
+                        )
+                if number % 5 == 0:
+                    conn.rollback()
+                else:
+                    conn.commit()
+
+    thread = Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def committed_batches(folder: Path) -> int:
+    found = folder / "events" / "_spark_metadata"
+    return sum(each.name.isdecimal() for each in found.iterdir()) if found.exists() else 0
+
+
+def test_each_event_is_written_once_with_the_query_killed(outbox: Outbox, tmp_path: Path) -> None:
+    """Beside a publisher, and a transaction that stays open from before the first query to after the last kill."""
+    with psycopg.connect(outbox.dsn) as open_long, publishing(outbox):
+        open_long.execute("select relay.publish(%s, null, %s)", (host(99), Jsonb([event(1)])))
+        for _ in range(KILLS):
+            before = committed_batches(tmp_path)
+            with streaming(outbox, tmp_path) as query:
+                wait_until(
+                    lambda: committed_batches(tmp_path) > before + 1 or query.poll() is not None,  # noqa: B023
+                    120,
+                )
+                assert query.poll() is None, (tmp_path / "query.log").read_text()
+        open_long.commit()
+    with streaming(outbox, tmp_path, available="yes") as last:
+        assert last.wait(120) == 0, (tmp_path / "query.log").read_text()
+    found = (tmp_path / "ids").read_text().split()
+    stored = outbox.column("select id::text from outbox_message_t")
+    assert sorted(found) == sorted(stored)
+    assert len(stored) > 100

@@ -1,0 +1,96 @@
+"""The options of format("outbox"), and cutting a snapshot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relay.faults import ConfigurationError
+from relay.snapshots import BEGINNING, Snapshot
+from relay.source.differences import Difference, up_to
+from relay.spark.options import parse
+from relay.spark.planning import by_host
+from relay.spark.source import SCHEMA, StreamReader
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"foo": "1"}, "option foo: unknown; the options are dsn"),
+        ({"partitions": "0"}, "option partitions: must be a number from 1 on, not '0'"),
+        ({"fromSnapshot": "x"}, "option fromSnapshot: must be a snapshot"),
+        ({"fromTime": "2026-01-01"}, "option fromTime: needs an offset from UTC"),
+        ({"toTime": "noon"}, "option toTime: must be a time such as"),
+        ({"fromOffset": "1.5"}, "option fromOffset: must be a c_offset"),
+        ({"table": "t"}, "option table: must be schema.table"),
+        ({"columns": "{"}, "option columns: is not JSON"),
+        ({"columns": '{"body": "x"}'}, "option columns: 'body' is not a field of an event"),
+        ({"ordered": "yes"}, "option ordered: must be true or false"),
+        ({"dsn.env": "A", "dsn.file": "b"}, "option dsn.file: dsn.env is given too"),
+        ({"dsn.env": "NO_SUCH"}, "option dsn: the environment has no variable NO_SUCH"),
+        (
+            {"dsn": "postgresql://u:hunter2@h:x/"},
+            "option dsn: is not a PostgreSQL connection string",
+        ),
+        (
+            {"startingPosition": "soon"},
+            "option startingPosition: must be beginning, now or a snapshot",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse(options)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_names_are_case_insensitive() -> None:
+    options = parse({"MAXEVENTSPERTRIGGER": "7", "startingposition": "now", "pushfilters": "TRUE"})
+    assert (options.max_events, options.starting, options.push_filters) == (7, None, True)
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "hunter2" not in repr(parse({"dsn": "postgresql://u:hunter2@h/d"}))
+
+
+def test_a_stream_begins_at_the_beginning() -> None:
+    reader = StreamReader(parse({"dsn": "postgresql:///"}))
+    assert reader.initialOffset() == {"snapshot": str(BEGINNING)}
+
+
+def test_the_schema_is_typed() -> None:
+    kinds = {field.name: field.dataType.simpleString() for field in SCHEMA}
+    assert kinds["id"] == kinds["payload"] == "string"
+    assert kinds["event_ts"] == "timestamp"
+    assert kinds["c_offset"] == kinds["c_xid"] == "bigint"
+    assert kinds["partition"] == "int"
+
+
+def test_hosts_are_divided_among_tasks() -> None:
+    between = Difference(BEGINNING, Snapshot(9, 9))
+    assert [portion.hosts for portion in by_host(between, 3)] == [(3, 0), (3, 1), (3, 2)]
+    assert [portion.hosts for portion in by_host(between, 1)] == [None]
+
+
+snapshots = st.builds(
+    lambda xmin, open_: Snapshot(
+        min([xmin, *open_]), max([xmin, *(each + 1 for each in open_)]), tuple(sorted(open_))
+    ),
+    st.integers(3, 60),
+    st.sets(st.integers(3, 60), max_size=6),
+)
+
+
+@given(snapshots, st.integers(3, 70))
+def test_a_cut_snapshot_sees_what_the_whole_one_does_below_the_xid(
+    whole: Snapshot, xid: int
+) -> None:
+    cut = up_to(whole, xid)
+    xids = np.arange(1, 80)
+    assert (cut.sees(xids) == (whole.sees(xids) & (xids < xid))).all()
+    assert whole.covers(cut)
+    assert Snapshot.parse(str(cut)) == cut
