@@ -15,6 +15,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -156,14 +157,14 @@ class SparkHandler(SinkHandler):
             return {"partition_by": [], **value}
         return value
 
-    @model_validator(mode="after")
-    def _columns(self) -> SparkHandler:
-        for name in self.partition_by:
-            if name not in SPARK_COLUMNS and not self.changes_columns:
-                raise ValueError(
-                    f"partition_by: {name!r} is no column: one of {', '.join(SPARK_COLUMNS)}"
-                )
-        return self
+    @field_validator("partition_by")
+    @classmethod
+    def _columns(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        changes = info.data.get("sql") is not None or info.data.get("transform") is not None
+        for name in value:
+            if name not in SPARK_COLUMNS and not changes:
+                raise ValueError(f"{name!r} is no column: one of {', '.join(SPARK_COLUMNS)}")
+        return value
 
     @model_validator(mode="after")
     def _one_place(self) -> SparkHandler:

@@ -91,6 +91,8 @@ def initialise(
                 f"source.dsn or target.dsn: {first_line(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
                 "nothing was changed, since publishers wait meanwhile: run `relay init` again when it has ended"
             ) from None
+        except psycopg.errors.RestrictViolation as error:
+            raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
         except psycopg.errors.WrongObjectType as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of its own"

@@ -156,7 +156,7 @@ class SparkWorker:
         if not state.paused:
             batch = self._begun(state) or self._begin(state)
         if batch is not None:
-            self._write(state, batch)
+            self._write(batch)
         else:
             self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
@@ -211,8 +211,15 @@ class SparkWorker:
                 data=replays.packed(conn, self._settings, waiting.due, each.host_buckets),
             )
         layout = each.partition_by, each.host_buckets
+        before = state.position
+        # What is written tells the source's server how far it must be, should it be replaced by another one.
+        reading = replace(
+            before,
+            following=before.following or contents.after,
+            delivered_lsn=max(before.delivered_lsn, contents.lsn),
+        )
         with conn.transaction():
-            if self._claim.is_paused(state.epoch) is None:
+            if self._claim.store(reading, state.epoch, (), LAGGING) is None:
                 raise Moved
             spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
         return spark_batches.begun(conn, group, self._name)
@@ -273,7 +280,7 @@ class SparkWorker:
 
     # Writing it
 
-    def _write(self, state: State, batch: Begun) -> None:
+    def _write(self, batch: Begun) -> None:
         session = self._ready_session()
         each = self._handler.model_copy(
             update={"partition_by": batch.partition_by, "host_buckets": batch.host_buckets}
@@ -292,7 +299,7 @@ class SparkWorker:
         finally:
             # What py4j holds of the JVM is in cycles.
             gc.collect(1)
-        self._finish(state, batch)
+        self._finish(batch)
 
     @contextmanager
     def _frame(self, session: SparkSession, batch: Begun) -> Iterator[DataFrame]:
@@ -308,6 +315,12 @@ class SparkWorker:
             self._name,
             batch,
         )
+        if self._settings.spark.remote is None:
+            # This thread runs no other jobs.
+            session.sparkContext.setJobGroup(
+                f"relay sink {self._name}",
+                f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
+            )
         query, transform = self._handler.sql, self._transform
         # A Connect server resolves the view only when the frame is written.
         with _view if query else nullcontext():
@@ -330,8 +343,11 @@ class SparkWorker:
             session = self._session.get(timeout=0.5)
         return session
 
-    def _finish(self, state: State, batch: Begun) -> None:
+    def _finish(self, batch: Begun) -> None:
         """Move the position past a batch that is written. Raises Moved and psycopg.Error."""
+        state = self._load()
+        if state.epoch != batch.epoch:
+            raise Moved
         conn, group = self._claim.conn, self._settings.group
         taken = batch.contents.deferred
         with conn.transaction():

@@ -227,6 +227,14 @@ def follow(
         """,
         {"group": group},
     )
+    # A batch that Spark writes has the same rows there: it is not given up, as it is when somebody moves the sink.
+    conn.execute(
+        """
+        update relay.spark_batches as b set epoch = s.epoch from relay.sinks as s
+         where b.group_id = %s and (s.group_id, s.sink) = (b.group_id, b.sink) and b.epoch = s.epoch - 1
+        """,
+        (group,),
+    )
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """

@@ -23,8 +23,8 @@ FORMER = {
     "target/001_target.sql": frozenset(
         {
             "87ce9101aca2e55bb42f8f8dc6c10d38d8409f002a3b564841e12d79581a5f3c",  # without sinks
-            # without engines, and with events staged for Spark
-            "e243868044c55fefb4d1685a5a5c20ed03a53cd7cf7bb784294e053fc09cd79c",
+            "e243868044c55fefb4d1685a5a5c20ed03a53cd7cf7bb784294e053fc09cd79c",  # without engines
+            "f2d834851d17834e4e6237e7ab01da4c864305fc95476fbac1101856e27b666c",  # events staged for Spark
         }
     )
 }

@@ -445,7 +445,7 @@ do $$
 begin
     if to_regclass('relay.spark_portions') is not null then
         if exists (select from relay.spark_portions) then
-            raise exception using errcode = 'object_not_in_prerequisite_state',
+            raise exception using errcode = 'restrict_violation',
                 message = 'events are staged for Spark in relay.spark_events, which only the former edition of relay writes: '
                           'let it run until `relay status` shows none, then run `relay init` again';
         end if;

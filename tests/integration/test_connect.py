@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import pyarrow.dataset
 import pyspark
 import pytest
 
@@ -115,6 +116,35 @@ def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server
         cwd=ROOT,
     )
     assert found.stdout.strip() == "100", found.stderr
+
+
+def test_a_sink_is_written_through_spark_connect(
+    outbox: Outbox, tmp_path: Path, connect_server: str
+) -> None:
+    sink = {"type": "spark", "every": 0.2, "partition_by": ["kind"]}
+    handlers = {
+        "lake": {
+            **sink,
+            "path": str(tmp_path / "lake"),
+            "sql": "select id, event_type as kind from events",
+        },
+        "names": {**sink, "path": str(tmp_path / "names"), "partition_by": ["date"]},
+    }
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers=handlers,
+        routes=[{"handlers": ["lake", "names"]}],
+        spark={"remote": connect_server},
+    )
+    outbox.fill(400)
+    with running(config) as service:
+        for name in handlers:
+            outbox.wait_delivered(name, 120)
+        assert service.terminate() == 0
+    ids = sorted(outbox.column("select id::text from outbox_message_t"))
+    for name in handlers:
+        found = pyarrow.dataset.dataset(tmp_path / name, format="parquet", partitioning="hive")
+        assert sorted(found.to_table()["id"].to_pylist()) == ids
 
 
 def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(

@@ -647,6 +647,31 @@ FORMER = """
 """
 
 
+STAGED = """
+    drop table relay.spark_batches;
+    create sequence relay.spark_batches;
+    create table relay.spark_portions (id bigint, events bigint);
+    create table relay.spark_events (portion bigint);
+    insert into relay.spark_portions values (1, 7);
+"""
+
+
+def test_events_that_are_staged_for_spark_are_not_dropped(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.conn.execute(STAGED.encode())
+    outbox.conn.execute(
+        "update relay.migrations set digest = %s where name = 'target/001_target.sql'",
+        (max(migrations.FORMER["target/001_target.sql"]),),
+    )
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    told = command(config, "init", status=2)
+    assert "target.dsn: events are staged for Spark" in told
+    assert outbox.value("select events from relay.spark_portions") == 7
+    outbox.conn.execute("delete from relay.spark_portions")
+    assert initialise(outbox.settings()) == ["schema file target/001_target.sql"]
+    assert outbox.value("select to_regclass('relay.spark_events')") is None
+    assert outbox.value("select count(*) from relay.spark_batches") == 0
+
+
 @pytest.mark.parametrize("by", ["init", "psql"])
 def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) -> None:
     settings = outbox.settings()

@@ -20,7 +20,7 @@ from relay.replay import DeadLetters
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
-from relay.store import spark_batches
+from relay.store import groups, spark_batches
 from relay.store.connections import pin_text_form
 from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -391,12 +391,12 @@ def test_a_writer_that_comes_too_late_changes_nothing(
     spark = session.get()
     assert spark is not None
     with late._frame(spark, batch) as frame:
-        late._write(late._load(), batch)
+        late._write(batch)
         assert_each_once(outbox, path)
         identity = BatchId(batch.application, batch.number, batch.id)
         writer("lake", settings.spark_handlers["lake"]).write(frame, identity)
         with pytest.raises(Moved):
-            late._finish(late._load(), batch)
+            late._finish(batch)
     late._disconnect()
     assert assert_each_once(outbox, path).num_rows == 2
 
@@ -561,6 +561,46 @@ def test_a_batch_that_was_begun_keeps_its_layout(
     )
     assert set(found["host_bucket"].to_pylist()) == set(buckets)
     assert max(buckets) >= 4
+
+
+def test_a_source_that_is_replaced_gives_up_no_batch(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """Its standby has the rows of the batch too, and part of them may be written."""
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings(**lake(tmp_path / "lake", every=3_600)), session)
+    sink = worker(outbox.settings(**lake(tmp_path / "lake", every=0.001)), session)
+    batch = begin(sink)
+    former = groups.origin(outbox.conn, "default")
+    assert former.polled >= batch.contents.lsn
+    assert former.identifier is not None
+    with outbox.conn.transaction():
+        groups.follow(outbox.conn, "default", former.identifier, 2, "1 0/1 history", reset=False)
+    again = sink._begun(sink._load())
+    assert again is not None
+    assert (again.id, again.epoch) == (batch.id, batch.epoch + 1)
+    sink._write(again)
+    sink._disconnect()
+    assert assert_each_once(outbox, tmp_path / "lake").num_rows == 1
+
+
+def test_rows_from_before_there_was_c_xid_are_written_once(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    written.clear()
+    for number in range(5):
+        outbox.publish(host(number), event(1))
+    outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset <= 3")
+    config = lake(tmp_path, callable=REMEMBER, max_events=2, start="beginning")
+    # The group itself begins after them.
+    outbox.conn.execute("delete from relay.sinks")
+    with relayed(outbox, "inline", session, **config):
+        wait_until(lambda: sum(len(ids) for _, ids in written) >= 5)
+        written_all(outbox)
+    ids = sorted(each for _, ids in written for each in ids)
+    assert ids == sorted(outbox.column("select id::text from outbox_message_t"))
+    # They are not divided: all of them come first.
+    assert [len(ids) for _, ids in written] == [3, 2]
 
 
 def test_what_dead_attempts_left_is_removed_after_a_week(

@@ -378,6 +378,10 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: spark, callable: shop}", "callable: must be module:function"),
         ("{type: spark, path: a, partition_by: [day]}", "partition_by: 'day' is no column"),
         ("{type: spark, path: a, every: 0}", "every: "),
+        ("{type: spark, path: a, sql: ''}", "sql: "),
+        ("{type: spark, path: a, transform: shop}", "transform: must be module:function"),
+        ("{type: spark, path: a, start: then}", "start: "),
+        ("{type: spark, path: a, timeout: 1}", "timeout: unknown key"),
         ("{type: redis, topic: t}", "url: is required"),
         ("{type: redis, topic: t, url: 'http://h'}", "url: must be an address such as redis://"),
         ("{type: redis, topic: t, url: 'redis://h:x'}", "url: has a port that is not"),
@@ -541,6 +545,21 @@ def test_settings_do_not_show_their_passwords(read: Load) -> None:
     assert settings.source_dsn == settings.target_dsn == dsn
     for shown in (repr(settings), str(settings), settings.model_dump_json(), repr(settings.source)):
         assert SECRET not in shown
+
+
+def test_a_spark_sink_may_write_other_columns(read: Load) -> None:
+    text = "handlers: {h: {type: spark, path: a, sql: 'select 1 as one from events'%s}}"
+    assert read(text % "").spark_handlers["h"].partition_by == []
+    assert read(text % ", partition_by: [one]").spark_handlers["h"].partition_by == ["one"]
+    plain = read("handlers: {h: {type: spark, path: a}}").spark_handlers["h"]
+    assert plain.partition_by == ["date", "host_bucket"]
+    assert plain.target == "parquet path a"
+
+
+def test_spark_cannot_read_the_wal_alone(refused: Refused) -> None:
+    (line,) = refused("{source: {mode: wal}, handlers: {h: {type: spark, path: a}}}")
+    assert "handlers.h.type: spark reads the outbox as a table" in line
+    assert line.endswith("set the mode to auto")
 
 
 def test_the_configuration_of_spark_may_be_secret(
