@@ -1,7 +1,7 @@
 """Writes events to a Delta table and prints how long each round took, in seconds. Runs in relay's own environment.
 
-Arguments: `relay` (the writer of `type: spark`, on Spark) or `deltalake` (`write_deltalake` of the same Arrow data, in this
-process), the Parquet file with the events, the number of rounds.
+Arguments: `relay` (the writer of `type: spark`, on Spark) or `deltalake` (`write_deltalake` of the same Arrow data, in
+this process), the Parquet file with the events, the number of rounds.
 """
 
 from __future__ import annotations
