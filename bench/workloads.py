@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import live, memory, outage
+from bench import delta, live, memory, outage
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
 from bench.outbox import Backlog, Outbox
@@ -492,6 +492,27 @@ def spark_read(plan: Plan) -> Iterator[Workload]:
     yield Workload("spark-read", f"{events:,} rows, two tasks", rows)
 
 
+def delta_table(plan: Plan) -> Iterator[Workload]:
+    """Events that are in memory into a new Delta table."""
+    outbox = Outbox(plan.cluster, "delta")
+    outbox.publish(10_000 if plan.quick else 100_000)
+    file = plan.folder / "events.parquet"
+    events = delta.export(outbox, file)
+    against = "deltalake.write_deltalake"
+    kinds = {against: "deltalake", "relay on Spark, two tasks": "relay"}
+
+    def row(name: str, kind: str) -> Contender:
+        return Contender(
+            name,
+            lambda: delta.write(kind, file, events),
+            plan.often(expensive=True),
+            against,
+        )
+
+    rows = [row(name, kind) for name, kind in kinds.items()]
+    yield Workload("delta", f"{events:,} events", rows)
+
+
 WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "drain-noop": drain_noop,
     "drain-apply": drain_apply,
@@ -501,6 +522,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "scale": scale,
     "publish": publish,
     "spark-read": spark_read,
+    "delta": delta_table,
     "sinks-http": sinks_http,
     "sinks-redis": sinks_redis,
     "sinks-nats": sinks_nats,
@@ -519,6 +541,6 @@ LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))
 QUICK = tuple(
     name
     for name in WORKLOADS
-    if name not in ("scale", "spark-read", *LONG) and not name.startswith("sinks-")
+    if name not in ("scale", "spark-read", "delta", *LONG) and not name.startswith("sinks-")
 )
 """What a quick run takes where none is named: each row of `scale` starts a Spark session."""

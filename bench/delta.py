@@ -1,0 +1,45 @@
+"""A Delta table: the writer of Spark sinks beside deltalake's own, on the same Arrow data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from bench.environment import ROOT
+from bench.outbox import Outbox
+from bench.results import Measurement
+from relay.snapshots import BEGINNING
+from relay.source.differences import Difference
+from relay.source.server import sight
+from relay.spark.options import parse
+from relay.spark.reading import Portion, read
+
+TIMEOUT_SECONDS = 600.0
+
+
+def export(outbox: Outbox, file: Path) -> int:
+    """Write all events of an outbox to a Parquet file; returns how many."""
+    options = parse({"dsn": outbox.dsn})
+    portion = Portion(Difference(BEGINNING, sight(outbox.conn).snapshot))
+    table = pa.Table.from_batches(read(outbox.dsn, options.table, portion, 8, None))
+    pyarrow.parquet.write_table(table, file)
+    return int(table.num_rows)
+
+
+def write(kind: str, file: Path, events: int) -> Measurement:
+    """Events a second of the second round of `relay` or `deltalake`, in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "bench.workers.delta_writer", kind, str(file), "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=True,
+    )
+    return {"events/s": events / float(found.stdout.split()[-1])}
