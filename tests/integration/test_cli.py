@@ -196,12 +196,18 @@ def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox
         """
         insert into relay.deferred (group_id, keys, holds, handler, retry_at, hosts, columns, commit_lsn, end_lsn,
                                     commit_ts, xid, first_offset, last_offset, events, size)
-        values ('default', '{}', true, 'shop', '2999-01-01', '{}', '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
+        values ('default', '{}', true, 'shop', '2999-01-01', '{}', '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1);
+        insert into relay.deferred (group_id, sink, keys, holds, handler, retry_at, hosts, columns, commit_lsn,
+                                    end_lsn, commit_ts, xid, first_offset, last_offset, events, size)
+        values ('default', 'lake', '{}', true, 'lake', '2999-01-01', '{}', '{}', '0/0', '0/0', 0, 0, 1, 1, 1, 1)
         """
     )
     found = relay("check", "--config", str(config), "--json")
     assert found.returncode == 2
     texts = {each["text"]: each["level"] for each in json.loads(found.stdout)}
+    (stranded,) = [text for text in texts if text.startswith("handlers.lake: there is no such")]
+    assert "1 transactions are deferred for it" in stranded
+    assert texts[stranded] == "error"
     (deferred,) = [text for text in texts if text.startswith("handlers.shop: there is no such")]
     assert "1 deferred transactions" in deferred
     assert texts[deferred] == "warning"

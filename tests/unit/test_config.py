@@ -556,7 +556,7 @@ def test_a_spark_sink_may_write_other_columns(read: Load) -> None:
     assert plain.target == "parquet path a"
 
 
-def test_spark_cannot_read_the_wal_alone(refused: Refused) -> None:
+def test_spark_cannot_read_the_wal_alone() -> None:
     (line,) = refused("{source: {mode: wal}, handlers: {h: {type: spark, path: a}}}")
     assert "handlers.h.type: spark reads the outbox as a table" in line
     assert line.endswith("set the mode to auto")
