@@ -6,7 +6,9 @@ import logging
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -74,16 +76,15 @@ _CLASSES = (
 
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
+_COUNT_SECONDS = 1.0
+"""How often the slots are counted, at most."""
 
 
 class Session:
     """The one Spark session of this process.
 
-    It starts in the background, so that batches do not wait for the JVM. `slots` is how many tasks it runs side by
-    side, where it tells: a Spark Connect server does not.
+    It starts in the background, so that batches do not wait for the JVM.
     """
-
-    slots: int | None = None
 
     def __init__(self, settings: config.Spark, tasks: config.Settings | None = None) -> None:
         """`tasks` is the configuration whose tasks the executors are made ready for."""
@@ -91,12 +92,31 @@ class Session:
         self._configuration = pickle.dumps(tasks) if tasks else b""
         self._connecting = tasks.partitions if tasks else 0
         self._session: SparkSession | None = None
+        self._slots: int | None = None
+        self._counted = 0.0
         self._settled = Event()
         self._closing = Event()
         self._builder: Thread | None = None
         self._starting = Lock()
         self._replacing = Lock()
         self._error: ConfigurationError | None = None
+
+    @property
+    def slots(self) -> int | None:
+        """How many tasks it runs side by side, as of a second ago. A Spark Connect server does not tell.
+
+        Where executors come and go by need, one task more, lest a batch fits into those that are there for ever.
+        """
+        session = self._session
+        if session is None or self._settings.remote:
+            return self._slots
+        now = time.monotonic()
+        if now - self._counted >= _COUNT_SECONDS:
+            self._counted = now
+            # A session that dies meanwhile is found dead by its next job.
+            with suppress(Exception):
+                self._slots = _slots(session)
+        return self._slots
 
     def start(self) -> None:
         """Begin to build the session unless it is there or under way; returns at once."""
@@ -162,12 +182,12 @@ class Session:
         _clear_remains()
         session = _open(self._settings)
         if not self._settings.remote:
-            self.slots = int(session.sparkContext.defaultParallelism)
+            self._slots = _slots(session)
             _remember_classes(session)
         # No batch has more tasks than there are partitions, and so no more executors need a connection.
         parts = [
             pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
-            for number in range(self.slots or 1)
+            for number in range(self._slots or 1)
         ]
         rows = session.createDataFrame(pa.Table.from_batches(parts))
         # Jobs before the first batch find executors that lack relay, start the Python workers and warm the JVM.
@@ -219,6 +239,18 @@ def _open(spark: config.Spark) -> SparkSession:
         builder = builder.config(key, value)
     session: SparkSession = builder.getOrCreate()
     return session
+
+
+def _slots(session: SparkSession) -> int:
+    context = session.sparkContext
+    slots = int(context.defaultParallelism)
+    conf = context.getConf()
+    if conf.get("spark.dynamicAllocation.enabled") != "true":
+        return slots
+    cores = int(conf.get("spark.executor.cores") or 1)
+    most = conf.get("spark.dynamicAllocation.maxExecutors")
+    more = slots + cores
+    return more if most is None else min(more, int(most) * cores)
 
 
 def _remember_classes(session: SparkSession) -> None:

@@ -1,0 +1,170 @@
+"""A Spark cluster whose parts die, freeze, come and go while relay works on it: each event once, in order.
+
+Each test is a row of the table of docs/spark.md, "What happens when things die".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.test_faults import progress
+from tests.integration.test_spark_handler import assert_each_once, lake, written_all
+from tests.outbox import Outbox, wait_until
+from tests.process import Running, running
+from tests.spark_cluster import StandaloneCluster, frozen
+
+pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
+
+CHANCE = random.Random(16)
+TRANSACTIONS = 4_000
+EVENTS = 5 * TRANSACTIONS
+DYNAMIC = {
+    "spark__dynamicAllocation__enabled": "true",
+    "spark__dynamicAllocation__minExecutors": "1",
+    "spark__dynamicAllocation__maxExecutors": "3",
+    "spark__dynamicAllocation__executorIdleTimeout": "2s",
+    "spark__dynamicAllocation__schedulerBacklogTimeout": "200ms",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneCluster]:
+    with StandaloneCluster(tmp_path_factory.mktemp("cluster"), 3) as found:
+        yield found
+
+
+@dataclass
+class Scene:
+    """A relay that works on a cluster, and what happens to them."""
+
+    outbox: Outbox
+    cluster: StandaloneCluster
+    config: Path
+    relays: ExitStack
+    service: Running = field(init=False)
+
+    def start(self) -> None:
+        """Start relay, and wait until it has applied something."""
+        self.service = self.relays.enter_context(running(self.config))
+        self.wait_applied(1)
+
+    def wait_applied(self, events: int) -> None:
+        """Wait until so many events more are applied than now."""
+        goal = progress(self.outbox) + events
+        ends = self.service.process.poll
+        wait_until(lambda: progress(self.outbox) >= goal or ends() is not None, 240)
+        assert ends() is None, self.service.log.read_text()[-4_000:]
+
+    def executor(self) -> psutil.Process:
+        """One of the executors."""
+        wait_until(lambda: bool(self.cluster.executors()), 120)
+        return CHANCE.choice(self.cluster.executors())
+
+
+def executor_killed(scene: Scene) -> None:
+    for _ in range(3):
+        scene.executor().kill()
+        scene.wait_applied(EVENTS // 10)
+
+
+def worker_killed(scene: Scene) -> None:
+    worker = CHANCE.choice(scene.cluster.workers)
+    worker.kill()
+    scene.wait_applied(EVENTS // 10)
+    worker.start()
+
+
+def master_restarted(scene: Scene) -> None:
+    scene.cluster.master.kill()
+    scene.wait_applied(EVENTS // 10)
+    scene.cluster.master.start()
+    scene.executor().kill()
+    scene.wait_applied(EVENTS // 10)
+
+
+def driver_killed(scene: Scene) -> None:
+    for _ in range(2):
+        scene.service.kill()
+        scene.start()
+
+
+def executor_frozen(scene: Scene) -> None:
+    with frozen(scene.executor()):
+        # With a speculative copy Spark goes on without it, but for what waits for its locks.
+        scene.service.process.poll()
+        wait_until(lambda: _waits_or_works(scene), 60)
+
+
+def executors_come_and_go(scene: Scene) -> None:
+    scene.outbox.wait_handled(240)
+    wait_until(lambda: len(scene.cluster.executors()) == 1, 120, 0.2)
+    scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
+    wait_until(lambda: len(scene.cluster.executors()) > 1, 120, 0.1)
+
+
+def _waits_or_works(scene: Scene) -> bool:
+    """Whether somebody waits for a lock of the frozen one's, or work goes on all the same."""
+    before = progress(scene.outbox)
+    waiting = scene.outbox.value(
+        "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+    )
+    return bool(waiting) or progress(scene.outbox) > before + 1_000
+
+
+FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
+    "executor killed": (executor_killed, {}),
+    "executor killed, one failure allowed": (executor_killed, {"spark__task__maxFailures": "1"}),
+    "worker killed": (worker_killed, {}),
+    "master restarted": (master_restarted, {}),
+    "driver killed": (driver_killed, {}),
+    "executor frozen": (
+        executor_frozen,
+        {
+            "spark__speculation": "true",
+            "spark__speculation__interval": "100ms",
+            "spark__speculation__quantile": "0.5",
+            "spark__speculation__minTaskRuntime": "100ms",
+        },
+    ),
+    "dynamic allocation": (executors_come_and_go, DYNAMIC),
+}
+
+
+@pytest.mark.parametrize("mode", ["drain", "catch-up"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_exact_on_a_cluster(
+    outbox: Outbox, cluster: StandaloneCluster, tmp_path: Path, fault: str, mode: str
+) -> None:
+    """Beside the target a Spark sink writes files, from the beginning."""
+    happens, conf = FAULTS[fault]
+    outbox.watch_positions()
+    outbox.fill(TRANSACTIONS, events=5, hosts=64)
+    path = tmp_path / "lake"
+    config = lake(path, start="beginning", max_events=4_000, host_buckets=2)
+    if mode == "catch-up":
+        config["source"] = outbox.config()["source"] | {"mode": "poll"}
+    file = outbox.config_file(
+        tmp_path / "relay.yaml",
+        **config,
+        batch={"inline_max_events": 0, "max_events": 500},
+        poll={"batch_size": 500},
+        spark=cluster.conf(**conf),
+    )
+    with ExitStack() as relays:
+        scene = Scene(outbox, cluster, file, relays)
+        scene.start()
+        happens(scene)
+        outbox.wait_handled(240)
+        written_all(outbox)
+        assert scene.service.terminate() == 0
+    outbox.assert_exact()
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+    assert outbox.positions_moved_back() == 0
+    assert_each_once(outbox, path)

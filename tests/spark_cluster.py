@@ -1,0 +1,178 @@
+"""A standalone Spark cluster of processes on this machine, whose parts can be killed, frozen and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pyspark
+
+from relay.embedded import free_port
+from relay.spark.java import java_home
+from tests.outbox import wait_until
+from tests.process import ROOT
+
+SECRET = "s3cret-of-the-cluster"
+PROTECTED = {
+    "spark.authenticate": "true",
+    "spark.authenticate.secret": SECRET,
+    "spark.network.crypto.enabled": "true",
+}
+EXECUTOR = "CoarseGrainedExecutorBackend"
+
+
+class Daemon:
+    """A master or a worker. It is ready when its log says `says` once more."""
+
+    def __init__(self, name: str, command: list[str], log: Path, says: str) -> None:
+        self.name = name
+        self._command = command
+        self._log = log
+        self._says = says
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        begun = self._said()
+        home = Path(pyspark.__file__).parent
+        environment = {
+            "JAVA_HOME": str(java_home()),
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_DAEMON_MEMORY": "256m",
+            "PYSPARK_PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+        }
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(home / "bin" / "spark-class"), *self._command],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        wait_until(lambda: self._said() > begun or not self.runs, 120)
+        assert self.runs, self._log.read_text()[-4_000:]
+
+    def _said(self) -> int:
+        return self._log.read_text().count(self._says) if self._log.exists() else 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL; a worker's executors find out by themselves."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(30)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not end it."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class StandaloneCluster:
+    """A master that remembers its applications, and workers of one core each."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder = folder
+        port = free_port()
+        self.url = f"spark://127.0.0.1:{port}"
+        conf = folder / "spark.conf"
+        recovery = {
+            "spark.deploy.recoveryMode": "FILESYSTEM",
+            "spark.deploy.recoveryDirectory": str(folder / "recovery"),
+            "spark.worker.cleanup.enabled": "false",
+        }
+        conf.write_text(
+            "".join(f"{key} {value}\n" for key, value in (PROTECTED | recovery).items())
+        )
+        options = ["--properties-file", str(conf), "--webui-port", "0", "--host", "127.0.0.1"]
+        self.master = Daemon(
+            "master",
+            ["org.apache.spark.deploy.master.Master", *options, "--port", str(port)],
+            folder / "master.log",
+            "I have been elected leader",
+        )
+        self.workers = [
+            Daemon(
+                f"worker-{number}",
+                [
+                    *("org.apache.spark.deploy.worker.Worker", *options, "--cores", "1"),
+                    *("--memory", "1g", "--work-dir", str(folder / f"work-{number}"), self.url),
+                ],
+                folder / f"worker-{number}.log",
+                "Successfully registered with master",
+            )
+            for number in range(workers)
+        ]
+
+    def __enter__(self) -> Self:
+        for daemon in (self.master, *self.workers):
+            daemon.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in (*self.workers, self.master):
+            daemon.stop()
+        for each in self.executors():
+            each.kill()
+
+    def conf(self, **more: str) -> dict[str, Any]:
+        """The configuration `spark:` of a relay on this cluster; `__` in a name stands for a dot."""
+        return {
+            "master": self.url,
+            "conf": {
+                "spark.authenticate.secret": SECRET,
+                "spark.driver.host": "127.0.0.1",
+                "spark.driver.memory": "512m",
+                "spark.executor.memory": "512m",
+                "spark.executor.cores": "1",
+                **{name.replace("__", "."): value for name, value in more.items()},
+            },
+        }
+
+    def executors(self) -> list[psutil.Process]:
+        """The JVMs of the executors that run now."""
+        folder = str(self._folder)
+        return [
+            each
+            for each in psutil.process_iter(["cmdline", "cwd", "status"])
+            if EXECUTOR in " ".join(each.info["cmdline"] or ())
+            and str(each.info["cwd"]).startswith(folder)
+            and each.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+
+
+@contextmanager
+def frozen(process: psutil.Process) -> Iterator[None]:
+    """A process and its children, stopped by SIGSTOP."""
+    family = [process, *process.children(recursive=True)]
+    _signal(family, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(family, signal.SIGCONT)
+
+
+def _signal(family: list[psutil.Process], number: signal.Signals) -> None:
+    for each in family:
+        try:
+            each.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
