@@ -19,6 +19,7 @@ import psycopg
 
 from relay import handlers
 from relay.config import Settings
+from relay.event_registry import registered
 from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead, judge
 from relay.faults import (
     Action,
@@ -36,6 +37,7 @@ from relay.pipeline.routed import Parts, Routing
 from relay.pipeline.waiting import Waiting
 from relay.store import suspects
 from relay.transactions import Routed, Transactions
+from relay.upcasting import Upcasting
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class Handling:
         self._routing = routing
         self._waiting = waiting
         self._connections = connections
-        self._inside = handlers.build(settings.handlers)
+        self._inside = handlers.build(settings.handlers, Upcasting(registered(settings.events)))
         self._defers = {
             name: each.retry
             for name, each in settings.handlers.items()

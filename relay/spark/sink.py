@@ -72,7 +72,9 @@ class SparkWorker:
         self._handler: SparkHandler = settings.spark_handlers[name]
         self._table = Table(settings.source.table_name, settings.source.mapping)
         self._transform = (
-            load(name, self._handler.transform, "transform") if self._handler.transform else None
+            load(f"handlers.{name}.transform", self._handler.transform)
+            if self._handler.transform
+            else None
         )
         writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
