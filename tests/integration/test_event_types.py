@@ -219,7 +219,7 @@ def test_a_replay_after_the_registry_was_mended_applies_what_was_published(
         assert all("in need_environment" in text for text in exceptions)
         with running(config, FACTOR="3"):
             relay("dlq", "replay", "--config", str(config), "--all", "--yes")
-            wait_until(lambda: outbox.value(dead) == 0)
+            wait_until(lambda: outbox.value("select count(*) from projection") == 1)
             wait_until(lambda: len(webhook.requests) == 1)
         assert webhook.requests[0].event["data"] == {"amount": 15}
     assert outbox.column("select amount from projection") == [15]
@@ -296,3 +296,21 @@ def test_relay_does_not_start_with_event_types_that_are_not_there(
     result = relay("run", "--config", str(config))
     assert result.returncode == 2
     assert "relay: events: importing 'tests.nowhere' failed" in result.stderr
+
+
+def test_a_transient_fault_of_an_upcaster_is_retried_for_a_statement(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    events = {"file.named": {"upcast": {1: "tests.event_types:need_file"}}}
+    file = tmp_path / "there"
+    named = event(1, "file.named", payload={"file": str(file), "amount": 1})
+    outbox.publish(host(1), named)
+    outbox.publish(host(1), event(2))
+    projection = {"type": "sql", "statement": APPEND}
+    with relaying(outbox.settings(**overrides(events, projection=projection))) as service:
+        wait_until(lambda: "TransientFault" in str(service.status()))
+        assert not outbox.column("select 1 from projection")
+        file.touch()
+        outbox.wait_handled()
+    outbox.assert_exact()
+    assert not outbox.column("select 1 from relay.dead_letter_queue")
