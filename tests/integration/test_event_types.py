@@ -299,7 +299,7 @@ def test_relay_does_not_start_with_event_types_that_are_not_there(
 
 
 def test_a_transient_fault_of_an_upcaster_is_retried_for_a_statement(
-    outbox: Outbox, tmp_path: Path
+    outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = {"file.named": {"upcast": {1: "tests.event_types:need_file"}}}
     file = tmp_path / "there"
@@ -307,8 +307,8 @@ def test_a_transient_fault_of_an_upcaster_is_retried_for_a_statement(
     outbox.publish(host(1), named)
     outbox.publish(host(1), event(2))
     projection = {"type": "sql", "statement": APPEND}
-    with relaying(outbox.settings(**overrides(events, projection=projection))) as service:
-        wait_until(lambda: "TransientFault" in str(service.status()))
+    with relaying(outbox.settings(**overrides(events, projection=projection))):
+        wait_until(lambda: any("TransientFault" in str(vars(each)) for each in caplog.records))
         assert not outbox.column("select 1 from projection")
         file.touch()
         outbox.wait_handled()
