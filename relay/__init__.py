@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relay.event_types import EventTypes as EventTypes
+    from relay.event_types.registry import EventTypes as EventTypes
 
 __version__ = "0.1.0"
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`EventTypes`, which needs pydantic, is imported when it is asked for."""
     if name == "EventTypes":
-        from relay.event_types import EventTypes
+        from relay.event_types.registry import EventTypes
 
         return EventTypes
     raise AttributeError(f"module 'relay' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,9 @@ def schema_export(
         if folder is not None:
             write(found, folder)
         print(json.dumps({each.event_type: each.document for each in found}, indent=2))
+        return
+    if not found:
+        print("no event type has a model", file=sys.stderr)
         return
     paths = write(found, folder or Path("schemas"))
     rows = [(each.event_type, each.version, path) for each, path in zip(found, paths, strict=True)]

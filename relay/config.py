@@ -28,7 +28,7 @@ from pydantic_settings import (
 
 from relay import environment
 from relay.dsn import check_dsn
-from relay.event_settings import REGISTRY, TYPES, EventsSettings
+from relay.event_types.settings import REGISTRY, TYPES, EventsSettings
 from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler

@@ -16,7 +16,7 @@ import psycopg
 from relay import handlers
 from relay.config import Settings
 from relay.effects import Effects
-from relay.event_registry import registered
+from relay.event_types.loading import registered
 from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.handlers import Sink

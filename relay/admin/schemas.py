@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from pydantic import PydanticUserError
 
-from relay.event_registry import registered
-from relay.event_settings import EventsSettings
-from relay.event_types import EventType
+from relay.event_types.loading import registered
+from relay.event_types.registry import EventType
+from relay.event_types.settings import EventsSettings
 from relay.faults import ConfigurationError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -32,7 +32,8 @@ class Schema:
     @property
     def file(self) -> str:
         """The name of its file: that of the type, percent-encoded where a file's name cannot have it."""
-        return f"{quote(self.event_type, safe=' ').lstrip('.')}.json"
+        name = quote(self.event_type, safe=" ")
+        return f"%2E{name[1:]}.json" if name.startswith(".") else f"{name}.json"
 
     @property
     def text(self) -> str:

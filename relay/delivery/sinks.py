@@ -19,7 +19,8 @@ from relay.config import Settings
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.session import Junction
 from relay.delivery.worker import Worker
-from relay.event_registry import registered
+from relay.event_types.loading import registered
+from relay.event_types.upcasting import Upcasting
 from relay.events import Lsn
 from relay.faults import RelayError
 from relay.pipeline.routed import Routing
@@ -30,7 +31,6 @@ from relay.spark.sink import SparkWorker
 from relay.store import sinks, snapshots
 from relay.store.connections import connect
 from relay.transactions import Routed
-from relay.upcasting import Upcasting
 
 log = logging.getLogger(__name__)
 

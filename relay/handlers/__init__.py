@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import psycopg
 
+from relay.event_types.upcasting import Upcasting
 from relay.events import Transaction
 from relay.faults import ConfigurationError
 from relay.handler_settings import (
@@ -21,7 +22,6 @@ from relay.handler_settings import (
 )
 from relay.handler_settings import Handler as Configured
 from relay.transactions import Routed
-from relay.upcasting import Upcasting
 
 Connection = psycopg.Connection[Any]
 

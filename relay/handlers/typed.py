@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from relay.event_types.upcasting import Upcasting
 from relay.events import COMMIT_FIELDS, Decoder, Event, Events, Row, Transaction
 from relay.handlers import Connection, Handler, Sink
 from relay.transactions import ColumnDecoder, Routed, Rows, Values
-from relay.upcasting import Upcasting
 
 _CHANGED = ("payload", "metadata")
 _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)

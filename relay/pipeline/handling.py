@@ -19,7 +19,8 @@ import psycopg
 
 from relay import handlers
 from relay.config import Settings
-from relay.event_registry import registered
+from relay.event_types.loading import registered
+from relay.event_types.upcasting import Upcasting
 from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead, judge
 from relay.faults import (
     Action,
@@ -37,7 +38,6 @@ from relay.pipeline.routed import Parts, Routing
 from relay.pipeline.waiting import Waiting
 from relay.store import suspects
 from relay.transactions import Routed, Transactions
-from relay.upcasting import Upcasting
 
 log = logging.getLogger(__name__)
 

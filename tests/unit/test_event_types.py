@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 import relay
-from relay import exact_json
 from relay.config import Settings, load
-from relay.event_registry import registered
-from relay.event_types import EventType
+from relay.event_types import exact_json
+from relay.event_types.loading import registered
+from relay.event_types.registry import EventType
+from relay.event_types.upcasting import Upcasting
 from relay.events import Event
 from relay.faults import (
     Action,
@@ -29,7 +30,6 @@ from relay.faults import (
     describe,
     exception_text,
 )
-from relay.upcasting import Upcasting
 from tests.event_types import EVENTS, OrderPlaced, registry
 from tests.sinks import made
 
@@ -323,6 +323,8 @@ def test_a_registry_refuses_what_is_there_twice() -> None:
         types.model("a")
     with pytest.raises(ValueError, match="a: there is an upcaster from version 1 already"):
         types.upcast("a", from_version=1)
+    with pytest.raises(ValueError, match="a: 0 is no version: count from 1"):
+        types.upcast("a", from_version=0)
     with pytest.raises(ValueError, match="'host_id' is no path into payload or metadata"):
         relay.EventTypes(version_from="host_id")
 

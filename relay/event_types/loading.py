@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from relay.event_settings import EventsSettings, EventTypeSettings
-from relay.event_types import EventType, EventTypes
+from relay.event_types.registry import EventType, EventTypes
+from relay.event_types.settings import EventsSettings, EventTypeSettings
 from relay.faults import ConfigurationError
 from relay.handlers.imports import find, load
 

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, PydanticUserError, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
-from relay import exact_json
-from relay.event_types import EventType
+from relay.event_types import exact_json
+from relay.event_types.registry import EventType
 from relay.events import Event, Row, TypedEvent
 from relay.faults import Action, InvalidEvent, action_for
 from relay.paths import dig, safe_key

@@ -7,7 +7,6 @@ back as 0.1. Here a number that a float cannot repeat is a float that remembers 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from json.encoder import encode_basestring
 from math import isfinite
 from typing import Any, Self
@@ -16,6 +15,9 @@ from relay.paths import safe_key
 
 _LONG_NUMBER = 4_000
 """Digits; Python itself refuses to convert an integer of more than 4,300."""
+
+
+_CONSTANTS = {None: "null", True: "true", False: "false"}
 
 
 class Number(float):
@@ -40,9 +42,12 @@ def _integer(text: str) -> int | float:
     return int(text) if len(text) < _LONG_NUMBER else Number(text)
 
 
+_DECODER = json.JSONDecoder(parse_float=_float, parse_int=_integer)
+
+
 def loads(text: str) -> Any:
     """Read JSON. Raises ValueError, and RecursionError where it is nested too deeply."""
-    return json.loads(text, parse_float=_float, parse_int=_integer)
+    return _DECODER.decode(text)
 
 
 def dumps(value: Any, name: str) -> str:
@@ -51,48 +56,68 @@ def dumps(value: Any, name: str) -> str:
     Raises ValueError, which names the field below `name` and no value, for what JSON or UTF-8 does not have, and
     RecursionError where it is nested too deeply.
     """
-    text = "".join(_pieces(value, name))
+    pieces: list[str] = []
     try:
+        _write(value, pieces)
+        text = "".join(pieces)
         text.encode()
+    except _NotJson as error:
+        raise ValueError(f"{'.'.join((name, *reversed(error.path)))}: {error}") from None
     except UnicodeEncodeError:
         raise ValueError(f"{name}: half of a surrogate pair is no text") from None
     return text
 
 
-def _pieces(value: Any, name: str) -> Iterator[str]:
-    if value is None or isinstance(value, bool):
-        yield {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, str):
-        yield encode_basestring(value)
-    elif isinstance(value, Number):
-        yield value.text
+class _NotJson(ValueError):
+    """Something that JSON does not have; `path` leads to it from the innermost step on."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
+
+
+def _write(value: Any, pieces: list[str]) -> None:
+    if isinstance(value, str):
+        pieces.append(encode_basestring(value))
+    elif value is None or isinstance(value, bool):
+        pieces.append(_CONSTANTS[value])
     elif isinstance(value, int):
-        yield int.__repr__(value)
-    elif isinstance(value, float) and isfinite(value):
-        yield float.__repr__(value)
+        pieces.append(int.__repr__(value))
     elif isinstance(value, dict):
-        yield from _object(value, name)
+        _write_object(value, pieces)
     elif isinstance(value, list | tuple):
-        yield from _array(value, name)
+        _write_array(value, pieces)
+    elif isinstance(value, Number):
+        pieces.append(value.text)
+    elif isinstance(value, float) and isfinite(value):
+        pieces.append(float.__repr__(value))
     else:
-        raise ValueError(f"{name}: JSON has no {type(value).__name__} such as this")
+        raise _NotJson(f"JSON has no {type(value).__name__} such as this")
 
 
-def _object(value: dict[Any, Any], name: str) -> Iterator[str]:
+def _write_object(value: dict[Any, Any], pieces: list[str]) -> None:
     before = "{"
     for key, item in value.items():
         if not isinstance(key, str):
-            raise ValueError(f"{name}: a key of an object must be a str, not {type(key).__name__}")
-        yield f"{before}{encode_basestring(key)}: "
-        yield from _pieces(item, f"{name}.{safe_key(key)}")
+            raise _NotJson(f"a key of an object must be a str, not {type(key).__name__}")
+        pieces += before, encode_basestring(key), ": "
+        try:
+            _write(item, pieces)
+        except _NotJson as error:
+            error.path.append(safe_key(key))
+            raise
         before = ", "
-    yield "}" if value else "{}"
+    pieces.append("}" if value else "{}")
 
 
-def _array(value: list[Any] | tuple[Any, ...], name: str) -> Iterator[str]:
+def _write_array(value: list[Any] | tuple[Any, ...], pieces: list[str]) -> None:
     before = "["
     for index, item in enumerate(value):
-        yield before
-        yield from _pieces(item, f"{name}.{index}")
+        pieces.append(before)
+        try:
+            _write(item, pieces)
+        except _NotJson as error:
+            error.path.append(str(index))
+            raise
         before = ", "
-    yield "]" if value else "[]"
+    pieces.append("]" if value else "[]")

@@ -41,7 +41,7 @@ class EventType:
     @property
     def current(self) -> int:
         """The current version."""
-        return self.version or max(self.upcasters, default=0) + 1
+        return max(self.upcasters, default=0) + 1 if self.version is None else self.version
 
     @property
     def oldest(self) -> int:
@@ -75,6 +75,11 @@ def check_version_from(path: str) -> str:
     return path
 
 
+def _check_version(event_type: str, version: int) -> None:
+    if version < 1:
+        raise ValueError(f"{event_type}: {version} is no version: count from 1")
+
+
 class EventTypes:
     """A registry of event types, filled by decorators.
 
@@ -100,6 +105,7 @@ class EventTypes:
         self, event_type: str, version: int = 1, *, version_from: str | None = None
     ) -> Callable[[ModelT], ModelT]:
         """Declare the model of an event type's current version. Raises ValueError if the type has one already."""
+        _check_version(event_type, version)
         known = self._known(event_type)
         if known.model is not None:
             raise ValueError(f"{event_type}: there is a model already: {known.model.__qualname__}")
@@ -116,6 +122,7 @@ class EventTypes:
 
     def upcast(self, event_type: str, from_version: int) -> Callable[[UpcasterT], UpcasterT]:
         """Declare the upcaster from a version to the next one. Raises ValueError if that version has one already."""
+        _check_version(event_type, from_version)
         if from_version in self._known(event_type).upcasters:
             raise ValueError(
                 f"{event_type}: there is an upcaster from version {from_version} already"

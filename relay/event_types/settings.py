@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
-from relay.event_types import VERSION_FROM, check_version_from
+from relay.event_types.registry import VERSION_FROM, check_version_from
 from relay.sections import Number, Section
 
 
