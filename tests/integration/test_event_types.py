@@ -314,3 +314,16 @@ def test_a_transient_fault_of_an_upcaster_is_retried_for_a_statement(
         outbox.wait_handled()
     outbox.assert_exact()
     assert not outbox.column("select 1 from relay.dead_letter_queue")
+
+
+def test_both_engines_refuse_the_same(outbox: Outbox, engine: str, session: Session | None) -> None:
+    for given, _ in INVALID:
+        outbox.publish(host(1), event(7), event(1, **given))
+    outbox.publish(host(2), event(8))
+    projection = {"type": "sql", "statement": APPEND}
+    outbox.drain(outbox.settings(engine, **overrides(projection=projection)), session)
+    assert outbox.column("select amount from projection") == [8]
+    outbox.assert_exact()
+    found = outbox.column("select exception from relay.dead_letter_queue order by c_offset")
+    assert len(found) == 2 * len(INVALID)
+    assert all(words in text for (_, words), text in zip(INVALID, found[::2], strict=True))
