@@ -54,6 +54,8 @@ class EventType:
         model: Any = self.model
         if model is not None and not (isinstance(model, type) and issubclass(model, BaseModel)):
             yield f"{key}.model: is no pydantic model: name a class that derives from pydantic.BaseModel"
+        elif model is not None and model.model_rebuild(raise_errors=False) is False:
+            yield f"{key}.model: {model.__qualname__} refers to a type that is not defined: define or import it"
         for version in sorted(self.upcasters):
             if not 1 <= version < self.current:
                 yield (

@@ -25,8 +25,10 @@ _MESSAGES = {
     "value_error": _REFUSED,
     "assertion_error": _REFUSED,
     "union_tag_invalid": "Input should have one of the expected tags",
+    "bytes_invalid_encoding": "Input should be encoded validly",
+    "timezone_offset": "Input should have the expected timezone offset",
 }
-"""In the place of pydantic's messages that quote the value."""
+"""Used instead of pydantic's messages that quote the value."""
 
 
 class _Typed:
@@ -77,7 +79,8 @@ class _Typed:
             try:
                 payload = upcaster(payload)
             except (Exception, SystemExit) as error:
-                raise _blamed(error, where) from error
+                _raise_unless_blamed(error)
+                raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
             if payload is None:
                 raise InvalidEvent(
                     f"{where}: returned None: return the payload of the next version"
@@ -97,7 +100,9 @@ class _Typed:
         except ValidationError as error:
             raise InvalidEvent(_told(error, self._keys)) from None
         except (Exception, SystemExit) as error:
-            raise _blamed(error, f"model ({_name(model)})") from error
+            _raise_unless_blamed(error)
+            where = f"model ({_name(model)})"
+            raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
 
 
 class Upcasting:
@@ -159,11 +164,10 @@ def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
     return document
 
 
-def _blamed(error: BaseException, where: str) -> BaseException:
-    """What to raise for a fault of the user's code: a fault that the event is not to blame for stays what it is."""
+def _raise_unless_blamed(error: BaseException) -> None:
+    """Raise a fault of the user's code that the event is not to blame for, as it is."""
     if isinstance(error, Exception) and action_for(error) is not Action.DEAD_LETTER:
-        return error
-    return InvalidEvent(f"{where}: raised {type(error).__name__}")
+        raise error
 
 
 def _name(found: Any) -> str:
@@ -182,14 +186,16 @@ def _told(error: ValidationError, keys: frozenset[str]) -> str:
 
 def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> str:
     """The path of a field. A key that the model does not name may be a value: `*` stands for it."""
+    extra: list[str] = []
+    if kind == "extra_forbidden":
+        *location, key = location
+        extra = [safe_key(str(key))]
     parts = [
         str(part) if isinstance(part, int) or part in keys else "*"
         for part in location
         if isinstance(part, int) or "[" not in part  # a validator's own step
     ]
-    if kind == "extra_forbidden":
-        parts[-1] = safe_key(str(location[-1]))
-    return ".".join(("payload", *parts))
+    return ".".join(("payload", *parts, *extra))
 
 
 def _message(fault: ErrorDetails) -> str:

@@ -196,7 +196,7 @@ class Cash(BaseModel):
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", val_json_bytes="hex")
 
     count: int = 1
     prices: dict[str, int] = {}
@@ -205,6 +205,7 @@ class Strict(BaseModel):
     custom: str = ""
     lines: list[Card] = []
     named: Annotated[int, Field(alias="theName")] = 1
+    coded: bytes = b""
 
     @field_validator("checked")
     @classmethod
@@ -235,6 +236,8 @@ class Strict(BaseModel):
         ({"theName": "SECRET"}, "payload.theName: Input should be a valid integer"),
         ({"coupon": "SECRET"}, "payload.coupon: Extra inputs are not permitted"),
         ({"a SECRET": 1}, "payload.*: Extra inputs are not permitted"),
+        ({"SECRET[0]": 1}, "payload.*: Extra inputs are not permitted"),
+        ({"coded": "SECRET!"}, "payload.coded: Input should be encoded validly"),
         ("SECRET", "payload: Input should be an object"),
         (None, "payload: Input should be an object"),
     ],
@@ -280,6 +283,7 @@ def test_a_fault_that_the_event_is_not_to_blame_for_stays_what_it_is(error: Exce
     with pytest.raises(type(error)) as raised:
         upcasting(found).current(order({}))
     assert raised.value is error
+    assert error.__cause__ is None
     with pytest.raises(ConnectionError):
         upcasting(EventType("order.placed", model=Strict)).current(order({"custom": "outage"}))
 
@@ -370,3 +374,22 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str)
 def test_the_environment_names_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAY_EVENTS", "shop.events:registry")
     assert load(None).events == "shop.events:registry"
+
+
+class Unfinished(BaseModel):
+    thing: Missing  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_model_with_an_unknown_type_is_a_problem() -> None:
+    (problem,) = EventType("a", model=Unfinished).problems()
+    assert problem.startswith("events.a.model: Unfinished refers to a type that is not defined")
+
+
+def test_a_fault_that_wraps_an_outage_stays_one() -> None:
+    def upcaster(_: Any) -> Any:
+        raise RuntimeError("no answer") from ConnectionError()
+
+    found = EventType("order.placed", upcasters={1: upcaster})
+    with pytest.raises(RuntimeError) as raised:
+        upcasting(found).current(order({}))
+    assert action_for(raised.value) is Action.RETRY
