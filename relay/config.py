@@ -483,7 +483,9 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
 
 
 # Members of unions that pydantic adds to the place of a fault, but that no user wrote.
-_INVISIBLE = frozenset({*KINDS, "function-before", "str", "int", "float", "bool"})
+_INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
+_KIND_DEPTH = 2
+"""Where pydantic names the kind of a handler: (handlers, its name, its kind, …)."""
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -498,7 +500,9 @@ def _key(location: tuple[int | str, ...]) -> str:
     kept = [
         part
         for depth, part in enumerate(parts)
-        if not (depth >= 2 and part in _INVISIBLE) and "[" not in part
+        if not (depth == _KIND_DEPTH and part in KINDS)
+        and not (depth >= 2 and part in _INVISIBLE)
+        and "[" not in part
     ]
     return ".".join(kept)
 
