@@ -139,6 +139,18 @@ def begin(
     )
 
 
+def lay_out(
+    conn: Connection, group: str, sink: str, batch: str, partition_by: Sequence[str]
+) -> None:
+    """Give a batch of which nothing is at its destination another partitioning. Raises psycopg.Error."""
+    conn.execute(
+        """
+        update relay.spark_batches set partition_by = %s where group_id = %s and sink = %s and batch = %s::uuid
+        """,
+        (list(partition_by), group, sink, batch),
+    )
+
+
 def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
     """A batch is written, or given up; returns whether it was still begun. Raises psycopg.Error."""
     ended = conn.execute(

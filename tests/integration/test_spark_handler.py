@@ -563,6 +563,100 @@ def test_a_batch_that_was_begun_keeps_its_layout(
     assert max(buckets) >= 4
 
 
+def test_what_an_attempt_left_in_other_partitions_of_a_table_is_replaced(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """Another table of the query has changed since the attempt; the catalog does not remove the table's files."""
+    spark = session.get()
+    assert spark is not None
+    names, table = f"names_{outbox.slot}", f"lake_{outbox.slot}"
+    spark.sql(f"create table {names} as select 1L as version, 'a' as name").collect()
+    config = lake(
+        tmp_path,
+        table=table,
+        every=0.001,
+        options={"path": str(tmp_path / "table")},
+        sql=f"select id, date, name from events join {names} on version = aggregate_version",
+        partition_by=["date", "name"],
+    )
+    outbox.publish(
+        host(1), *(event(n, aggregate_version=n, event_ts="infinity") for n in range(1, 4))
+    )
+    spark.sql(
+        rf"insert into {names} values (2L, 'it''s {{a}} \\\\ %s `b` \"c\"/='), (3L, null)"
+    ).collect()
+    try:
+        write_and_die(outbox, session, config)
+        former = spark.table(table).select("name").distinct().count()
+        spark.sql(f"insert overwrite {names} values (1L, 'b'), (2L, 'b'), (3L, 'b')").collect()
+        with relayed(outbox, "inline", session, **config):
+            written_all(outbox)
+        rows = spark.table(table).collect()
+    finally:
+        spark.sql(f"drop table if exists {names}")
+        spark.sql(f"drop table if exists {table}")
+    assert former == 3
+    assert [row.name for row in rows] == ["b"] * 3
+    assert spark.read.parquet(str(tmp_path / "table")).count() == 3
+
+
+def test_what_an_attempt_with_another_query_left_is_replaced(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    outbox.publish(host(1), event(1))
+    query = "select id, upper(event_type) as event_type from events"
+    former = lake(path, every=0.001, sql=query, partition_by=["event_type"])
+    write_and_die(outbox, session, former)
+    with relayed(outbox, "inline", session, **lake(path, partition_by=["event_type"])):
+        written_all(outbox)
+    assert assert_each_once(outbox, path)["event_type"].to_pylist() == ["order.placed"]
+
+
+@pytest.mark.parametrize("kind", ["path", "table"])
+def test_a_wrong_partition_column_can_be_corrected_while_a_batch_is_begun(
+    outbox: Outbox,
+    session: Session,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    spark = session.get()
+    assert spark is not None
+    table = f"lake_{outbox.slot}"
+    place = {"table": table} if kind == "table" else {}
+    query = "select id, event_type as kind from events"
+    outbox.publish(host(1), event(1))
+    try:
+        wrong = lake(tmp_path / "lake", sql=query, partition_by=["kin"], **place)
+        with relayed(outbox, "inline", session, **wrong):
+            wait_until(lambda: "partition_by: the batch has no column kin" in str(_faults(caplog)))
+        caplog.clear()
+        right = lake(tmp_path / "lake", sql=query, partition_by=["kind"], **place)
+        with relayed(outbox, "inline", session, **right):
+            written_all(outbox)
+        assert not _faults(caplog)
+        found = spark.table(table) if place else spark.read.parquet(str(tmp_path / "lake"))
+        assert [row.kind for row in found.collect()] == ["order.placed"]
+    finally:
+        spark.sql(f"drop table if exists {table}")
+
+
+def write_and_die(outbox: Outbox, session: Session, config: dict[str, Any]) -> None:
+    """Write a batch and die before the position moves."""
+    patient = {"lake": {**config["handlers"]["lake"], "every": 3_600}}
+    handlers = {**config["handlers"], **patient}
+    outbox.drain(outbox.settings(**{**config, "handlers": handlers}), session)
+    sink = worker(outbox.settings(**config), session)
+    batch = begin(sink)
+    spark = session.get()
+    assert spark is not None
+    with sink._frame(spark, batch) as frame:
+        identity = BatchId(batch.application, batch.number, batch.id)
+        writer("lake", sink._handler).write(frame, identity)
+    sink._disconnect()
+
+
 def test_a_source_that_is_replaced_gives_up_no_batch(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
