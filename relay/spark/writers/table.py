@@ -36,8 +36,11 @@ class Table:
         session = frame.sparkSession
         if not session.catalog.tableExists(self._table):
             key = f"handlers.{self._name}"
-            require_partition_columns(key, self._settings.partition_by, frame.columns)
             by = [*self._settings.partition_by, BATCH_COLUMN]
+            # Spark takes a name in any case.
+            known = {name.lower() for name in frame.columns}
+            unknown = [name for name in by if name.lower() not in known]
+            require_partition_columns(key, unknown, frame.columns)
             empty = frame.limit(0).write
             empty.saveAsTable(self._table, self._settings.format, "ignore", by, **self._options)
         self._require_partitions(session)
