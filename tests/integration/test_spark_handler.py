@@ -712,6 +712,52 @@ def test_what_dead_attempts_left_is_removed_after_a_week(
     assert new.exists()
 
 
+@pytest.mark.rare
+@pytest.mark.xfail(
+    strict=True, reason="a batch of the former target is forgotten, so it is written again"
+)
+def test_a_target_that_is_changed_and_changed_back_has_each_event_once(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """Relay died between writing to the first target and moving the position; the second is a slip of the pen."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    outbox.publish(host(1), event(1))
+    write_and_die(outbox, session, lake(first, every=0.001))
+    second.write_text("no folder")
+    with relayed(outbox, "inline", session, **lake(second)):
+        wait_until(lambda: outbox.value("select right(target, 1) from relay.spark_batches") == "b")
+    with relayed(outbox, "inline", session, **lake(first)):
+        written_all(outbox)
+    assert_each_once(outbox, first)
+
+
+@pytest.mark.rare
+@pytest.mark.xfail(
+    strict=True, reason="a replay does not know that the sink has read the transaction since"
+)
+def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """The target has dead-lettered it before the sink came to it; then a route was added."""
+    config = lake(tmp_path / "lake", every=3_600)
+    config["routes"] = [{"match": {"event_type": "order.*"}, "handlers": ["projection", "lake"]}]
+    outbox.publish(host(1), event(1, "stock.moved"))
+    with relayed(outbox, "inline", session, **config):
+        outbox.wait_handled()
+    settings = outbox.settings(**lake(tmp_path / "lake"))
+    with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
+        written_all(outbox)
+        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+            pin_text_form(conn)
+            letters = DeadLetters(settings, conn)
+            letters.replay(letters.find(Filter()), None)
+        wait_until(
+            lambda: outbox.value("select count(*) from relay.spark_batches where number = 2") == 1
+        )
+        written_all(outbox)
+    assert_each_once(outbox, tmp_path / "lake")
+
+
 @pytest.mark.chaos
 @pytest.mark.rare
 @pytest.mark.timeout(900)
