@@ -25,6 +25,7 @@ from relay.cli_options import (
     warn,
     with_options,
 )
+from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
+app.add_typer(schema, name="schema")
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )

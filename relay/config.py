@@ -28,6 +28,7 @@ from pydantic_settings import (
 
 from relay import environment
 from relay.dsn import check_dsn
+from relay.event_types.settings import REGISTRY, TYPES, EventsSettings
 from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
@@ -244,6 +245,7 @@ class Settings(BaseSettings):
     batch: BatchLimits = Field(default_factory=BatchLimits)
     spark: Spark = Field(default_factory=Spark)
     handlers: dict[str, Handler] = Field(default_factory=dict)
+    events: EventsSettings = Field(default_factory=dict)
     routes: list[Route] = Field(default_factory=list)
     sinks: Sinks = Field(default_factory=Sinks)
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
@@ -463,11 +465,12 @@ _NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
 
 def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
-        key = _key(fault["loc"])
-        place = "environment" if file is None or _in_environment(fault["loc"]) else str(file)
+        location = _location(fault["loc"])
+        key = _key(location)
+        place = "environment" if file is None or _in_environment(location) else str(file)
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = _unknown(fault["loc"])
+            message = _unknown(location)
         elif fault["type"] == "missing":
             message = "is required"
         elif fault["type"] in _NO_MAPPING:
@@ -483,6 +486,13 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
 _INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
 _KIND_DEPTH = 2
 """Where pydantic names the kind of a handler: (handlers, its name, its kind, …)."""
+
+
+def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where the fault is in the file, without the form of `events` that pydantic takes it for."""
+    if len(location) > 1 and location[0] == "events" and location[1] in (TYPES, REGISTRY):
+        return (location[0], *location[2:])
+    return location
 
 
 def _key(location: tuple[int | str, ...]) -> str:

@@ -49,6 +49,11 @@ class Effects:
             given = handler.model_dump(exclude=_LEFT_OUT, exclude_defaults=True)
             for key, value in given.items():
                 found[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
+        if isinstance(settings.events, str):
+            found["events"] = settings.events
+        else:
+            for name, each in settings.events.items():
+                found[f"events.{name}"] = each.model_dump(exclude_defaults=True)
         for position, route in enumerate(settings.routes):
             found[f"routes.{position}"] = route.model_dump(by_alias=True, exclude_defaults=True)
         return cls({key: _shown(value) for key, value in found.items() if not _omitted(value)})

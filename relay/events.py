@@ -154,6 +154,13 @@ class Event:
             )
         )
 
+    def with_texts(self, texts: Mapping[str, str | None]) -> Row:
+        """The event's row with the texts of some fields replaced."""
+        row = list(self.row)
+        for name, text in texts.items():
+            row[_INDEX[name]] = text
+        return tuple(row)
+
     def _uuid(self, name: str) -> UUID | None:
         value = self.text(name)
         return None if value is None else UUID(value)
@@ -261,6 +268,11 @@ class Event:
         """The source's transaction id."""
         return self._int("xid")
 
+    @property
+    def model(self) -> Any:
+        """The payload as an object of the type's pydantic model; None where the configuration's `events` has none."""
+        return None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Event) and self.row == other.row
 
@@ -270,6 +282,21 @@ class Event:
     def __repr__(self) -> str:
         # Never the payload: an event may end up in a log or in a traceback.
         return f"Event(id={self.text('id')}, event_type={self.text('event_type')!r}, c_offset={self.text('c_offset')})"
+
+
+class TypedEvent(Event):
+    """An event in the current version of its type."""
+
+    __slots__ = ("_model",)
+
+    def __init__(self, row: Row, model: Any) -> None:
+        super().__init__(row)
+        self._model = model
+
+    @property
+    def model(self) -> Any:
+        """The payload as an object of the type's pydantic model; None where the configuration's `events` has none."""
+        return self._model
 
 
 class Tuples(Protocol):

@@ -88,6 +88,13 @@ class Undecodable(Exception):
     """An event holds bytes that its source's encoding does not have."""
 
 
+class InvalidEvent(Exception):
+    """An event is not what `events:` of the configuration says of its type.
+
+    What it says is safe in a log: it names fields, and no value. Its cause is what an upcaster raised.
+    """
+
+
 class NotReceived(Exception):
     """An event of the transaction is too large to be received. What it says is safe in a log.
 
@@ -192,7 +199,7 @@ def action_for(error: BaseException) -> Action:
         return Action.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
-    if isinstance(error, Rejected | NotRouted | ProcessDied):
+    if isinstance(error, Rejected | NotRouted | ProcessDied | InvalidEvent):
         return Action.DEAD_LETTER
     if isinstance(error, TransientFault | MemoryError) or _names_outage(error):
         return Action.RETRY
@@ -320,7 +327,9 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
-    if isinstance(error, Undelivered | Rejected | StatementTimeout | Braked | NotReceived):
+    if isinstance(
+        error, Undelivered | Rejected | StatementTimeout | Braked | NotReceived | InvalidEvent
+    ):
         return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
         return name
@@ -354,6 +363,8 @@ def exception_text(error: BaseException) -> str:
     lines = [f"{prefix}: {text}" if text else prefix]
     if isinstance(error, Undelivered | Rejected):
         lines += [error.detail] if error.detail else []
+    elif isinstance(error, InvalidEvent):
+        lines += _last_frames(error.__cause__) if error.__cause__ else []
     else:
         lines += _last_frames(error)
     whole = "\n".join(lines)

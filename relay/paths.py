@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from relay.events import EVENT_FIELDS
 
 JSON_FIELDS = ("payload", "metadata")
+
+_KEY = re.compile(r"[A-Za-z_][\w-]{0,62}", re.ASCII)
+
+
+def safe_key(key: str) -> str:
+    """A key of an object for a log: `*` for one that does not look like a field's name, which may be a value."""
+    return key if _KEY.fullmatch(key) else "*"
 
 
 def is_name(name: str) -> bool:

@@ -16,6 +16,7 @@ import psycopg
 from relay import handlers
 from relay.config import Settings
 from relay.effects import Effects
+from relay.event_types.loading import registered
 from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.handlers import Sink
@@ -75,6 +76,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "handlers", str(error))
         built = {}
+    yield from _events(settings)
     yield from _routes(settings)
     if settings.needs_spark and not settings.spark.remote:
         yield _caught("spark", "there is a Java for Spark", java_home)
@@ -135,6 +137,12 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
             raise Unreachable(
                 f"{key}: the connection was lost: {first_line(error)}: start the server"
             ) from None
+
+
+def _events(settings: Settings) -> Iterator[Finding]:
+    """What is wrong with the event types; nothing where none are configured."""
+    if settings.events:
+        yield _caught("events", "what they name is there", registered, settings.events)
 
 
 def _error(subject: str, error: ConfigurationError) -> Finding:

@@ -68,10 +68,15 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A difference up to a snapshot that is polled; once it is read whole, `last` is the number of its last commit."""
+    """A difference up to a snapshot that is polled.
+
+    `before` is the number of the last commit that was begun before it, and may be one of its transactions all the same:
+    the stream has brought it. Once the difference is read whole, `last` is the number of its last commit.
+    """
 
     end: Snapshot
     prefix: Prefix
+    before: int
     last: int | None = None
 
 
@@ -99,7 +104,7 @@ class Cursor:
         self._streamed = Prefix(position.applied_lsn)
         self._differences: deque[_Reading] = deque()
         if position.following is not None:
-            self._differences.append(_Reading(position.following, Prefix(position.polled_offset)))
+            self._differences.append(_Reading(position.following, Prefix(position.polled_offset), 0))
 
     @property
     def known(self) -> Xids:
@@ -171,7 +176,7 @@ class Cursor:
 
     def open(self, following: Snapshot) -> None:
         """Begin to poll the difference between `end` and a snapshot."""
-        self._differences.append(_Reading(following, Prefix(BEFORE_FIRST)))
+        self._differences.append(_Reading(following, Prefix(BEFORE_FIRST), self._number))
         self._describe_first()
 
     @property
@@ -219,7 +224,7 @@ class Cursor:
 
     def to_store(self) -> tuple[Position, list[int]]:
         """The position, and the xids of what else is done: since this was called last, or all without a snapshot."""
-        if self._differences:
+        if self._is_told:
             reached = self._differences[0].prefix.reached
             self.position = replace(self.position, polled_offset=reached)
         if not self._polls:
@@ -253,9 +258,20 @@ class Cursor:
         """Forget the transactions that the position tells."""
         passed = self._streamed.take_passed()
         if self.position.snapshot is not None:
-            passed = self._differences[0].prefix.take_passed() if self._differences else []
+            passed = self._differences[0].prefix.take_passed() if self._is_told else []
         self._known.difference_update(passed)
         self._done.difference_update(passed)
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether a position in the first difference tells what of it is done.
+
+        Not while a commit is under way that was begun before: polling leaves it out, wherever it is in the difference.
+        """
+        oldest = next(iter(self._under_way), None)
+        return bool(self._differences) and (
+            oldest is None or oldest.number > self._differences[0].before
+        )
 
     def _stand_at(self, snapshot: Snapshot) -> None:
         self.position = replace(self.position, snapshot=snapshot)
@@ -270,5 +286,5 @@ class Cursor:
         self.position = replace(
             self.position,
             following=first.end if first else None,
-            polled_offset=first.prefix.reached if first else BEFORE_FIRST,
+            polled_offset=first.prefix.reached if first and self._is_told else BEFORE_FIRST,
         )

@@ -19,6 +19,8 @@ from relay.config import Settings
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.session import Junction
 from relay.delivery.worker import Worker
+from relay.event_types.loading import registered
+from relay.event_types.upcasting import Upcasting
 from relay.events import Lsn
 from relay.faults import RelayError
 from relay.pipeline.routed import Routing
@@ -70,9 +72,11 @@ class Sinks:
         self._end = self._durable = Lsn(0)
         self._streamed: list[Xids] = []
         self._begun: float | None = None
+        upcaster = Upcasting(registered(settings.events))
+        built = handlers.build_sinks(settings.handlers, upcaster)
         self._workers = {
             name: Worker(name, sink, configured, settings, self, failed)
-            for name, (sink, configured) in handlers.build_sinks(settings.handlers).items()
+            for name, (sink, configured) in built.items()
         }
         self._spark = [SparkWorker(name, settings) for name in settings.spark_handlers]
         self._all: Sequence[Works] = [*self._workers.values(), *self._spark]

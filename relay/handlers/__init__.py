@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import psycopg
 
+from relay.event_types.upcasting import Upcasting
 from relay.events import Transaction
 from relay.faults import ConfigurationError
 from relay.handler_settings import (
@@ -58,10 +59,13 @@ class Sink(Protocol):
         """Close the connections. Deliveries that still run fail."""
 
 
-def build(configured: Mapping[str, Configured]) -> dict[str, Handler]:
+def build(
+    configured: Mapping[str, Configured], upcaster: Upcasting | None = None
+) -> dict[str, Handler]:
     """The handlers that work inside the target, by name, in the configuration's order.
 
-    Raises ConfigurationError for one that cannot be built.
+    With an upcaster they get events in the current version of their type. Raises ConfigurationError for one that
+    cannot be built.
     """
     from relay.handlers.python import Python
     from relay.handlers.sql import SqlBatch, SqlEvent
@@ -75,30 +79,41 @@ def build(configured: Mapping[str, Configured]) -> dict[str, Handler]:
                 handlers[name] = SqlEvent(name, settings)
             case SqlHandler():
                 handlers[name] = SqlBatch(name, settings.statement)
+    if upcaster:
+        from relay.handlers.typed import Typed
+
+        return {name: Typed(handler, upcaster) for name, handler in handlers.items()}
     return handlers
 
 
-def build_sinks(configured: Mapping[str, Configured]) -> dict[str, tuple[Sink, DeliveryHandler]]:
+def build_sinks(
+    configured: Mapping[str, Configured], upcaster: Upcasting | None = None
+) -> dict[str, tuple[Sink, DeliveryHandler]]:
     """The sinks that events are delivered to, with their configuration, by name in its order.
 
-    They connect with the first delivery. Raises ConfigurationError for one that cannot be built, or whose extra is not
-    installed.
+    They connect with the first delivery. With an upcaster they get events in the current version of their type. Raises
+    ConfigurationError for one that cannot be built, or whose extra is not installed.
     """
     return {
-        name: (_sink(name, settings), settings)
+        name: (_sink(name, settings, upcaster), settings)
         for name, settings in configured.items()
         if isinstance(settings, DeliveryHandler)
     }
 
 
-def _sink(name: str, settings: DeliveryHandler) -> Sink:
+def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> Sink:
     try:
-        return _build(name, settings)
+        sink = _build(name, settings)
     except ModuleNotFoundError as error:
         kind = getattr(settings, "type")  # noqa: B009
         raise ConfigurationError(
             f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
         ) from None
+    if not upcaster:
+        return sink
+    from relay.handlers.typed import TypedSink
+
+    return TypedSink(sink, upcaster)
 
 
 def _build(name: str, settings: DeliveryHandler) -> Sink:

@@ -1,4 +1,4 @@
-"""Callables that the configuration names as `module:function`."""
+"""Functions and classes that the configuration names as `module:name`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from typing import Any
 from relay.faults import ConfigurationError
 
 
-def load(name: str, path: str, key: str = "callable") -> Callable[..., Any]:
-    """The callable that a handler's key names. Raises ConfigurationError where there is none, or it is async."""
+def load(key: str, path: str) -> Callable[..., Any]:
+    """The callable that a key of the configuration names. Raises ConfigurationError if there is none."""
+    found = find(key, path)
+    if not callable(found):
+        raise ConfigurationError(f"{key}: {path!r} is not callable")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigurationError(f"{key}: {path!r} is async; relay calls plain functions")
+    return found  # type: ignore[no-any-return]
+
+
+def find(key: str, path: str) -> Any:
+    """What a key of the configuration names as `module:name`. Raises ConfigurationError if it cannot be imported."""
     module_name, _, attribute = path.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -24,20 +34,14 @@ def load(name: str, path: str, key: str = "callable") -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
-            f"handlers.{name}.{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+            f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"
             + (_where_it_was_looked_for() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigurationError(f"handlers.{name}.{key}: {module_name!r} has no {attribute!r}")
+            raise ConfigurationError(f"{key}: {module_name!r} has no {attribute!r}")
         found = getattr(found, part)
-    if not callable(found):
-        raise ConfigurationError(f"handlers.{name}.{key}: {path!r} is not callable")
-    if inspect.iscoroutinefunction(found):
-        raise ConfigurationError(
-            f"handlers.{name}.{key}: {path!r} is async; relay calls plain functions"
-        )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _where_it_was_looked_for() -> str:

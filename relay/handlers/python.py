@@ -24,7 +24,7 @@ class Python:
 
     def __init__(self, name: str, settings: PythonHandler) -> None:
         self.name = name
-        self._function = load(name, settings.callable)
+        self._function = load(f"handlers.{name}.callable", settings.callable)
 
     def configure(self, conn: Connection) -> None:
         """Nothing to prepare."""

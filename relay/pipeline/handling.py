@@ -19,6 +19,8 @@ import psycopg
 
 from relay import handlers
 from relay.config import Settings
+from relay.event_types.loading import registered
+from relay.event_types.upcasting import Upcasting
 from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead, judge
 from relay.faults import (
     Action,
@@ -66,7 +68,7 @@ class Handling:
         self._routing = routing
         self._waiting = waiting
         self._connections = connections
-        self._inside = handlers.build(settings.handlers)
+        self._inside = handlers.build(settings.handlers, Upcasting(registered(settings.events)))
         self._defers = {
             name: each.retry
             for name, each in settings.handlers.items()

@@ -12,6 +12,7 @@ from psycopg import sql
 from pydantic import ValidationError
 
 from relay.config import Source
+from relay.events import SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.snapshots import BEGINNING, Snapshot
 from relay.spark.reading import Table
@@ -49,10 +50,12 @@ class Options:
     def conditions(self) -> sql.Composable | None:
         """The conditions of a batch on times and offsets; None without any."""
         found = [
-            sql.SQL("{} {} {}").format(
+            sql.SQL("{} {} {}::{}").format(
                 sql.Identifier(self.table.mapping[field]),
                 sql.SQL(">=") if operator == ">=" else sql.SQL("<"),
                 sql.Literal(value),
+                # A `timestamp` is taken as UTC, the session's zone, and the option's offset counts.
+                sql.SQL(SQL_TYPES[field]),
             )
             for field, operator, value in self.ranges
         ]

@@ -39,7 +39,7 @@ def _condition(each: Filter, table: Table) -> sql.Composable | None:
         return _compared(name, kind, "=", each.value)
     if isinstance(each, In) and kind in _EQUAL:
         values = sql.SQL(", ").join(sql.Literal(_plain(value)) for value in each.value)
-        return sql.SQL("{}::text in ({})").format(name, values) if each.value else None
+        return sql.SQL("concat({}) in ({})").format(name, values) if each.value else None
     if isinstance(each, GreaterThanOrEqual) and kind in _ORDERED:
         return _compared(name, kind, ">=", each.value)
     if isinstance(each, LessThan) and kind in _ORDERED:
@@ -50,7 +50,8 @@ def _condition(each: Filter, table: Table) -> sql.Composable | None:
 def _compared(name: sql.Identifier, kind: str, operator: str, value: Any) -> sql.Composable:
     if kind in _ORDERED:
         return sql.SQL("{} {} {}").format(name, sql.SQL(operator), sql.Literal(int(value)))
-    return sql.SQL("{}::text = {}").format(name, sql.Literal(_plain(value)))
+    # As it is printed: a cast to text would take the spaces from the end of a `char`.
+    return sql.SQL("concat({}) = {}").format(name, sql.Literal(_plain(value)))
 
 
 def _plain(value: Any) -> str:

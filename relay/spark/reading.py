@@ -18,6 +18,7 @@ from relay.faults import RelayError, TransientFault, first_line, is_transient
 from relay.snapshots import Snapshot
 from relay.source.differences import XID, Difference, condition
 from relay.source.rows import require_visible
+from relay.source.translation import Encoding
 from relay.store.connections import connect, pin_text_form
 
 if TYPE_CHECKING:
@@ -87,10 +88,16 @@ def read(
         pin_text_form(conn)
         _wait_until_visible(conn, portion.between.after)
         known = _columns(conn, table)
-        statement = _statement(table, known, portion, partitions, conditions)
+        statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)
+        encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
+        if encoding is not None:
+            # The server would end the query at the first byte that it cannot convert. A character of a filter that the
+            # encoding does not have is in no row.
+            statement = statement.decode().encode(encoding.codec, "replace")
+            conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         try:
             with conn.cursor() as cursor, cursor.copy(statement) as copy:
-                yield from _parsed(copy)
+                yield from _parsed(copy, encoding)
         except psycopg.Error as error:
             if is_transient(error):
                 raise
@@ -181,7 +188,7 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
     return name
 
 
-def _parsed(rows: Iterable[Any]) -> Iterator[pa.RecordBatch]:
+def _parsed(rows: Iterable[Any], encoding: Encoding | None) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     from pyarrow import csv
 
@@ -195,7 +202,10 @@ def _parsed(rows: Iterable[Any]) -> Iterator[pa.RecordBatch]:
         quoted_strings_can_be_null=False,
     )
     parse = csv.ParseOptions(newlines_in_values=True)
-    for block in _blocks(rows):
+    for stored in _blocks(rows):
+        block = stored
+        if encoding is not None and not stored.isascii():
+            block = stored.decode(encoding.codec, "replace").encode()
         # One block, whatever its size: a row that lies in two blocks cannot be parsed.
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False

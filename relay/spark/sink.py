@@ -30,7 +30,7 @@ from relay.source.server import durable_sight
 from relay.spark import frames, replays
 from relay.spark.reading import Table
 from relay.spark.session import Session
-from relay.spark.writers import BATCH_COLUMN, BatchId, writer
+from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import connect
 from relay.store.sinks import BEFORE_FIRST, Claim, Position, State
@@ -72,7 +72,9 @@ class SparkWorker:
         self._handler: SparkHandler = settings.spark_handlers[name]
         self._table = Table(settings.source.table_name, settings.source.mapping)
         self._transform = (
-            load(name, self._handler.transform, "transform") if self._handler.transform else None
+            load(f"handlers.{name}.transform", self._handler.transform)
+            if self._handler.transform
+            else None
         )
         writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
@@ -152,11 +154,13 @@ class SparkWorker:
     def work(self) -> None:
         """Write the batch that is begun or due; without one, wait a little. Raises Moved, and whatever fails."""
         state = self._load()
-        batch = None
+        batch, tried = None, True
         if not state.paused:
-            batch = self._begun(state) or self._begin(state)
+            batch = self._begun(state)
+            if batch is None:
+                batch, tried = self._begin(state), False
         if batch is not None:
-            self._write(batch)
+            self._write(batch, tried)
         else:
             self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
@@ -280,7 +284,8 @@ class SparkWorker:
 
     # Writing it
 
-    def _write(self, batch: Begun) -> None:
+    def _write(self, batch: Begun, tried: bool = True) -> None:
+        """Write a batch and move past it; `tried`: an earlier attempt may have written something of it."""
         session = self._ready_session()
         each = self._handler.model_copy(
             update={"partition_by": batch.partition_by, "host_buckets": batch.host_buckets}
@@ -291,7 +296,16 @@ class SparkWorker:
                 destination.check(session)
                 self._checked = session
             with self._frame(session, batch) as frame:
-                destination.write(frame, BatchId(batch.application, batch.number, batch.id))
+                destination.write(frame, BatchId(batch.application, batch.number, batch.id, tried))
+        except MissingPartition:
+            configured = self._handler.partition_by
+            if batch.partition_by == configured:
+                raise
+            # It was begun with another query, or with a name that is corrected now.
+            spark_batches.lay_out(
+                self._claim.conn, self._settings.group, self._name, batch.id, configured
+            )
+            return
         except Exception:
             assert self._session is not None  # noqa: S101
             self._session.replace_if_dead(session)

@@ -93,18 +93,22 @@ def begin(
 ) -> None:
     """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
 
-    Numbers go on, but for another destination, or on another server or timeline than the last one: it may have been
-    restored from a backup, and the numbers since then mean other rows there.
+    Numbers go on, but for another destination, or where the server is another one than that of the last batch, has left
+    its timeline or was started again since: it may have been restored from a backup, such as a copy of its files, and
+    the numbers since then mean other rows there. For minutes after a promotion pg_control_checkpoint() still tells the
+    former timeline.
     """
     conn.execute(
         """
         insert into relay.spark_batches as b (group_id, sink, target, server, epoch, before, after, polled_offset,
                                               left_out, delivered_lsn, rows_read, partition_by, host_buckets, deferred,
                                               data)
-        select %(group)s, %(sink)s, %(target)s, s.system_identifier || ' ' || c.timeline_id, %(epoch)s,
+        select %(group)s, %(sink)s, %(target)s,
+               concat_ws(' ', s.system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
+                         extract(epoch from pg_postmaster_start_time())), %(epoch)s,
                %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
                %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s
-          from pg_control_system() as s, pg_control_checkpoint() as c
+          from pg_control_system() as s
         on conflict (group_id, sink) do update
            set application = case when (b.target, b.server) = (excluded.target, excluded.server) then b.application
                                   else excluded.application end,
@@ -132,6 +136,18 @@ def begin(
             "deferred": arrays.of_numbers(contents.deferred),
             "data": contents.data,
         },
+    )
+
+
+def lay_out(
+    conn: Connection, group: str, sink: str, batch: str, partition_by: Sequence[str]
+) -> None:
+    """Give a batch of which nothing is at its destination another partitioning. Raises psycopg.Error."""
+    conn.execute(
+        """
+        update relay.spark_batches set partition_by = %s where group_id = %s and sink = %s and batch = %s::uuid
+        """,
+        (list(partition_by), group, sink, batch),
     )
 
 

@@ -482,8 +482,8 @@ create table if not exists relay.spark_batches (
 );
 
 comment on column relay.spark_batches.application is
-    'whose numbers these are: of another destination (target), and of a target database that was restored elsewhere (server), it is '
-    'another one';
+    'whose numbers these are: of another destination (target), and once the server of this database was promoted, restored or started '
+    'again (server), it is another one';
 comment on column relay.spark_batches.batch is
     'the column relay_batch of what is written; null once the batch is written or given up';
 comment on column relay.spark_batches.epoch is

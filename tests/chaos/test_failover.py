@@ -17,6 +17,9 @@ from psycopg.conninfo import make_conninfo
 
 from relay.config import Settings
 from relay.cursors import plan_seek, seek
+from relay.snapshots import Snapshot
+from relay.store import spark_batches
+from relay.store.spark_batches import Begun, Contents
 from tests.outbox import (
     PROJECTION,
     Outbox,
@@ -347,3 +350,40 @@ def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> N
         pair.copy.fill(1)
         assert "only a replication connection can tell" in why_it_ended(running)
     assert target.handled() == 100
+
+
+def test_a_batch_of_spark_is_not_taken_for_one_that_the_former_primary_began() -> None:
+    """Its number is the same and its rows are others: a table that has the one must not refuse the other."""
+    with streaming_pair() as pair:
+        pair.source.install()
+        begun = [_next_batch(pair.source)]
+        pair.cut()
+        begun.append(_next_batch(pair.source))
+        pair.fail_over()
+        begun.append(_next_batch(pair.copy))
+    assert [each.number for each in begun] == [1, 2, 1]
+    assert begun[0].application == begun[1].application != begun[2].application
+
+
+def test_a_batch_of_spark_is_not_taken_for_one_that_a_restored_server_began() -> None:
+    """A copy of its files, as of a volume, has the same timeline."""
+    with start_server() as server:
+        dsn = server.create_database("app")
+        with Outbox(dsn) as outbox:
+            outbox.install()
+            first = _next_batch(outbox)
+        server.stop()
+        server.start()
+        with Outbox(dsn) as outbox:
+            second = _next_batch(outbox)
+    assert first.application != second.application
+
+
+def _next_batch(target: Outbox) -> Begun:
+    """Begin a batch of a sink, and end it."""
+    contents = Contents(Snapshot(1, 1), Snapshot(5, 5))
+    spark_batches.begin(target.conn, "default", "lake", "delta x", 1, ([], 8), contents)
+    batch = spark_batches.begun(target.conn, "default", "lake")
+    assert batch is not None
+    assert spark_batches.end(target.conn, "default", "lake", batch.id)
+    return batch

@@ -563,6 +563,100 @@ def test_a_batch_that_was_begun_keeps_its_layout(
     assert max(buckets) >= 4
 
 
+def test_what_an_attempt_left_in_other_partitions_of_a_table_is_replaced(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """Another table of the query has changed since the attempt; the catalog does not remove the table's files."""
+    spark = session.get()
+    assert spark is not None
+    names, table = f"names_{outbox.slot}", f"lake_{outbox.slot}"
+    spark.sql(f"create table {names} as select 1L as version, 'a' as name").collect()
+    config = lake(
+        tmp_path,
+        table=table,
+        every=0.001,
+        options={"path": str(tmp_path / "table")},
+        sql=f"select id, date, name from events join {names} on version = aggregate_version",
+        partition_by=["date", "name"],
+    )
+    outbox.publish(
+        host(1), *(event(n, aggregate_version=n, event_ts="infinity") for n in range(1, 4))
+    )
+    spark.sql(
+        rf"insert into {names} values (2L, 'it''s {{a}} \\\\ %s `b` \"c\"/='), (3L, null)"
+    ).collect()
+    try:
+        write_and_die(outbox, session, config)
+        former = spark.table(table).select("name").distinct().count()
+        spark.sql(f"insert overwrite {names} values (1L, 'b'), (2L, 'b'), (3L, 'b')").collect()
+        with relayed(outbox, "inline", session, **config):
+            written_all(outbox)
+        rows = spark.table(table).collect()
+    finally:
+        spark.sql(f"drop table if exists {names}")
+        spark.sql(f"drop table if exists {table}")
+    assert former == 3
+    assert [row.name for row in rows] == ["b"] * 3
+    assert spark.read.parquet(str(tmp_path / "table")).count() == 3
+
+
+def test_what_an_attempt_with_another_query_left_is_replaced(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "lake"
+    outbox.publish(host(1), event(1))
+    query = "select id, upper(event_type) as event_type from events"
+    former = lake(path, every=0.001, sql=query, partition_by=["event_type"])
+    write_and_die(outbox, session, former)
+    with relayed(outbox, "inline", session, **lake(path, partition_by=["event_type"])):
+        written_all(outbox)
+    assert assert_each_once(outbox, path)["event_type"].to_pylist() == ["order.placed"]
+
+
+@pytest.mark.parametrize("kind", ["path", "table"])
+def test_a_wrong_partition_column_can_be_corrected_while_a_batch_is_begun(
+    outbox: Outbox,
+    session: Session,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    spark = session.get()
+    assert spark is not None
+    table = f"lake_{outbox.slot}"
+    place = {"table": table} if kind == "table" else {}
+    query = "select id, event_type as kind from events"
+    outbox.publish(host(1), event(1))
+    try:
+        wrong = lake(tmp_path / "lake", sql=query, partition_by=["kin"], **place)
+        with relayed(outbox, "inline", session, **wrong):
+            wait_until(lambda: "partition_by: the batch has no column kin" in str(_faults(caplog)))
+        caplog.clear()
+        right = lake(tmp_path / "lake", sql=query, partition_by=["kind"], **place)
+        with relayed(outbox, "inline", session, **right):
+            written_all(outbox)
+        assert not _faults(caplog)
+        found = spark.table(table) if place else spark.read.parquet(str(tmp_path / "lake"))
+        assert [row.kind for row in found.collect()] == ["order.placed"]
+    finally:
+        spark.sql(f"drop table if exists {table}")
+
+
+def write_and_die(outbox: Outbox, session: Session, config: dict[str, Any]) -> None:
+    """Write a batch and die before the position moves."""
+    patient = {"lake": {**config["handlers"]["lake"], "every": 3_600}}
+    handlers = {**config["handlers"], **patient}
+    outbox.drain(outbox.settings(**{**config, "handlers": handlers}), session)
+    sink = worker(outbox.settings(**config), session)
+    batch = begin(sink)
+    spark = session.get()
+    assert spark is not None
+    with sink._frame(spark, batch) as frame:
+        identity = BatchId(batch.application, batch.number, batch.id)
+        writer("lake", sink._handler).write(frame, identity)
+    sink._disconnect()
+
+
 def test_a_source_that_is_replaced_gives_up_no_batch(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
@@ -616,6 +710,52 @@ def test_what_dead_attempts_left_is_removed_after_a_week(
         written_all(outbox)
     assert not old.exists()
     assert new.exists()
+
+
+@pytest.mark.rare
+@pytest.mark.xfail(
+    strict=True, reason="a batch of the former target is forgotten, so it is written again"
+)
+def test_a_target_that_is_changed_and_changed_back_has_each_event_once(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """Relay died between writing to the first target and moving the position; the second is a slip of the pen."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    outbox.publish(host(1), event(1))
+    write_and_die(outbox, session, lake(first, every=0.001))
+    second.write_text("no folder")
+    with relayed(outbox, "inline", session, **lake(second)):
+        wait_until(lambda: outbox.value("select right(target, 1) from relay.spark_batches") == "b")
+    with relayed(outbox, "inline", session, **lake(first)):
+        written_all(outbox)
+    assert_each_once(outbox, first)
+
+
+@pytest.mark.rare
+@pytest.mark.xfail(
+    strict=True, reason="a replay does not know that the sink has read the transaction since"
+)
+def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    """The target has dead-lettered it before the sink came to it; then a route was added."""
+    config = lake(tmp_path / "lake", every=3_600)
+    config["routes"] = [{"match": {"event_type": "order.*"}, "handlers": ["projection", "lake"]}]
+    outbox.publish(host(1), event(1, "stock.moved"))
+    with relayed(outbox, "inline", session, **config):
+        outbox.wait_handled()
+    settings = outbox.settings(**lake(tmp_path / "lake"))
+    with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
+        written_all(outbox)
+        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+            pin_text_form(conn)
+            letters = DeadLetters(settings, conn)
+            letters.replay(letters.find(Filter()), None)
+        wait_until(
+            lambda: outbox.value("select count(*) from relay.spark_batches where number = 2") == 1
+        )
+        written_all(outbox)
+    assert_each_once(outbox, tmp_path / "lake")
 
 
 @pytest.mark.chaos

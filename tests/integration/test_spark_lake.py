@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -10,13 +11,14 @@ from uuid import uuid4
 
 import deltalake
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import load_catalog
 
 from relay.faults import ConfigurationError
 from relay.handler_settings import SparkHandler
 from relay.spark.session import Session
-from relay.spark.writers import BatchId, Writer, writer
+from relay.spark.writers import BatchId, Writer, delta_files, writer
 from tests.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -221,3 +223,19 @@ def test_a_postgresql_table_that_does_not_fit_is_refused(
     assert outbox.value("select count(*) from nowhere") == 0
     left = "select count(*) from pg_class where starts_with(relname, 'relay_') and relpersistence = 'u'"
     assert outbox.value(left) == 0
+
+
+def test_long_values_of_a_partition_are_no_names_of_folders(tmp_path: Path) -> None:
+    """A folder's name may have 255 bytes, and whoever publishes must not stop the sink with a longer text."""
+    schema = pa.schema([("id", pa.string()), ("kind", pa.string())])
+    kinds = ["x" * 300, "x" * 301, "../..", "a/b=c%20", " "]
+    rows = pa.RecordBatch.from_pydict({"id": list("abcde"), "kind": kinds}, schema=schema)
+    files = delta_files.Files(str(tmp_path / "table"), {}, schema, ["kind"], "b")
+    (facts,) = delta_files.write_files(files, iter([rows]))
+    found = {
+        json.loads(fact["partition_values"])["kind"]: pq.read_table(
+            str(tmp_path / "table" / fact["path"]), partitioning=None
+        )["id"].to_pylist()
+        for fact in facts.to_pylist()
+    }
+    assert found == dict(zip(kinds, [["a"], ["b"], ["c"], ["d"], ["e"]], strict=True))

@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse
-from relay.spark.reading import COLUMNS, read
+from relay.spark.reading import COLUMNS, Portion, read
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host
+from tests.postgres import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -159,6 +161,57 @@ def test_a_filter_is_applied_by_the_server_where_asked(spark: SparkSession, outb
             assert ids(frame.where(condition)) == stored(outbox, wanted)
     finally:
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def test_a_filter_on_a_column_of_fixed_width(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("alter table outbox_message_t alter event_type type char(16)")
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        for condition in ("event_type = 'order.placed    '", "event_type in ('order.placed    ')"):
+            frame = load(spark, outbox, pushFilters="true").where(condition)
+            assert ids(frame) == stored(outbox)
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def test_times_without_a_zone_are_compared_in_utc(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1, event_ts="2026-01-01T10:00:00+00:00"))
+    outbox.conn.execute(
+        "set timezone to 'UTC'; alter table outbox_message_t alter event_ts type timestamp"
+    )
+    for start, expected in (
+        ("2026-01-01T10:30:00+02:00", 1),
+        ("2026-01-01T09:30:00-02:00", 0),
+    ):
+        options = parse({"dsn": outbox.dsn, "fromTime": start})
+        between = Difference(Snapshot(1, 1), Snapshot.parse(now(outbox)))
+        found = read(options.dsn, options.table, Portion(between), 8, options.conditions)
+        assert sum(len(batch) for batch in found) == expected
+
+
+@pytest.mark.parametrize(("encoding", "byte"), [("SQL_ASCII", b"\xe9"), ("WIN1252", b"\x81")])
+def test_a_byte_that_the_encoding_does_not_have_stops_nobody(
+    server: Server, outbox: Outbox, encoding: LiteralString, byte: bytes
+) -> None:
+    name = f"{outbox.slot}_{encoding.lower()}"
+    dsn = server.create_database(name, f"template template0 encoding '{encoding}' locale 'C'")
+    try:
+        with Outbox(dsn) as other:
+            other.install()
+            other.publish(host(1), event(1))
+        with psycopg.connect(dsn, autocommit=True, client_encoding=encoding) as conn:
+            conn.execute(b"update outbox_message_t set aggregate_id = 'a,\"" + byte + b"\"'")
+        with psycopg.connect(dsn, client_encoding="UTF8") as conn:
+            (seen,) = conn.execute("select pg_current_snapshot()::text").fetchall()[0]
+        options = parse({"dsn": dsn})
+        between = Difference(Snapshot(1, 1), Snapshot.parse(seen))
+        condition = sql.SQL("event_type <> {}").format(sql.Literal("注文 é"))
+        (batch,) = read(options.dsn, options.table, Portion(between), 8, condition)
+    finally:
+        server.drop_database(name)
+    assert batch.column("aggregate_id").to_pylist() == ['a,"\N{REPLACEMENT CHARACTER}"']
+    assert batch.column("event_type").to_pylist() == ["order.placed"]
 
 
 def test_an_older_server_is_refused(spark: SparkSession, outbox: Outbox) -> None:

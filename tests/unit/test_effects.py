@@ -55,6 +55,8 @@ def test_what_may_differ_between_instances(changes: dict[str, Any]) -> None:
     [
         ({"partitions": 16}, "partitions (8, here 16)"),
         ({"unrouted": "ignore"}, "unrouted (dead_letter, here ignore)"),
+        ({"events": "shop.events:registry"}, "events (only here)"),
+        ({"events": {"order.placed": {"version": 2}}}, "events.order.placed (only here)"),
         ({"source": {"columns": {"payload": "body"}}}, "source.columns.payload (only here)"),
         ({"handlers": handlers(order_by="user")}, "handlers.shop.order_by (only here)"),
         (

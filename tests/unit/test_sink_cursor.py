@@ -120,6 +120,23 @@ def test_of_a_difference_the_offset_is_stored_and_what_is_done_beyond_it() -> No
     assert len(found.known) == 0
 
 
+def test_an_offset_is_not_stored_while_what_was_streamed_before_is_under_way() -> None:
+    """Polling leaves it out, so no offset of the difference may be said to be done beyond it."""
+    found = cursor(Snapshot(10, 10))
+    streamed, polled = commit(11), commit(12)
+    found.stream(streamed)
+    found.open(Snapshot(20, 20))
+    found.poll(polled)
+    found.finish(polled)
+    position, unstored = found.to_store()
+    assert (position.following, position.polled_offset) == (Snapshot(20, 20), BEFORE_FIRST)
+    assert unstored == [12]
+    found.finish(streamed)
+    position, unstored = found.to_store()
+    assert (position.polled_offset, unstored) == (12, [11])
+    assert found.known.tolist() == [11]
+
+
 def test_what_takes_long_does_not_keep_the_next_difference_or_the_stream() -> None:
     found = cursor(Snapshot(10, 10))
     found.open(Snapshot(20, 20))
@@ -148,13 +165,18 @@ def test_what_takes_long_does_not_keep_the_next_difference_or_the_stream() -> No
 
 
 @given(
-    st.lists(st.sampled_from(["open", "poll", "poll", "poll", "finish", "finish", "crash"])),
+    st.lists(
+        st.sampled_from(["open", "poll", "poll", "poll", "stream", "finish", "finish", "crash"])
+    ),
     st.randoms(),
 )
 def test_whatever_ends_first_each_transaction_is_delivered(
     steps: list[str], chance: random.Random
 ) -> None:
-    """A transaction is read once, and again after a crash only if it was not done when that was stored."""
+    """A transaction is read once, and again after a crash only if it was not done when that was stored.
+
+    The stream brings some that the next difference has too.
+    """
     at = cursor(Snapshot(3, 3))
     done: set[int] = set()
     stored = at.to_store()
@@ -181,6 +203,11 @@ def test_whatever_ends_first_each_transaction_is_delivered(
                 continue
             under_way.append(commit(left[0]))
             at.poll(under_way[-1])
+        elif step == "stream" and at.reading is None:
+            xid = upto + chance.randint(0, 5)
+            if new(at, xid) == [True]:
+                under_way.append(commit(xid))
+                at.stream(under_way[-1])
         elif step == "finish" and under_way:
             ended = under_way.pop(chance.randrange(len(under_way)))
             assert ended.xid not in stored_done
@@ -195,7 +222,7 @@ def test_whatever_ends_first_each_transaction_is_delivered(
             assert seen is not None
             kept = [xid for xid in kept if xid >= seen.xmax]
             at = Cursor(stored[0], np.array(kept, np.int64), polls=True)
-            under_way = []
+            under_way, done = [], set(stored_done)
             upto = max(3, at.end.xmax if at.end else 3)
         elif step == "end":
             while at.reading is not None:

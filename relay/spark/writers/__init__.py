@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from relay.faults import ConfigurationError
@@ -21,12 +21,18 @@ class BatchId:
 
     `application` is the UUID of the sink's namespace, made once for each group, sink and target. `number` counts the
     batches of the application from 1, upwards; one that was given up, since somebody moved the sink, leaves a gap.
-    `id` is the batch's UUID, the value of its frame's `relay_batch`.
+    `id` is the batch's UUID, the value of its frame's `relay_batch`. `tried`: an earlier attempt, perhaps with another
+    query, may have written something of it.
     """
 
     application: str
     number: int
     id: str
+    tried: bool = field(default=True, compare=False)
+
+
+class MissingPartition(ConfigurationError):
+    """What is written lacks a column of partition_by, and nothing of the batch is at its destination."""
 
 
 class Writer(Protocol):
@@ -39,7 +45,7 @@ class Writer(Protocol):
         """Write the frame.
 
         Called again for the same batch after any failure, with the same rows; the destination has them once. Raises
-        ConfigurationError as `check` does, and whatever the destination raises.
+        ConfigurationError as `check` does, MissingPartition, and whatever the destination raises.
         """
 
 

@@ -16,7 +16,7 @@ class Call:
 
     def __init__(self, name: str, path: str) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
-        self._function = load(name, path)
+        self._function = load(f"handlers.{name}.callable", path)
 
     def check(self, session: SparkSession) -> None:
         """What the function needs, it checks itself."""

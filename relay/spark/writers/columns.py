@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from relay.faults import ConfigurationError
+from relay.spark.writers import MissingPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -43,12 +45,13 @@ def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
             )
 
 
-def require_partition_columns(key: str, columns: list[str], frame: pa.Schema) -> None:
-    """Raise ConfigurationError, which names `key`, for a partition column that the frame does not have."""
+def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[str]) -> None:
+    """Raise MissingPartition, which names `key`, for a partition column that the frame does not have."""
     for name in columns:
-        if name not in frame.names:
-            raise ConfigurationError(
-                f"{key}.partition_by: the batch has no column {name}: name others, or add it with `sql`"
+        if name not in frame:
+            raise MissingPartition(
+                f"{key}.partition_by: the batch has no column {name}: name others, or add it with `sql`; it has "
+                f"{', '.join(frame)}"
             )
 
 

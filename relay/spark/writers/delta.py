@@ -70,7 +70,7 @@ class Delta:
             self._require_writable(table)
             require_columns(f"{self._key}.path", _table_schema(table), schema)
         partition_by = self._partition_by if table is None else table.metadata().partition_columns
-        require_partition_columns(self._key, partition_by, schema)
+        require_partition_columns(self._key, partition_by, schema.names)
         files = Files(self._path, self._options, schema, partition_by, batch.id)
         actions = [
             _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()

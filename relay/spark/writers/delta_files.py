@@ -35,6 +35,8 @@ _FACTS_SCHEMA = pa.schema(
 _LONGEST_BOUND = 64
 """A string that is longer is no bound in the statistics: payloads would make the log as long as the table."""
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
+_LONGEST_NAME = 100
+"""How much of a partition value is in its folder's name, which file systems let have 255 bytes."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -119,7 +121,7 @@ def _write(
     files: Files, store: Any, values: Mapping[str, str | None], part: pa.Table
 ) -> dict[str, Any]:
     folders = [
-        f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value)}"
+        f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value[:_LONGEST_NAME])}"
         for name, value in values.items()
     ]
     # The log has the values: nobody reads them from a folder's name, which may stand for several.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from relay.faults import ConfigurationError
 from relay.handler_settings import SparkHandler
 from relay.spark.writers import BATCH_COLUMN, BatchId
+from relay.spark.writers.columns import require_partition_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -35,19 +35,14 @@ class Files:
             folders.remove(".spark-staging-*", STALE_SECONDS)
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Replace the batch's own folders. Raises ConfigurationError for a column of partition_by that is not there."""
+        """Replace the batch's own folders. Raises MissingPartition."""
         by = self._settings.partition_by
-        missing = [column for column in by if column not in frame.columns]
-        if missing:
-            raise ConfigurationError(
-                f"handlers.{self._name}.partition_by: what is written has no column {missing[0]}: it has "
-                f"{', '.join(frame.columns)}"
-            )
-        if self._settings.changes_columns:
-            # Another table of the query may have changed since an attempt that failed.
+        if batch.tried:
+            # The query, or another table of it, may have changed since: rows would be in other folders now.
             folders = _Folders.of(frame.sparkSession, self._path)
             if folders is not None:
                 folders.remove("*/" * len(by) + f"{BATCH_COLUMN}={batch.id}")
+        require_partition_columns(f"handlers.{self._name}", by, frame.columns)
         frame.write.save(
             self._path,
             self._settings.format,

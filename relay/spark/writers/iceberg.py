@@ -86,7 +86,7 @@ class Iceberg:
             return None
 
     def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
-        require_partition_columns(self._key, self._partition_by, schema)
+        require_partition_columns(self._key, self._partition_by, schema.names)
         with suppress(NamespaceAlreadyExistsError):
             catalog.create_namespace(catalog.namespace_from(self._name))
         with (

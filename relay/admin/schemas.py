@@ -1,0 +1,80 @@
+"""The JSON Schema of each event type's current version.
+
+Source: JSON Schema 2020-12, which is what pydantic writes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import PydanticUserError
+
+from relay.event_types.loading import registered
+from relay.event_types.registry import EventType
+from relay.event_types.settings import EventsSettings
+from relay.faults import ConfigurationError
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What describes the payload of one event type in its current version."""
+
+    event_type: str
+    version: int
+    document: dict[str, Any]
+
+    @property
+    def file(self) -> str:
+        """The name of its file: that of the type, percent-encoded where a file's name cannot have it."""
+        name = quote(self.event_type, safe=" ")
+        return f"%2E{name[1:]}.json" if name.startswith(".") else f"{name}.json"
+
+    @property
+    def text(self) -> str:
+        """The document as text, the same for the same model."""
+        return json.dumps(self.document, indent=2, ensure_ascii=False) + "\n"
+
+
+def schemas(events: EventsSettings) -> tuple[list[Schema], list[str]]:
+    """The schemas by name of the type, and the types that have no model.
+
+    Raises ConfigurationError with a line for each thing that is wrong.
+    """
+    types = registered(events)
+    described = [each for each in types if each.model is not None]
+    return [_schema(each) for each in described], [
+        each.name for each in types if each.model is None
+    ]
+
+
+def write(found: list[Schema], folder: Path) -> list[Path]:
+    """Write a file for each schema, and return their paths. Raises ConfigurationError if that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / each.file for each in found]
+        for path, each in zip(paths, found, strict=True):
+            path.write_text(each.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--dir: {error.filename}: cannot be written ({error.strerror}): name a folder that relay may write to"
+        ) from None
+    return paths
+
+
+def _schema(found: EventType) -> Schema:
+    assert found.model is not None  # noqa: S101
+    try:
+        described = found.model.model_json_schema()
+    except PydanticUserError as error:
+        raise ConfigurationError(
+            f"events.{found.name}.model: JSON Schema cannot describe it: {error.message}: change the field, or give "
+            "the model a __get_pydantic_json_schema__"
+        ) from None
+    head = {"$schema": _DIALECT, "x-event-type": found.name, "x-version": found.current}
+    return Schema(found.name, found.current, {**head, **described})

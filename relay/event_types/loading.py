@@ -1,0 +1,46 @@
+"""Finds the models and upcasters that the configuration's `events` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from relay.event_types.registry import EventType, EventTypes
+from relay.event_types.settings import EventsSettings, EventTypeSettings
+from relay.faults import ConfigurationError
+from relay.handlers.imports import find, load
+
+
+def registered(events: EventsSettings) -> list[EventType]:
+    """The event types of a configuration, by name. Raises ConfigurationError with a line for each fault."""
+    problems: list[str] = []
+    types = list(_from_code(events) if isinstance(events, str) else _from_file(events, problems))
+    for each in types:
+        problems += each.problems()
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return sorted(types, key=lambda each: each.name)
+
+
+def _from_code(path: str) -> EventTypes:
+    registry = find("events", path)
+    if not isinstance(registry, EventTypes):
+        raise ConfigurationError(
+            f"events: {path!r} is no registry: name an object of relay.EventTypes"
+        )
+    return registry
+
+
+def _from_file(events: Mapping[str, EventTypeSettings], problems: list[str]) -> Iterator[EventType]:
+    """The types whose modules can be imported; what cannot is added to the problems."""
+    for name, each in events.items():
+        key = f"events.{name}"
+        try:
+            model = None if each.model is None else find(f"{key}.model", each.model)
+            upcasters = {
+                version: load(f"{key}.upcast.{version}", path)
+                for version, path in sorted(each.upcast.items())
+            }
+        except ConfigurationError as error:
+            problems.append(str(error))
+        else:
+            yield EventType(name, each.version, model, upcasters, each.version_from)

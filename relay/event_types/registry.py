@@ -1,0 +1,142 @@
+"""Types of events in code: `EventTypes`, a registry that `events: module:name` of the configuration names.
+
+An event type has a current version. A pydantic model describes that version's payload, and for each older version an
+upcaster, a function from a payload to that of the next version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from relay.paths import JSON_FIELDS, is_name
+
+VERSION_FROM = "metadata.version"
+"""Where an event says which version it has, unless something else is configured."""
+
+Upcaster = Callable[[Any], Any]
+"""Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
+Model = type[BaseModel]
+ModelT = TypeVar("ModelT", bound=Model)
+UpcasterT = TypeVar("UpcasterT", bound=Upcaster)
+
+
+@dataclass(frozen=True, slots=True)
+class EventType:
+    """What is known of a type of events: the current version, its model, and the upcasters by the version they take.
+
+    Without `version` the current one is that after the last upcaster, or 1. `version_from` is a path into payload or
+    metadata; an event that has nothing there has version 1.
+    """
+
+    name: str
+    version: int | None = None
+    model: Model | None = None
+    upcasters: Mapping[int, Upcaster] = field(default_factory=dict)
+    version_from: str = VERSION_FROM
+
+    @property
+    def current(self) -> int:
+        """The current version."""
+        return max(self.upcasters, default=0) + 1 if self.version is None else self.version
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that can be upcast."""
+        return min(self.upcasters, default=self.current)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with it, a line each that begins with the key."""
+        key = f"events.{self.name}"
+        model: Any = self.model
+        if model is not None and not (isinstance(model, type) and issubclass(model, BaseModel)):
+            yield f"{key}.model: is no pydantic model: name a class that derives from pydantic.BaseModel"
+        elif model is not None and model.model_rebuild(raise_errors=False) is False:
+            yield f"{key}.model: {model.__qualname__} refers to a type that is not defined: define or import it"
+        for version in sorted(self.upcasters):
+            if not 1 <= version < self.current:
+                yield (
+                    f"{key}.upcast.{version}: the current version is {self.current}, to which it cannot lead: set "
+                    f"version to {version + 1}, or remove the upcaster"
+                )
+        for version in range(self.oldest, self.current):
+            if version not in self.upcasters:
+                yield (
+                    f"{key}.upcast: nothing leads from version {version} to {version + 1}: add an upcaster from "
+                    f"{version}, or remove those from older versions"
+                )
+
+
+def check_version_from(path: str) -> str:
+    """The path itself. Raises ValueError if it does not lead into payload or metadata."""
+    if not is_name(path) or path in JSON_FIELDS or path.partition(".")[0] not in JSON_FIELDS:
+        raise ValueError(f"{path!r} is no path into payload or metadata, such as {VERSION_FROM}")
+    return path
+
+
+def _check_version(event_type: str, version: int) -> None:
+    if version < 1:
+        raise ValueError(f"{event_type}: {version} is no version: count from 1")
+
+
+class EventTypes:
+    """A registry of event types, filled by decorators.
+
+        events = EventTypes()
+
+        @events.model("order.placed", version=2)
+        class OrderPlaced(BaseModel): ...
+
+        @events.upcast("order.placed", from_version=1)
+        def with_currency(payload): ...
+
+    `version_from` is where events say which version they have. Raises ValueError where that leads nowhere.
+    """
+
+    def __init__(self, version_from: str = VERSION_FROM) -> None:
+        self._version_from = check_version_from(version_from)
+        self._types: dict[str, EventType] = {}
+
+    def __iter__(self) -> Iterator[EventType]:
+        return iter(self._types.values())
+
+    def model(
+        self, event_type: str, version: int = 1, *, version_from: str | None = None
+    ) -> Callable[[ModelT], ModelT]:
+        """Declare the model of an event type's current version. Raises ValueError if the type has one already."""
+        _check_version(event_type, version)
+        known = self._known(event_type)
+        if known.model is not None:
+            raise ValueError(f"{event_type}: there is a model already: {known.model.__qualname__}")
+
+        def register(model: ModelT) -> ModelT:
+            path = known.version_from if version_from is None else check_version_from(version_from)
+            # Upcasters may have been declared meanwhile.
+            self._types[event_type] = replace(
+                self._known(event_type), version=version, model=model, version_from=path
+            )
+            return model
+
+        return register
+
+    def upcast(self, event_type: str, from_version: int) -> Callable[[UpcasterT], UpcasterT]:
+        """Declare the upcaster from a version to the next one. Raises ValueError if that version has one already."""
+        _check_version(event_type, from_version)
+        if from_version in self._known(event_type).upcasters:
+            raise ValueError(
+                f"{event_type}: there is an upcaster from version {from_version} already"
+            )
+
+        def register(upcaster: UpcasterT) -> UpcasterT:
+            known = self._known(event_type)
+            upcasters: dict[int, Upcaster] = {**known.upcasters, from_version: upcaster}
+            self._types[event_type] = replace(known, upcasters=upcasters)
+            return upcaster
+
+        return register
+
+    def _known(self, event_type: str) -> EventType:
+        return self._types.get(event_type) or EventType(event_type, version_from=self._version_from)

@@ -1,0 +1,228 @@
+"""Events in the current version of their type: upcast and validated when a handler reads them. No I/O.
+
+What is stored, routed and dead-lettered is always the event as it was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, PydanticUserError, ValidationError
+from pydantic_core import ErrorDetails, PydanticKnownError
+
+from relay.event_types import exact_json
+from relay.event_types.registry import EventType
+from relay.events import Event, Row, TypedEvent
+from relay.faults import Action, InvalidEvent, action_for
+from relay.paths import dig, safe_key
+from relay.transactions import Values
+
+_FAULTS_TOLD = 10
+_VERSION_DIGITS = 9
+_REFUSED = "is refused by a validator of the model"
+_MESSAGES = {
+    "value_error": _REFUSED,
+    "assertion_error": _REFUSED,
+    "union_tag_invalid": "Input should have one of the expected tags",
+    "bytes_invalid_encoding": "Input should be encoded validly",
+    "timezone_offset": "Input should have the expected timezone offset",
+}
+"""Used instead of pydantic's messages that quote the value."""
+
+
+class _Typed:
+    """One event type, with what is worked out once."""
+
+    def __init__(self, found: EventType) -> None:
+        self._type = found
+        self._current = found.current
+        self._head, *self._path = found.version_from.split(".")
+        self._keys = frozenset[str]() if found.model is None else _keys_of(found.model)
+
+    def current(self, event: Event) -> TypedEvent:
+        """The event in the current version. Raises InvalidEvent, and faults of an upcaster that may pass."""
+        try:
+            return self._checked(event)
+        except InvalidEvent as error:
+            which = f"{self._type.name} {event.text('id') or event.text('c_offset')}"
+            raise InvalidEvent(f"{which}: {error}") from error.__cause__
+
+    def _checked(self, event: Event) -> TypedEvent:
+        version = self._version(event)
+        row = event.row if version == self._current else self._upcast(event, version)
+        return TypedEvent(row, self._validated(Event(row).text("payload")))
+
+    def _version(self, event: Event) -> int:
+        """The version that the event was published in."""
+        found, value = dig(_parsed(event, self._head), self._path)
+        if not found or value is None:
+            value = 1
+        if isinstance(value, str) and value.isdecimal() and len(value) <= _VERSION_DIGITS:
+            value = int(value)
+        where = self._type.version_from
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidEvent(f"{where}: is not a version, a whole number from 1")
+        if not self._type.oldest <= value <= self._current:
+            raise InvalidEvent(f"{where}: an unknown version; known are {self._span()}")
+        return value
+
+    def _span(self) -> str:
+        oldest = self._type.oldest
+        return f"{oldest} to {self._current}" if oldest < self._current else f"only {oldest}"
+
+    def _upcast(self, event: Event, version: int) -> Row:
+        payload = _parsed(event, "payload")
+        for step in range(version, self._current):
+            upcaster = self._type.upcasters[step]
+            where = f"upcast.{step} ({_name(upcaster)})"
+            try:
+                payload = upcaster(payload)
+            except (Exception, SystemExit) as error:
+                _raise_unless_blamed(error)
+                raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
+            if payload is None:
+                raise InvalidEvent(
+                    f"{where}: returned None: return the payload of the next version"
+                )
+        documents = {"payload": payload}
+        if self._head not in documents:
+            documents[self._head] = _parsed(event, self._head)
+        documents[self._head] = _with_version(documents[self._head], self._path, self._current)
+        return event.with_texts({name: _text(each, name) for name, each in documents.items()})
+
+    def _validated(self, payload: str | None) -> Any:
+        model = self._type.model
+        if model is None:
+            return None
+        try:
+            return model.model_validate_json("null" if payload is None else payload)
+        except ValidationError as error:
+            raise InvalidEvent(_told(error, self._keys)) from None
+        except (Exception, SystemExit) as error:
+            _raise_unless_blamed(error)
+            where = f"model ({_name(model)})"
+            raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
+
+
+class Upcasting:
+    """The event types of a configuration, over what handlers read. False where there are none."""
+
+    def __init__(self, types: Iterable[EventType]) -> None:
+        self._types = {each.name: _Typed(each) for each in types}
+        self._names = frozenset(name.encode() for name in self._types)
+
+    def __bool__(self) -> bool:
+        return bool(self._types)
+
+    def current(self, event: Event) -> Event:
+        """The event in the current version of its type; the same event if its type is not known.
+
+        Raises InvalidEvent, and what an upcaster raises that may pass by itself.
+        """
+        typed = self._types.get(event.text("event_type") or "")
+        return event if typed is None else typed.current(event)
+
+    def among(self, kinds: Values) -> list[int]:
+        """The indices of the types that are known."""
+        if self.none_of(kinds):
+            return []
+        return [index for index, kind in enumerate(kinds) if kind in self._names]
+
+    def none_of(self, kinds: Values) -> bool:
+        """Whether none of the types is known."""
+        return self._names.isdisjoint(kinds)
+
+
+def _parsed(event: Event, name: str) -> Any:
+    text = event.text(name)
+    try:
+        return None if text is None else exact_json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidEvent(f"{name}: is no JSON that can be read") from None
+
+
+def _text(document: Any, name: str) -> str:
+    try:
+        return exact_json.dumps(document, name)
+    except ValueError as error:
+        raise InvalidEvent(str(error)) from None
+    except RecursionError:
+        raise InvalidEvent(f"{name}: is nested too deeply") from None
+
+
+def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
+    """The document with the version at a path, where there are objects to hold it."""
+    document = {} if document is None else document
+    holder = document
+    *above, last = path
+    for step in above:
+        if isinstance(holder, dict):
+            holder = holder.setdefault(step, {})
+    if isinstance(holder, dict):
+        holder[last] = version
+    return document
+
+
+def _raise_unless_blamed(error: BaseException) -> None:
+    """Raise a fault of the user's code that the event is not to blame for, as it is."""
+    if isinstance(error, Exception) and action_for(error) is not Action.DEAD_LETTER:
+        raise error
+
+
+def _name(found: Any) -> str:
+    """A function or a class as the configuration would name it."""
+    return f"{found.__module__}:{getattr(found, '__qualname__', type(found).__name__)}"
+
+
+def _told(error: ValidationError, keys: frozenset[str]) -> str:
+    """What is wrong with which fields: pydantic's messages without what they quote."""
+    faults = error.errors(include_url=False, include_input=False)
+    told = [f"{_where(each['type'], each['loc'], keys)}: {_message(each)}" for each in faults]
+    told = list(dict.fromkeys(told))
+    more = len(told) - _FAULTS_TOLD
+    return "; ".join(told[:_FAULTS_TOLD]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> str:
+    """The path of a field. A key that the model does not name may be a value: `*` stands for it."""
+    extra: list[str] = []
+    if kind == "extra_forbidden":
+        *location, key = location
+        extra = [safe_key(str(key))]
+    parts = [
+        str(part) if isinstance(part, int) or part in keys else "*"
+        for part in location
+        if isinstance(part, int) or "[" not in part  # a validator's own step
+    ]
+    return ".".join(("payload", *parts, *extra))
+
+
+def _message(fault: ErrorDetails) -> str:
+    if fault["type"] in _MESSAGES:
+        return _MESSAGES[fault["type"]]
+    try:
+        template = PydanticKnownError(fault["type"], fault.get("ctx")).message_template  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError):
+        return _REFUSED  # a validator's own kind of error
+    message, quoting, _ = template.partition("{error}")
+    return message.rstrip(" ,:") if quoting else fault["msg"]
+
+
+def _keys_of(model: type[BaseModel]) -> frozenset[str]:
+    """The keys that a model and those below it name."""
+    try:
+        return frozenset(_named(model.model_json_schema()))
+    except PydanticUserError:
+        return frozenset(model.model_fields)  # it has a type that JSON Schema has not
+
+
+def _named(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        yield from properties if isinstance(properties, dict) else ()
+        for each in schema.values():
+            yield from _named(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _named(each)

@@ -1,0 +1,155 @@
+"""What handlers read where the configuration has `events`: each event in the current version of its type."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from relay.event_types.upcasting import Upcasting
+from relay.events import COMMIT_FIELDS, Decoder, Event, Events, Row, Transaction
+from relay.handlers import Connection, Handler, Sink
+from relay.transactions import ColumnDecoder, Routed, Rows, Values
+
+_CHANGED = ("payload", "metadata")
+_NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)
+_ROWS_AT_ONCE = 4_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+_HELD_BYTES = 1024 * 1024
+"""A transaction of at most so many bytes is upcast once and held; a larger one is validated, and upcast when read."""
+_VALIDATED_AT_ONCE = 100
+"""How many events of a sink's transaction are validated before other deliveries get their turn."""
+
+
+class _CurrentDecoder:
+    """Reads rows as a decoder does, in the current version of their events' types."""
+
+    __slots__ = ("_decoder", "_upcaster")
+
+    def __init__(self, decoder: Decoder, upcaster: Upcasting) -> None:
+        self._decoder = decoder
+        self._upcaster = upcaster
+
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        """One row as an event."""
+        return self._upcaster.current(self._decoder.event(data, commit_fields))
+
+
+class _CurrentColumns(_CurrentDecoder):
+    """The same, for columns of many rows too."""
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, decoder: ColumnDecoder, upcaster: Upcasting) -> None:
+        super().__init__(decoder, upcaster)
+        self._columns = decoder
+
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
+        """The values of some of FIELDS in many rows, field by field.
+
+        Every event is validated, also where its payload is not among the fields.
+        """
+        *found, kinds = self._columns.columns(rows, (*fields, "event_type"))
+        indices = self._upcaster.among(kinds)
+        changed = {field: list(found[fields.index(field)]) for field in _CHANGED if field in fields}
+        for index, row in zip(indices, rows.take(np.array(indices, np.int64)), strict=True):
+            event = self._upcaster.current(self._decoder.event(row, _NO_COMMIT))
+            for field, column in changed.items():
+                text = event.text(field)
+                column[index] = None if text is None else text.encode()
+        return [changed.get(field, column) for field, column in zip(fields, found, strict=True)]
+
+
+class _Held(Events):
+    """Events that were decoded once, all of them."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events.tuples, events.decoder, events.commit)
+        self._events = list(events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+
+class _CurrentRouted(Routed):
+    """Transactions whose events are all valid before a handler gets the first one."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Transaction]:
+        for each in super().__iter__():
+            if _is_small(each.events):
+                yield replace(each, events=_Held(each.events))
+            else:
+                for _ in each.events:
+                    pass
+                yield each
+
+
+class Typed:
+    """A transactional handler that gets events in the current version of their type."""
+
+    def __init__(self, handler: Handler, upcaster: Upcasting) -> None:
+        self.name = handler.name
+        self._handler = handler
+        self._upcaster = upcaster
+
+    def configure(self, conn: Connection) -> None:
+        """Prepare a new connection."""
+        self._handler.configure(conn)
+
+    def check(self, conn: Connection) -> None:
+        """Raise ConfigurationError if the handler cannot work on this database at all."""
+        self._handler.check(conn)
+
+    def apply(self, conn: Connection, routed: Routed) -> None:
+        """Apply transactions, in order. Raises InvalidEvent, and what the handler or an upcaster raises."""
+        if self._touches(routed):
+            decoder = _CurrentColumns(routed.decoder, self._upcaster)
+            routed = _CurrentRouted(routed.transactions, decoder)
+        self._handler.apply(conn, routed)
+
+    def _touches(self, routed: Routed) -> bool:
+        some = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+        return any(
+            not self._upcaster.none_of(kinds)
+            for rows in some
+            for kinds in routed.decoder.columns(rows, ("event_type",))
+        )
+
+
+class TypedSink:
+    """A sink that gets events in the current version of their type.
+
+    No event of a transaction is sent unless all of them are valid.
+    """
+
+    def __init__(self, sink: Sink, upcaster: Upcasting) -> None:
+        self.name = sink.name
+        self._sink = sink
+        self._upcaster = upcaster
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._sink.close()
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Deliver all events of a transaction. Raises InvalidEvent, and what the sink or an upcaster raises."""
+        published = transaction.events
+        decoder = _CurrentDecoder(published.decoder, self._upcaster)
+        events = Events(published.tuples, decoder, published.commit)
+        if _is_small(events):
+            events = _Held(events)
+        else:
+            for number, _ in enumerate(events):
+                if number % _VALIDATED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        await self._sink.deliver(replace(transaction, events=events))
+
+
+def _is_small(events: Events) -> bool:
+    return isinstance(events.tuples, Rows) and events.tuples.size <= _HELD_BYTES
