@@ -30,6 +30,13 @@ def wait(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     time.sleep(0.005)
 
 
+def compute(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Take 5 ms of a processor."""
+    ends = time.thread_time() + 0.005
+    while time.thread_time() < ends:
+        pass
+
+
 def note(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Note when each event came; no effect."""
     _file().note(event.text("aggregate_id") for event in transaction.events)

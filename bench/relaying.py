@@ -24,6 +24,7 @@ from relay.install import initialise
 
 NOTHING = {"type": "python", "callable": "bench.handlers:nothing"}
 WAIT = {"type": "python", "callable": "bench.handlers:wait"}
+COMPUTE = {"type": "python", "callable": "bench.handlers:compute"}
 NOTE = {"type": "python", "callable": "bench.handlers:note"}
 NOTE_AND_INSERT = {"type": "python", "callable": "bench.handlers:note_and_insert"}
 

@@ -22,7 +22,7 @@ from bench.peers.subscription import Subscription
 from bench.peers.transactional_outbox import TransactionalOutbox
 from bench.publishing import CREATE_PLAIN_TABLE, PLAIN_TABLE, RELAY_TABLE, Publishers
 from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
-from bench.relaying import NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
+from bench.relaying import COMPUTE, NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
 from bench.results import Contender, Measurement, Workload
 from bench.spark_reading import SparkReading
 from relay.embedded import Cluster
@@ -256,6 +256,34 @@ def scale(plan: Plan) -> Iterator[Workload]:
         rows = [*(row(apply, BATCH, busy_outbox, busy, number) for number in slots), *rows]
     size = f"{busy.events:,} events into a table; {waiting.events:,} transactions of one event, 5 ms each"
     yield Workload("scale", size, rows)
+
+
+def scale_cluster(plan: Plan) -> Iterator[Workload]:
+    """One to eight executors of one core each, processes as on a cluster: bound by waiting, and by processors."""
+    waiting_outbox, busy_outbox = Outbox(plan.cluster, "waits"), Outbox(plan.cluster, "computes")
+    waiting = waiting_outbox.publish(800 if plan.quick else 4_000, events=1)
+    busy = busy_outbox.publish(400 if plan.quick else 2_000, events=1)
+
+    def row(
+        name: str, handler: dict[str, str], outbox: Outbox, backlog: Backlog, number: int
+    ) -> Contender:
+        master = f"local-cluster[{number},1,1024]"
+        relay = Relay(f"{name}, {number}", handler, spark=True, master=master)
+        return Contender(
+            relay.name,
+            lambda: {"events/s": relay.drain(outbox, backlog, plan.folder, effect=False)},
+            plan.often(expensive=True),
+            f"{name}, 1",
+        )
+
+    wait, compute = (
+        "5 ms of waiting a transaction, executors",
+        "5 ms of CPU a transaction, executors",
+    )
+    rows = [row(f"relay, {wait}", WAIT, waiting_outbox, waiting, each) for each in (1, 2, 4, 8)]
+    rows += [row(f"relay, {compute}", COMPUTE, busy_outbox, busy, each) for each in (1, 2)]
+    size = f"{waiting.events:,} transactions that wait, {busy.events:,} that compute"
+    yield Workload("scale-cluster", size, rows)
 
 
 def publish(plan: Plan) -> Iterator[Workload]:
@@ -520,6 +548,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "catch-up": catch_up,
     "memory": memory_and_start,
     "scale": scale,
+    "scale-cluster": scale_cluster,
     "publish": publish,
     "spark-read": spark_read,
     "delta": delta_table,
@@ -541,6 +570,7 @@ LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))
 QUICK = tuple(
     name
     for name in WORKLOADS
-    if name not in ("scale", "spark-read", "delta", *LONG) and not name.startswith("sinks-")
+    if name not in ("scale", "scale-cluster", "spark-read", "delta", *LONG)
+    and not name.startswith("sinks-")
 )
-"""What a quick run takes where none is named: each row of `scale` starts a Spark session."""
+"""What a quick run takes where none is named: each row of `scale` and `scale-cluster` starts a Spark session."""
