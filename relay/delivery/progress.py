@@ -104,7 +104,9 @@ class Cursor:
         self._streamed = Prefix(position.applied_lsn)
         self._differences: deque[_Reading] = deque()
         if position.following is not None:
-            self._differences.append(_Reading(position.following, Prefix(position.polled_offset), 0))
+            self._differences.append(
+                _Reading(position.following, Prefix(position.polled_offset), 0)
+            )
 
     @property
     def known(self) -> Xids:

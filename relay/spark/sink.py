@@ -179,12 +179,10 @@ class SparkWorker:
         return state
 
     def _begun(self, state: State) -> Begun | None:
-        """The batch that is begun, unless somebody has moved the sink since, or its destination is another one."""
+        """The batch that is begun for the destination, unless somebody has moved the sink since."""
         conn, group = self._claim.conn, self._settings.group
-        batch = spark_batches.begun(conn, group, self._name)
-        if batch is None:
-            return None
-        if (batch.epoch, batch.target) == (state.epoch, self._handler.target):
+        batch = spark_batches.begun(conn, group, self._name, self._handler.target)
+        if batch is None or batch.epoch == state.epoch:
             return batch
         spark_batches.end(conn, group, self._name, batch.id)
         log.info(
@@ -226,7 +224,7 @@ class SparkWorker:
             if self._claim.store(reading, state.epoch, (), LAGGING) is None:
                 raise Moved
             spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
-        return spark_batches.begun(conn, group, self._name)
+        return spark_batches.begun(conn, group, self._name, each.target)
 
     def _waiting(self, state: State) -> _Waiting | None:
         """What the next batch would have; None if there is nothing. An empty difference is passed at once."""

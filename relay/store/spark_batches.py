@@ -1,4 +1,7 @@
-"""The batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink."""
+"""The batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink and destination.
+
+A batch that is begun for a destination outlives that the sink is given another one, until a batch of the sink ends.
+"""
 
 from __future__ import annotations
 
@@ -39,34 +42,33 @@ class Contents:
 class Begun:
     """A batch that is stored and not finished: the same rows and the same layout, however often it is written.
 
-    `application` and `number` identify it at its destination, `target`, and so does `id` alone.
+    `application` and `number` identify it at its destination, and so does `id` alone.
     """
 
     application: str
     number: int
     id: str
-    target: str
     epoch: int
     partition_by: list[str]
     host_buckets: int
     contents: Contents
 
 
-def begun(conn: Connection, group: str, sink: str) -> Begun | None:
-    """The batch of a sink that is begun, if any. Raises psycopg.Error."""
+def begun(conn: Connection, group: str, sink: str, target: str) -> Begun | None:
+    """The batch of a sink that is begun for a destination, if any. Raises psycopg.Error."""
     row = conn.execute(
         """
-        select application::text, number, batch::text, target, epoch, partition_by, host_buckets,
+        select application::text, number, batch::text, epoch, partition_by, host_buckets,
                before::text, after::text, polled_offset, left_out::text[]::bigint[], delivered_lsn::text, rows_read,
                deferred, data
-          from relay.spark_batches where group_id = %s and sink = %s and batch is not null
+          from relay.spark_batches where (group_id, sink, target) = (%s, %s, %s) and batch is not null
         """,
-        (group, sink),
+        (group, sink, target),
     ).fetchone()
     if row is None:
         return None
-    application, number, identifier, target, epoch, partition_by, host_buckets = row[:7]
-    before, after, polled, left_out, lsn, rows, deferred, data = row[7:]
+    application, number, identifier, epoch, partition_by, host_buckets = row[:6]
+    before, after, polled, left_out, lsn, rows, deferred, data = row[6:]
     contents = Contents(
         Snapshot.parse(before),
         Snapshot.parse(after),
@@ -77,9 +79,7 @@ def begun(conn: Connection, group: str, sink: str) -> Begun | None:
         deferred,
         data,
     )
-    return Begun(
-        application, number, identifier, target, epoch, partition_by, host_buckets, contents
-    )
+    return Begun(application, number, identifier, epoch, partition_by, host_buckets, contents)
 
 
 def begin(
@@ -93,8 +93,8 @@ def begin(
 ) -> None:
     """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
 
-    Numbers go on, but for another destination, or where the server is another one than that of the last batch, has left
-    its timeline or was started again since: it may have been restored from a backup, such as a copy of its files, and
+    Numbers go on, but where the server is another one than that of the destination's last batch, has left its timeline
+    or was started again since: it may have been restored from a backup, such as a copy of its files, and
     the numbers since then mean other rows there. For minutes after a promotion pg_control_checkpoint() still tells the
     former timeline.
     """
@@ -109,12 +109,10 @@ def begin(
                %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
                %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s
           from pg_control_system() as s
-        on conflict (group_id, sink) do update
-           set application = case when (b.target, b.server) = (excluded.target, excluded.server) then b.application
-                                  else excluded.application end,
-               number = 1 + case when (b.target, b.server) = (excluded.target, excluded.server) then b.number else 0
-                            end,
-               target = excluded.target, server = excluded.server, batch = excluded.batch, epoch = excluded.epoch,
+        on conflict (group_id, sink, target) do update
+           set application = case when b.server = excluded.server then b.application else excluded.application end,
+               number = 1 + case when b.server = excluded.server then b.number else 0 end,
+               server = excluded.server, batch = excluded.batch, epoch = excluded.epoch,
                before = excluded.before, after = excluded.after, polled_offset = excluded.polled_offset,
                left_out = excluded.left_out, delivered_lsn = excluded.delivered_lsn, rows_read = excluded.rows_read,
                partition_by = excluded.partition_by, host_buckets = excluded.host_buckets,
@@ -152,15 +150,20 @@ def lay_out(
 
 
 def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
-    """A batch is written, or given up; returns whether it was still begun. Raises psycopg.Error."""
+    """A batch is written, or given up, and so are those for other destinations, which the sink's position passes.
+
+    Returns whether it was still begun. Raises psycopg.Error.
+    """
     ended = conn.execute(
         """
-        update relay.spark_batches set batch = null, data = null
-         where group_id = %s and sink = %s and batch = %s::uuid
+        update relay.spark_batches as b set batch = null, data = null from relay.spark_batches as former
+         where (b.group_id, b.sink, b.target) = (former.group_id, former.sink, former.target)
+           and b.group_id = %s and b.sink = %s and b.batch is not null
+        returning former.batch::text
         """,
-        (group, sink, batch),
-    )
-    return ended.rowcount > 0
+        (group, sink),
+    ).fetchall()
+    return (batch,) in ended
 
 
 def dead_transactions(conn: Connection, deferred: Sequence[int]) -> list[int]:

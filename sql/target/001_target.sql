@@ -456,8 +456,8 @@ begin
 end
 $$;
 
--- What Spark writes for each sink: the batch that is begun, or else the last one. A batch is stored before anything of it is
--- written and never changes, so it is the same however often it is written.
+-- What Spark writes for each sink and destination: the batch that is begun, or else the last one. A batch is stored before
+-- anything of it is written and never changes, so it is the same however often it is written.
 create table if not exists relay.spark_batches (
     group_id      text        not null,
     sink          text        not null,
@@ -478,12 +478,11 @@ create table if not exists relay.spark_batches (
     deferred      bigint[]    not null,
     data          bytea,
     begun_at      timestamptz not null default clock_timestamp(),
-    primary key (group_id, sink)
+    primary key (group_id, sink, target)
 );
 
 comment on column relay.spark_batches.application is
-    'whose numbers these are: of another destination (target), and once the server of this database was promoted, restored or started '
-    'again (server), it is another one';
+    'whose numbers these are: once the server of this database was promoted, restored or started again (server), it is another one';
 comment on column relay.spark_batches.batch is
     'the column relay_batch of what is written; null once the batch is written or given up';
 comment on column relay.spark_batches.epoch is

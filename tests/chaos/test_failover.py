@@ -383,7 +383,7 @@ def _next_batch(target: Outbox) -> Begun:
     """Begin a batch of a sink, and end it."""
     contents = Contents(Snapshot(1, 1), Snapshot(5, 5))
     spark_batches.begin(target.conn, "default", "lake", "delta x", 1, ([], 8), contents)
-    batch = spark_batches.begun(target.conn, "default", "lake")
+    batch = spark_batches.begun(target.conn, "default", "lake", "delta x")
     assert batch is not None
     assert spark_batches.end(target.conn, "default", "lake", batch.id)
     return batch
