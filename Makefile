@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard relay tests bench)
+SOURCES := $(wildcard relay tests bench examples)
 UV_VERSION := 0.13.8
 CYCLONEDX_VERSION := 7.5.0
 PIP_AUDIT_VERSION := 2.10.1

@@ -23,8 +23,8 @@ from tests.spark_cluster import StandaloneCluster, frozen
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
 
 CHANCE = random.Random(16)
-TRANSACTIONS = 4_000
-EVENTS = 5 * TRANSACTIONS
+TRANSACTIONS = 2_000
+MORE = 300
 DYNAMIC = {
     "spark__dynamicAllocation__enabled": "true",
     "spark__dynamicAllocation__minExecutors": "1",
@@ -53,11 +53,12 @@ class Scene:
     def start(self) -> None:
         """Start relay, and wait until it has applied something."""
         self.service = self.relays.enter_context(running(self.config))
-        self.wait_applied(1)
+        self.go_on()
 
-    def wait_applied(self, events: int) -> None:
-        """Wait until so many events more are applied than now."""
-        goal = progress(self.outbox) + events
+    def go_on(self) -> None:
+        """Publish some more, and wait until as many events are applied."""
+        self.outbox.fill(MORE, events=5, hosts=64)
+        goal = progress(self.outbox) + 5 * MORE
         ends = self.service.process.poll
         wait_until(lambda: progress(self.outbox) >= goal or ends() is not None, 240)
         assert ends() is None, self.service.log.read_text()[-4_000:]
@@ -71,22 +72,22 @@ class Scene:
 def executor_killed(scene: Scene) -> None:
     for _ in range(3):
         scene.executor().kill()
-        scene.wait_applied(EVENTS // 10)
+        scene.go_on()
 
 
 def worker_killed(scene: Scene) -> None:
     worker = CHANCE.choice(scene.cluster.workers)
     worker.kill()
-    scene.wait_applied(EVENTS // 10)
+    scene.go_on()
     worker.start()
 
 
 def master_restarted(scene: Scene) -> None:
     scene.cluster.master.kill()
-    scene.wait_applied(EVENTS // 10)
+    scene.go_on()
     scene.cluster.master.start()
     scene.executor().kill()
-    scene.wait_applied(EVENTS // 10)
+    scene.go_on()
 
 
 def driver_killed(scene: Scene) -> None:

@@ -1,0 +1,165 @@
+"""The examples, run as their READMEs say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import deltalake
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import yaml
+
+from relay.spark import register
+from relay.spark.session import Session
+from tests.outbox import Outbox, event, host, wait_until
+from tests.process import ROOT, relay, running
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.rare, pytest.mark.timeout(300)]
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def spark(spark_session: Session) -> SparkSession:
+    session = spark_session.get(timeout=120)
+    assert session is not None
+    register(session)
+    return session
+
+
+def module(path: str) -> ModuleType:
+    """A script of an example, imported."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, EXAMPLES / path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def configuration(path: str, outbox: Outbox, **source: Any) -> dict[str, Any]:
+    """An example's configuration, for a test's outbox."""
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / path).read_text())
+    found["source"] |= {"slot": outbox.slot, "publication": outbox.slot, **source}
+    return found
+
+
+def publish(outbox: Outbox, hour: int, *amounts: str) -> None:
+    events = [event(each, event_ts=f"2026-11-01T{hour:02}:30:00+00:00") for each in amounts]
+    outbox.publish(host(hour % 3), *events)
+
+
+def test_revenue_goes_on_from_its_checkpoint(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    example = module("streaming_revenue/revenue.py")
+    path = str(tmp_path / "revenue")
+    before = spark.conf.get("spark.sql.shuffle.partitions")
+    spark.conf.set("spark.sql.shuffle.partitions", "1")
+    try:
+        publish(outbox, 8, "10.10", "5.05")
+        publish(outbox, 9, "1")
+        outbox.publish(host(1), event(99, "order.paid", event_ts="2026-11-01T09:00:00+00:00"))
+        example.write(spark, outbox.dsn, path)
+        publish(outbox, 9, "2.5")
+        publish(outbox, 20, "7")
+        example.write(spark, outbox.dsn, path)
+        publish(outbox, 23, "8")
+        example.write(spark, outbox.dsn, path)
+        rows = spark.read.parquet(path).orderBy("start").collect()
+    finally:
+        spark.conf.set("spark.sql.shuffle.partitions", str(before))
+    assert [(row.start.hour, row.orders, row.amount) for row in rows] == [
+        (8, 2, Decimal("15.15")),
+        (9, 2, Decimal("3.50")),
+        (20, 1, Decimal("7.00")),
+    ]
+
+
+def test_events_are_enriched_once_with_relay_killed(outbox: Outbox, tmp_path: Path) -> None:
+    customers = {"customer": ["1", "2"], "country": ["CH", "FR"]}
+    (tmp_path / "customers").mkdir()
+    pyarrow.parquet.write_table(pa.table(customers), tmp_path / "customers" / "all.parquet")
+    config = configuration("delta_enrich/relay.yaml", outbox)
+    lake = config["handlers"]["lake"]
+    lake |= {"path": str(tmp_path / "orders"), "every": 0.1, "max_events": 500}
+    lake["sql"] = lake["sql"].replace("/lake/customers", str(tmp_path / "customers"))
+    file = tmp_path / "relay.yaml"
+    file.write_text(yaml.safe_dump(config))
+    outbox.fill(600, events=3)
+    begun = "select coalesce(max(number), 0) from relay.spark_batches"
+    for number in (1, 3):
+        with running(file, OUTBOX_DSN=outbox.dsn) as service:
+            wait_until(lambda: outbox.value(begun) >= number, 120)  # noqa: B023
+            service.kill()
+    with running(file, OUTBOX_DSN=outbox.dsn) as service:
+        outbox.wait_delivered("lake", 120)
+        assert service.terminate() == 0
+    columns = ["id", "customer", "country", "amount"]
+    found = deltalake.DeltaTable(tmp_path / "orders").to_pyarrow_table(columns=columns)
+    expected = outbox.conn.execute(
+        """
+        select id::text, aggregate_id, case aggregate_id when '1' then 'CH' when '2' then 'FR' end,
+               (payload->>'amount')::numeric(18, 2)
+          from outbox_message_t order by id
+        """
+    ).fetchall()
+    assert [tuple(row.values()) for row in found.sort_by("id").to_pylist()] == expected
+
+
+def test_a_backfill_and_relay_meet_exactly(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    """Events are published before the group, between it and the backfill, and while relay runs."""
+    outbox.conn.execute((EXAMPLES / "backfill" / "projection.sql").read_bytes())
+    config = configuration("backfill/relay.yaml", outbox, slot=f"{outbox.slot}_sales")
+    file = tmp_path / "relay.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    def publish_days(first: int, last: int) -> None:
+        for day in range(first, last):
+            outbox.conn.execute(
+                """
+                select relay.publish(gen_random_uuid(), null, jsonb_agg(jsonb_build_object(
+                    'event_type', 'order.placed', 'aggregate_type', 'Customer', 'aggregate_id', n::text,
+                    'event_ts', timestamptz '2026-01-01 12:00+00' + %s * interval '1 day',
+                    'payload', jsonb_build_object('amount', n + 0.25))))
+                  from generate_series(1, 5) as n
+                """,
+                (day,),
+            )
+
+    publish_days(0, 365)
+    assert relay("init", "--config", str(file), OUTBOX_DSN=outbox.dsn).returncode == 0
+    publish_days(300, 330)
+    shown = relay("offsets", "show", "--config", str(file), "--json", OUTBOX_DSN=outbox.dsn)
+    (snapshot,) = {each["snapshot"] for each in json.loads(shown.stdout)}
+    example = module("backfill/backfill.py")
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    try:
+        for _ in range(2):
+            assert example.backfill(spark, snapshot, outbox.dsn) == 365 * 5
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", str(zone))
+    with running(file, OUTBOX_DSN=outbox.dsn) as service:
+        publish_days(360, 370)
+        wait_until(lambda: outbox.value("select sum(orders) from daily_sales") == 405 * 5)
+        assert service.terminate() == 0
+    differs = """
+        select count(*) from daily_sales as s full join (
+            select aggregate_id as customer, (event_ts at time zone 'UTC')::date as day, count(*) as orders,
+                   sum((payload->>'amount')::numeric) as amount
+              from outbox_message_t group by 1, 2) as o using (customer, day)
+         where (s.orders, s.amount) is distinct from (o.orders, o.amount)
+    """
+    assert outbox.value(differs) == 0
