@@ -109,17 +109,18 @@ class Stack:
     def logs(self, *services: str) -> str:
         return self.compose("logs", "--no-color", *services).stdout
 
-    def container(self, service: str) -> str:
-        return done(self.compose("ps", "-a", "-q", service)).strip()
-
     def inspect(self, service: str, field: str) -> str:
-        """One field of a service's container, as Go's template names it."""
+        """One field of a service's containers, as Go's template names it, a line each."""
+        containers = done(self.compose("ps", "-a", "-q", service)).split()
         return done(
-            command("docker", "inspect", "--format", f"{{{{{field}}}}}", self.container(service))
+            command("docker", "inspect", "--format", f"{{{{{field}}}}}", *containers)
         ).strip()
 
     def wait_healthy(self, service: str, timeout: float = 180) -> None:
-        wait_until(lambda: self.inspect(service, ".State.Health.Status") == "healthy", timeout)
+        wait_until(
+            lambda: set(self.inspect(service, ".State.Health.Status").split()) == {"healthy"},
+            timeout,
+        )
 
     def publish(self, transactions: int) -> int:
         """Publish from inside relay's container, as the database's owner; returns how many events."""
@@ -299,5 +300,6 @@ def test_a_spark_cluster_of_the_same_image_does_the_work(stack: Stack) -> None:
     stack.publish(500)
     stack.wait_relayed()
     assert stack.count("relay.dead_letter_queue") == 0
-    executors = stack.compose("exec", "-T", "spark-worker", "sh", "-c", "ls -d /tmp/spark/app-*/*")
-    assert done(executors).strip()
+    for worker in ("1", "2"):
+        executors = ("spark-worker", "sh", "-c", "ls -d /tmp/spark/app-*/*")
+        assert done(stack.compose("exec", "-T", "--index", worker, *executors)).strip()
