@@ -27,6 +27,7 @@ from relay.cli_options import (
 )
 from relay.cli_schema import schema
 from relay.cli_sinks import sink
+from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
 from relay.dsn import administrator_dsn
@@ -44,6 +45,7 @@ app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.add_typer(schema, name="schema")
+app.add_typer(spark, name="spark")
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )

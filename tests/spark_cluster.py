@@ -25,14 +25,18 @@ PROTECTED = {
     "spark.authenticate.secret": SECRET,
     "spark.network.crypto.enabled": "true",
 }
+PYTHON = {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
 EXECUTOR = "CoarseGrainedExecutorBackend"
 
 
 class Daemon:
     """A master or a worker. It is ready when its log says `says` once more."""
 
-    def __init__(self, name: str, command: list[str], log: Path, says: str) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, says: str, environment: dict[str, str]
+    ) -> None:
         self.name = name
+        self._environment = environment
         self._command = command
         self._log = log
         self._says = says
@@ -47,13 +51,13 @@ class Daemon:
             "SPARK_HOME": str(home),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "256m",
-            "PYSPARK_PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
+            **self._environment,
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [str(home / "bin" / "spark-class"), *self._command],
-                env=os.environ | environment,
+                env={key: value for key, value in os.environ.items() if key not in PYTHON}
+                | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -87,9 +91,13 @@ class Daemon:
 
 
 class StandaloneCluster:
-    """A master that remembers its applications, and workers of one core each."""
+    """A master that remembers its applications, and workers of one core each.
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    Their executors find relay and what it needs, unless they are `bare`.
+    """
+
+    def __init__(self, folder: Path, workers: int, bare: bool = False) -> None:
+        environment = {} if bare else PYTHON
         self._folder = folder
         port = free_port()
         self.url = f"spark://127.0.0.1:{port}"
@@ -108,6 +116,7 @@ class StandaloneCluster:
             ["org.apache.spark.deploy.master.Master", *options, "--port", str(port)],
             folder / "master.log",
             "I have been elected leader",
+            environment,
         )
         self.workers = [
             Daemon(
@@ -118,6 +127,7 @@ class StandaloneCluster:
                 ],
                 folder / f"worker-{number}.log",
                 "Successfully registered with master",
+                environment,
             )
             for number in range(workers)
         ]

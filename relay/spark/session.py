@@ -263,7 +263,9 @@ def _remember_classes(session: SparkSession) -> None:
 def _classic_conf(spark: config.Spark) -> dict[str, str]:
     master = spark.master
     os.environ["JAVA_HOME"] = str(java_home())
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    # Where PySpark looks for it: of the configuration, only spark-submit reads it.
+    python = spark.plain_conf.get("spark.pyspark.python", sys.executable)
+    os.environ.setdefault("PYSPARK_PYTHON", python)
     if master.startswith("local"):
         # Nobody else has to reach this driver.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
