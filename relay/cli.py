@@ -25,6 +25,7 @@ from relay.cli_options import (
     warn,
     with_options,
 )
+from relay.cli_retention import EveryOption, partition
 from relay.cli_sinks import sink
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
+app.command()(partition)
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
@@ -99,18 +101,24 @@ def init(
             help="Where a new group begins; default now. Rows older than the slot are read by polling.",
         ),
     ] = None,
+    every: EveryOption = None,
 ) -> None:
     """Install schema, publication, slot and group; doing it twice changes nothing."""
+    from relay.admin.partitioning import partition_new
     from relay.install import initialise
 
+    settings = load(config)
     try:
+        admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
         done = initialise(
-            load(config),
-            administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
+            settings,
+            admin,
             administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
             start=start,
             warn=warn,
         )
+        if every is not None:
+            done += partition_new(settings, every, admin)
     except ConfigurationError as error:
         raise with_options(error, context) from None
     for line in done:

@@ -1,0 +1,47 @@
+-- Retention of relay's own tables in the target. Needs 001_target.sql.
+
+-- Deletes what is settled and older than a time, at least a day, a portion at a time; returns how many rows. With the rights of
+-- its owner, since the role relay may only add to the tables of actions.
+create or replace function relay.prune_history(the_group text, older_than timestamptz, portion int) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    total   bigint;
+    deleted bigint;
+begin
+    if older_than > clock_timestamp() - interval '1 day' then
+        raise invalid_parameter_value using message = 'what is younger than a day is kept';
+    end if;
+    delete from relay.dead_letter_queue where id = any (array(
+        select d.id from relay.dead_letter_queue as d
+         where d.group_id = the_group and d.status in ('replayed', 'discarded') and d.created_dt < older_than
+         order by d.id limit portion));
+    get diagnostics total = row_count;
+    delete from relay.dead_letter_actions where id = any (array(
+        select a.id from relay.dead_letter_actions as a
+         where a.group_id = the_group and a.acted_at < older_than
+           and not exists (select from relay.dead_letter_queue as d where d.dead_transaction = a.dead_transaction)
+         order by a.id limit portion));
+    get diagnostics deleted = row_count;
+    total := total + deleted;
+    delete from relay.actions where id = any (array(
+        select a.id from relay.actions as a where a.group_id = the_group and a.acted_at < older_than order by a.id limit portion));
+    get diagnostics deleted = row_count;
+    total := total + deleted;
+    delete from relay.engines where group_id = the_group and updated_at < older_than;
+    delete from relay.suspects where group_id = the_group and noted_at < older_than;
+    return total;
+end
+$$;
+
+revoke all on function relay.prune_history(text, timestamptz, int) from public;
+
+do $$
+begin
+    if to_regrole('relay') is not null then
+        grant execute on function relay.prune_history(text, timestamptz, int) to relay;
+    end if;
+end
+$$;
+
+insert into relay.migrations (name) values ('target/002_retention.sql') on conflict do nothing;
