@@ -13,14 +13,19 @@ from relay.dsn import administrator_dsn
 EveryOption = Annotated[
     str | None,
     typer.Option(
-        "--partition", metavar="INTERVAL", help="Partition a new outbox by time: 1d, 6h. Default: not."
+        "--partition",
+        metavar="INTERVAL",
+        help="Partition a new outbox by time: 1d, 6h. Default: not.",
     ),
 ]
 
 
 def partition(
     every: Annotated[
-        str, typer.Option("--every", metavar="INTERVAL", help="How long a partition's range is: 1d, 6h.")
+        str,
+        typer.Option(
+            "--every", metavar="INTERVAL", help="How long a partition's range is: 1d, 6h."
+        ),
     ],
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,

@@ -377,13 +377,14 @@ class _Installation:
             if sinks.begin(self.target, self.settings.group, name, handler.start):
                 self.done.append(f"sink {name}, from {handler.start} on")
 
-
     def _retain(self) -> None:
         """Positions for retention, and the right to remove events."""
         source, of = self.source, self.settings.source
         floor.note(source, self.target, self.settings.group)
         if self.settings.retention.keep and floor.retain(source, of):
-            self.done.append(f"right of the role relay to remove events of {of.table} that are read")
+            self.done.append(
+                f"right of the role relay to remove events of {of.table} that are read"
+            )
 
 
 def _exists(conn: Connection, table: str) -> bool:

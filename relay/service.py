@@ -119,8 +119,8 @@ class Service:
             self._reviver.start(guarded=died)
             if self._unflushed:
                 self._unflushed.start()
-            self._sinks.start(self._pipeline.session)
             self._retention.start()
+            self._sinks.start(self._pipeline.session)
             self._source.start()
             for batch in self._source.batches(self._sinks):
                 self._relay(batch)

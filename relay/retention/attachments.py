@@ -139,7 +139,9 @@ class Attachments:
             if definition is not None:
                 source.execute(
                     sql.SQL("create index {} on {} {}").format(
-                        sql.Identifier(name), table, sql.SQL(definition)  # type: ignore[arg-type]
+                        sql.Identifier(name),
+                        table,
+                        sql.SQL(definition),  # type: ignore[arg-type]
                     )
                 )
 

@@ -109,7 +109,10 @@ class _Conversion:
     def _execute(self, text: str, **names: sql.Composable) -> psycopg.Cursor[Any]:
         return self._source.execute(
             sql.SQL(text).format(  # type: ignore[arg-type]
-                table=self._table, before=self._before, constraint=sql.Identifier(CONSTRAINT), **names
+                table=self._table,
+                before=self._before,
+                constraint=sql.Identifier(CONSTRAINT),
+                **names,
             )
         )
 
@@ -146,7 +149,9 @@ class _Conversion:
 
     def _bound(self) -> datetime:
         """The end of the first partition, as a constraint that is not validated yet."""
-        end = aligned(datetime.now(UTC) + max(SPAN, 2 * self._every), self._every) + self._every
+        empty = not self._execute("select from {table} limit 1").rowcount
+        span = timedelta(0) if empty else max(SPAN, 2 * self._every)
+        end = aligned(datetime.now(UTC) + span, self._every) + self._every
 
         def add() -> None:
             self._execute("alter table {table} drop constraint if exists {constraint}")
@@ -189,7 +194,10 @@ class _Conversion:
         table = self._settings.source.table
         self._source.execute(
             "select relay.add_default(%s::regclass, %s)",
-            (self._table.as_string(self._source), f"{self._settings.source.table_name[1][:40]}_default"),
+            (
+                self._table.as_string(self._source),
+                f"{self._settings.source.table_name[1][:40]}_default",
+            ),
         )
         self._source.execute(
             "update relay.retained set every = %s where outbox = %s", (self._every, table)
@@ -211,5 +219,3 @@ class _Conversion:
     @staticmethod
     def _name(qualified: sql.Identifier) -> sql.Identifier:
         return sql.Identifier(qualified._obj[-1])
-
-

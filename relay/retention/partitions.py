@@ -32,7 +32,10 @@ _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition and its range; without ends, the default partition. `lower` None: from the beginning."""
+    """A partition, by its qualified name, and its range.
+
+    `lower` None: from the beginning; the default partition has no range.
+    """
 
     name: str
     lower: datetime | None
@@ -65,8 +68,8 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     """The partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
     rows = source.execute(
         """
-        select partition::text, nullif(lower, '-infinity'), upper, is_default
-          from relay.partitions(%s::regclass) order by upper nulls last
+        select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper, is_default
+          from relay.partitions(%s::regclass) join pg_class on oid = partition order by upper nulls last
         """,
         (table,),
     )
@@ -115,10 +118,14 @@ def heal_default(
     Until that is done, it takes no rows after the end of that range, which lies as far ahead as partitions do.
     """
     upto = aligned(present + ahead, every) + every
-    if not briefly(source, lambda: _value(source, "select relay.enclose_default(%s, %s)", table, upto)):
+    if not briefly(
+        source, lambda: _value(source, "select relay.enclose_default(%s, %s)", table, upto)
+    ):
         return None
     source.execute("select relay.validate_default(%s)", (table,))
-    name = briefly(source, lambda: _value(source, "select relay.exchange_default(%s, %s)", table, upto))
+    name = briefly(
+        source, lambda: _value(source, "select relay.exchange_default(%s, %s)", table, upto)
+    )
     return str(name)
 
 

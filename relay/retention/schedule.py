@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from threading import Event, Thread
 from typing import Any
@@ -60,7 +60,14 @@ class Schedule:
         self.error: RelayError | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Begin. Raises ConfigurationError if the group was given up; sinks that were are paused."""
+        of = self._settings
+        with (
+            suppress(psycopg.Error),  # The thread tries again.
+            closing(connect(of.source_dsn)) as source,
+            closing(connect(of.target_dsn)) as target,
+        ):
+            self._stop_given_up(source, target)
         self._thread.start()
 
     def stop(self) -> None:
@@ -140,8 +147,9 @@ class Schedule:
                 created += partitions.create_ahead(source, table, present, of.ahead)
             if created:
                 log.info("partitions created", extra={"partitions": ", ".join(created)})
-        if of.max_lag is not None:
-            self._give_up(source, target, present)
+        if of.max_lag is not None and self._give_up(source, target, present):
+            # Whoever reads it still stops before the next turn.
+            return
         if of.keep is None or (of.archive is not None and of.archive not in noted):
             return
         older_than = present - of.keep
@@ -153,18 +161,23 @@ class Schedule:
         if deleted:
             log.info("events deleted", extra={"events": deleted})
 
-    def _give_up(self, source: Connection, target: Connection, present: datetime) -> None:
-        """Let readers that lag by more than max_lag no longer hold rows; never the archive."""
+    def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
+        """Let readers that lag by more than max_lag no longer hold rows, never the archive; returns whether any does."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
         found = floor.readers(source, of)
+        any_given_up = False
         for each in floor.lagging(found, present, of.retention.max_lag):
             if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
                 continue
+            any_given_up = True
             floor.give_up(source, each)
             detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
             actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
-            log.error("a reader is given up: it no longer holds events", extra={"reader": each.name})
+            log.error(
+                "a reader is given up: it no longer holds events", extra={"reader": each.name}
+            )
+        return any_given_up
 
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
         """Let no reader go on that was given up. Raises ConfigurationError if the group itself was."""
