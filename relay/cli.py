@@ -25,7 +25,7 @@ from relay.cli_options import (
     warn,
     with_options,
 )
-from relay.cli_retention import EveryOption, partition
+from relay.cli_retention import EveryOption, erase, partition
 from relay.cli_sinks import sink
 from relay.cli_tables import print_facts, print_table
 from relay.config import load
@@ -44,6 +44,7 @@ app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.command()(partition)
+app.command()(erase)
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
@@ -264,11 +265,21 @@ def _print_status(found: Any, mode: str) -> None:
         facts.append(
             (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
         )
+    facts += [(f"reader {each.name}", _reader_state(each)) for each in found.readers]
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _reader_state(found: Any) -> str:
+    """What a reader holds in the outbox, on one line."""
+    if found.given_up_at:
+        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events are removed that it has not read"
+    if found.unread_since:
+        return f"holds events from {found.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
+    return "has read everything"
 
 
 def _sink_state(found: Any) -> str:

@@ -141,7 +141,7 @@ class Attachments:
                     sql.SQL("create index {} on {} {}").format(
                         sql.Identifier(name),
                         table,
-                        sql.SQL(definition),  # type: ignore[arg-type]
+                        sql.SQL(definition),
                     )
                 )
 

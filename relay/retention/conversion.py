@@ -8,7 +8,6 @@ Source: PostgreSQL documentation, "Table Partitioning", "ALTER TABLE" and "CREAT
 
 from __future__ import annotations
 
-
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -108,7 +107,7 @@ class _Conversion:
 
     def _execute(self, text: str, **names: sql.Composable) -> psycopg.Cursor[Any]:
         return self._source.execute(
-            sql.SQL(text).format(  # type: ignore[arg-type]
+            sql.SQL(text).format(
                 table=self._table,
                 before=self._before,
                 constraint=sql.Identifier(CONSTRAINT),

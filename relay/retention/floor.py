@@ -177,6 +177,15 @@ def given_up(source: Connection, target: Connection, group: str) -> list[str]:
     return [str(name) for (name,) in rows]
 
 
+def given_up_readers(source: Connection) -> list[str]:
+    """The readers of all groups that were given up, for a person. Raises psycopg.Error."""
+    rows = source.execute(
+        "select concat_ws(' ', nullif(group_id, ''), nullif(reader, '')) from relay.readers"
+        " where given_up_at is not null order by 1"
+    )
+    return [str(name) for (name,) in rows]
+
+
 def accept(source: Connection, target: Connection, group: str, names: Sequence[str]) -> None:
     """Readers that were given up go on, at a position that an operator has chosen. Raises psycopg.Error."""
     source.execute(

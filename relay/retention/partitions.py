@@ -51,6 +51,32 @@ class Retained:
     every: timedelta | None
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A constraint that a killed conversion or repair has left: `partition` refuses rows from `end` on."""
+
+    partition: str
+    end: str
+    cure: str
+
+
+def unfinished(source: Connection, table: str) -> list[Unfinished]:
+    """What is left of commands that were killed, for an outbox and its partitions. Raises psycopg.Error."""
+    rows = source.execute(
+        r"""
+        select conrelid::regclass::text, substring(pg_get_constraintdef(oid) from '< ''([^'']+)'),
+               case conname when 'relay_before' then 'run `relay partition` again'
+                    else 'start relay, which goes on with it' end
+          from pg_constraint
+         where conname in ('relay_before', 'relay_range')
+           and conrelid in (select to_regclass(%(table)s)
+                             union select relid from pg_partition_tree(to_regclass(%(table)s)))
+        """,
+        {"table": table},
+    )
+    return [Unfinished(*row) for row in rows]
+
+
 def aligned(moment: datetime, every: timedelta) -> datetime:
     """The beginning of the range that a moment is in, counted in UTC from a Monday: days have 24 hours."""
     return moment - (moment - _ORIGIN) % every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -11,15 +12,18 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.admin.erasure import erase
 from relay.admin.partitioning import partition, partition_new
 from relay.config import OWN_OUTBOX, Settings
 from relay.cursors import plan_seek, seek
 from relay.faults import ConfigurationError
+from relay.preflight import examine
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import relay
 
 KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
 
@@ -212,7 +216,8 @@ def test_publishers_cannot_choose_the_time(rotated: Outbox) -> None:
         rotated.conn.execute(
             """
             set role relay_publisher;
-            insert into outbox_message_t (host_id, event_type, payload, c_ts) values (gen_random_uuid(), 'a', '{}', '2000-01-01')
+            insert into outbox_message_t (host_id, event_type, payload, c_ts)
+            values (gen_random_uuid(), 'a', '{}', '2000-01-01')
             """
         )
     rotated.conn.execute("reset role")
@@ -226,7 +231,8 @@ def test_another_interval(rotated: Outbox) -> None:
     )
     turn(settings, days=3)
     last = partitions(rotated.conn, OWN_OUTBOX)[-2]
-    assert last.lower and last.upper
+    assert last.lower is not None
+    assert last.upper is not None
     assert last.upper - last.lower == timedelta(hours=6)
     assert last.name.endswith(f"_p{last.lower:%Y%m%d%H}")
 
@@ -236,7 +242,10 @@ def test_a_reader_is_given_up_only_when_told(kept: Outbox) -> None:
     kept.fill(3)
     turn(settings, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 15
-    told = kept.settings(retention={"keep": "7d", "max_lag": "20d"})
+    # Another group, which is past all events.
+    of = {**kept.config()["source"], "mode": "poll"}
+    told = kept.settings(group="other", source=of, retention={"keep": "7d", "max_lag": "20d"})
+    kept.install_again(told)
     turn(told, days=10)
     assert kept.value("select count(*) from outbox_message_t") == 15
     turn(told, days=30)
@@ -252,3 +261,145 @@ def test_a_reader_is_given_up_only_when_told(kept: Outbox) -> None:
         kept.fill(1)
         kept.wait_drained()
     assert kept.value("select count(*) from projection") == 55
+
+
+def test_a_host_is_erased(rotated: Outbox, tmp_path: Path) -> None:
+    settings = relayed(rotated)
+    rotated.publish(host(1), event(-1))
+    with pytest.raises(ConfigurationError, match="not applied yet"):
+        erase(settings, str(host(1)), False)
+    with relaying(settings):
+        rotated.wait_handled()
+        rotated.wait_compared()
+    assert rotated.value("select count(*) from relay.dead_letter_queue") == 1
+    turn(settings)
+    config = rotated.config_file(tmp_path / "relay.yaml", **KEEP)
+    shown = relay("erase", "--config", str(config), "--host", str(host(1)), "--yes").stdout
+    assert "removed: 6 events in the outbox" in shown
+    assert "removed: 1 dead letters" in shown
+    assert "not removed: the WAL, until the server recycles it" in shown
+    assert (
+        rotated.value("select count(*) from outbox_message_t where host_id = %s", (host(1),)) == 0
+    )
+    assert rotated.value("select count(*) from outbox_message_t") == 45
+    (action,) = rotated.column("select detail from relay.actions where action = 'erase'")
+    assert action["host"] == str(host(1))
+    rotated.fill(2)
+    with relaying(settings):
+        rotated.wait_drained()
+    assert rotated.value("select count(distinct id) from projection") == 60
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        (
+            "create view recent as select * from outbox_message_t",
+            "the view recent, which would go on",
+        ),
+        (
+            "create unique index u on outbox_message_t (c_offset)",
+            "the unique index u, which cannot hold",
+        ),
+        (
+            "create table child (of uuid references outbox_message_t)",
+            "the foreign key child_of_fkey of child",
+        ),
+        (
+            "create rule r as on delete to outbox_message_t do instead nothing",
+            "the rule r: drop it",
+        ),
+        (
+            "alter table outbox_message_t enable row level security",
+            "row level security: disable it",
+        ),
+    ],
+)
+def test_conversion_refuses_what_it_cannot_carry_over(
+    kept: Outbox, statement: str, line: str
+) -> None:
+    kept.conn.execute(statement.encode())
+    with pytest.raises(ConfigurationError, match=line):
+        partition(kept.settings(**KEEP), "1d")
+    assert (
+        kept.value("select relkind::text from pg_class where relname = 'outbox_message_t'") == "r"
+    )
+
+
+def test_conversion_carries_everything_over(kept: Outbox) -> None:
+    kept.conn.execute(
+        """
+        comment on table outbox_message_t is 'events';
+        create index of_host on outbox_message_t (host_id) where user_id is not null;
+        create table seen (id uuid);
+        create function note_event() returns trigger language plpgsql as
+            $$ begin insert into seen values (new.id); return new; end $$;
+        create trigger noted before insert on outbox_message_t for each row execute function note_event();
+        create statistics kinds on host_id, event_type from outbox_message_t;
+        create publication of_others for table outbox_message_t (id, payload) where (event_type = 'a');
+        """
+    )
+    kept.fill(3)
+    before = described(kept)
+    partition(kept.settings(**KEEP), "1d")
+    assert described(kept) == before
+    assert kept.column("select pubviaroot from pg_publication") == [True, True]
+    kept.fill(1)
+    assert kept.value("select count(*) from seen") == 20
+    assert kept.value("select count(*) from outbox_message_t") == 20
+
+
+def described(outbox: Outbox) -> dict[str, list[Any]]:
+    """What belongs to the table, but for its key, which gets c_ts."""
+    questions = {
+        "columns": """
+            select (attname, atttypid::regtype, attnotnull, pg_get_expr(adbin, adrelid), col_description(attrelid, attnum),
+                    attacl)::text
+              from pg_attribute left join pg_attrdef on adrelid = attrelid and adnum = attnum
+             where attrelid = 'outbox_message_t'::regclass and attnum > 0 and attname <> 'c_ts' order by 1
+        """,
+        "table": """
+            select (relowner::regrole, relacl, obj_description(oid, 'pg_class'))::text
+              from pg_class where oid = 'outbox_message_t'::regclass
+        """,
+        "constraints": """
+            select (conname, convalidated, pg_get_constraintdef(oid))::text from pg_constraint
+             where conrelid = 'outbox_message_t'::regclass and contype = 'c' order by 1
+        """,
+        "indexes": """
+            select replace(pg_get_indexdef(indexrelid), ' ONLY ', ' ') from pg_index
+             where indrelid = 'outbox_message_t'::regclass and not indisunique order by 1
+        """,
+        "triggers": """
+            select (tgname, tgenabled, pg_get_triggerdef(oid))::text from pg_trigger
+             where tgrelid = 'outbox_message_t'::regclass and not tgisinternal order by 1
+        """,
+        "publications": """
+            select (pubname, attnames, rowfilter)::text from pg_publication_tables
+             where tablename = 'outbox_message_t' and pubname = 'of_others'
+        """,
+        "statistics": """
+            select stxkeys::text from pg_statistic_ext where stxrelid = 'outbox_message_t'::regclass
+        """,
+    }
+    return {name: outbox.column(question) for name, question in questions.items()}
+
+
+def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
+    settings = kept.settings(**KEEP)
+    kept.fill(2)
+    kept.conn.execute(
+        """
+        alter table outbox_message_t add column if not exists c_ts timestamptz not null default now();
+        create unique index outbox_message_t_relay_key on outbox_message_t (id, c_ts);
+        alter table outbox_message_t add constraint relay_before check (c_ts < '2030-01-01 00:00:00+00') not valid
+        """
+    )
+    told = [finding.text for finding in examine(settings) if finding.subject == "retention"]
+    assert told == [
+        "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, since a command was killed: "
+        "run `relay partition` again"
+    ]
+    partition(settings, "1d")
+    assert [finding for finding in examine(settings) if finding.subject == "retention"] == []
+    assert kept.value("select count(*) from outbox_message_t") == 10
