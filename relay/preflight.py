@@ -528,7 +528,8 @@ def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             "retention",
-            f"source.table: {left.partition} refuses events from {left.end} on, since a command was killed: {left.cure}",
+            f"source.table: {left.partition} refuses events from {left.end} on, since a command was "
+            f"killed: {left.cure}",
         )
     for name in floor.given_up_readers(conn):
         yield Finding(

@@ -1,7 +1,7 @@
 """Turns a live outbox into one that is partitioned by time, without stopping publishers.
 
-The table becomes the first partition of a new table that has its name and everything that belongs to it. Each step leaves the
-outbox whole, and a run that was killed is continued by the next.
+The table becomes the first partition of a new table that has its name and everything that belongs to it. Each step
+leaves the outbox whole, and a run that was killed is continued by the next.
 
 Source: PostgreSQL documentation, "Table Partitioning", "ALTER TABLE" and "CREATE TABLE".
 """

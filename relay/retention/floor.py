@@ -1,7 +1,7 @@
 """How far each reader of the outbox is, noted in the source: `relay.readers`.
 
-A row may be removed when every reader's snapshot sees it. A snapshot that was noted a while ago sees less than the reader has
-read, so a late note removes nothing too early.
+A row may be removed when every reader's snapshot sees it. A snapshot that was noted a while ago sees less than the
+reader has read, so a late note removes nothing too early.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def note(source: Connection, target: Connection, group: str) -> list[str]:
 
 
 def note_reader(source: Connection, name: str, snapshot: str) -> None:
-    """Note how far a reader is that belongs to no group: a Spark query. Raises ConfigurationError if it was given up."""
+    """Note how far a reader is that belongs to no group: a Spark query.
+
+    Raises ConfigurationError if it was given up.
+    """
     gone = source.execute(
         "select from relay.readers where (group_id, target, reader) = ('', '', %s) and given_up_at is not null",
         (name,),

@@ -40,7 +40,7 @@ comment on column relay.retained.every is
 -- What may be removed: rows with a c_xid below "xid" (any where it is null), those without c_xid unless "beginning", and none
 -- of "offsets". A group that has a slot and has not noted its readers yet holds everything.
 create or replace function relay.retention_floor(out xid xid8, out beginning boolean, out offsets bigint[])
-language sql stable security definer set search_path = pg_catalog, pg_temp
+language sql stable set search_path = pg_catalog, pg_temp
 as $$
     select case when unknown then '0'::xid8 else least_xid end, unknown or from_beginning, held
       from (select min(pg_snapshot_xmin(snapshot)) as least_xid,
@@ -142,7 +142,7 @@ $$;
 -- has rows that belong there.
 create or replace function relay.create_ahead(outbox text, present timestamptz, upto timestamptz)
 returns text
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
     found    record;
@@ -176,7 +176,7 @@ $$;
 -- The default partition has rows, since no partition was made for their time: it becomes a partition for the range from the
 -- last one up to a time. First its range is a constraint that is checked while publishers go on.
 create or replace function relay.enclose_default(outbox text, upto timestamptz) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
     found  record;
@@ -202,7 +202,7 @@ end
 $$;
 
 create or replace function relay.validate_default(outbox text) returns void
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
     found record;
@@ -216,7 +216,7 @@ $$;
 -- Makes the default partition a partition of its range, and a new default partition. Publishers wait meanwhile, and for no
 -- row to be read.
 create or replace function relay.exchange_default(outbox text, upto timestamptz) returns text
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
     found  record;
@@ -256,7 +256,7 @@ $$;
 
 -- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did.
 create or replace function relay.drop_partition(outbox text, partition text, older_than timestamptz) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
     found  record;
@@ -282,7 +282,7 @@ $$;
 -- Deletes a portion of the rows that are older and that all readers have read; returns how many. Of a partitioned outbox,
 -- those of the default partition from before the first range: of transactions that were open for long.
 create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC' set enable_seqscan = off
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC' set enable_seqscan = off
 as $$
 declare
     found   record;
@@ -339,14 +339,14 @@ begin
     foreach called in array array['create_ahead(text, timestamptz, timestamptz)',
                                   'enclose_default(text, timestamptz)', 'validate_default(text)',
                                   'exchange_default(text, timestamptz)',
-                                  'drop_partition(text, text, timestamptz)', 'delete_portion(text, timestamptz, int)',
-                                  'retention_floor()'] loop
+                                  'drop_partition(text, text, timestamptz)', 'delete_portion(text, timestamptz, int)'] loop
         execute format('alter function relay.%s owner to %I', called, owner);
+        execute format('alter function relay.%s security definer', called);
         if to_regrole('relay') is not null then
             execute format('grant execute on function relay.%s to relay', called);
         end if;
     end loop;
-    foreach called in array array['retained_outbox(text)', 'is_held(regclass, text)', 'partitions(regclass)',
+    foreach called in array array['retention_floor()', 'retained_outbox(text)', 'is_held(regclass, text)', 'partitions(regclass)',
                                   'partition_name(regclass, timestamptz, interval)', 'add_default(regclass, text)',
                                   'add_partition(regclass, timestamptz, timestamptz, interval)'] loop
         execute format('grant execute on function relay.%s to %I', called, owner);

@@ -44,4 +44,21 @@ begin
 end
 $$;
 
+do $$
+begin
+    if to_regrole('relay_owner') is null then
+        return;
+    end if;
+    grant usage on schema relay to relay_owner;
+    grant select, delete on relay.dead_letter_queue, relay.dead_letter_actions, relay.actions, relay.engines, relay.suspects
+        to relay_owner;
+    grant create on schema relay to relay_owner;
+    -- A function's new owner must have the right to create in its schema.
+    alter function relay.prune_history(text, timestamptz, int) owner to relay_owner;
+    revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give relay.prune_history to relay_owner; it stays its own';
+end
+$$;
+
 insert into relay.migrations (name) values ('target/002_retention.sql') on conflict do nothing;

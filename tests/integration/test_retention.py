@@ -295,15 +295,15 @@ def test_a_host_is_erased(rotated: Outbox, tmp_path: Path) -> None:
     [
         (
             "create view recent as select * from outbox_message_t",
-            "the view recent, which would go on",
+            "the view public.recent, which would go on",
         ),
         (
             "create unique index u on outbox_message_t (c_offset)",
-            "the unique index u, which cannot hold",
+            "the unique index public.u, which cannot hold",
         ),
         (
             "create table child (of uuid references outbox_message_t)",
-            "the foreign key child_of_fkey of child",
+            "the foreign key child_of_fkey of public.child",
         ),
         (
             "create rule r as on delete to outbox_message_t do instead nothing",
@@ -332,8 +332,8 @@ def test_conversion_carries_everything_over(kept: Outbox) -> None:
         comment on table outbox_message_t is 'events';
         create index of_host on outbox_message_t (host_id) where user_id is not null;
         create table seen (id uuid);
-        create function note_event() returns trigger language plpgsql as
-            $$ begin insert into seen values (new.id); return new; end $$;
+        create function note_event() returns trigger language plpgsql security definer as
+            $$ begin insert into public.seen values (new.id); return new; end $$;
         create trigger noted before insert on outbox_message_t for each row execute function note_event();
         create statistics kinds on host_id, event_type from outbox_message_t;
         create publication of_others for table outbox_message_t (id, payload) where (event_type = 'a');
@@ -353,8 +353,8 @@ def described(outbox: Outbox) -> dict[str, list[Any]]:
     """What belongs to the table, but for its key, which gets c_ts."""
     questions = {
         "columns": """
-            select (attname, atttypid::regtype, attnotnull, pg_get_expr(adbin, adrelid), col_description(attrelid, attnum),
-                    attacl)::text
+            select (attname, atttypid::regtype, attnotnull, pg_get_expr(adbin, adrelid), attacl,
+                    col_description(attrelid, attnum))::text
               from pg_attribute left join pg_attrdef on adrelid = attrelid and adnum = attnum
              where attrelid = 'outbox_message_t'::regclass and attnum > 0 and attname <> 'c_ts' order by 1
         """,
