@@ -50,8 +50,13 @@ begin
         return;
     end if;
     grant usage on schema relay to relay_owner;
-    grant select, delete on relay.dead_letter_queue, relay.dead_letter_actions, relay.actions, relay.engines, relay.suspects
+    grant delete on relay.dead_letter_queue, relay.dead_letter_actions, relay.actions, relay.engines, relay.suspects
         to relay_owner;
+    grant select (id, group_id, dead_transaction, status, created_dt) on relay.dead_letter_queue to relay_owner;
+    grant select (id, group_id, dead_transaction, acted_at) on relay.dead_letter_actions to relay_owner;
+    grant select (id, group_id, acted_at) on relay.actions to relay_owner;
+    grant select (group_id, updated_at) on relay.engines to relay_owner;
+    grant select (group_id, noted_at) on relay.suspects to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     alter function relay.prune_history(text, timestamptz, int) owner to relay_owner;

@@ -403,3 +403,20 @@ def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
     partition(settings, "1d")
     assert [finding for finding in examine(settings) if finding.subject == "retention"] == []
     assert kept.value("select count(*) from outbox_message_t") == 10
+
+
+def test_settled_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        insert into relay.dead_letter_queue (group_id, exception, status, created_dt)
+        select 'default', 'x', status, now() - make_interval(days => days)
+          from unnest(array['dead', 'replayed', 'discarded']) as status, unnest(array[10, 100]) as days;
+        insert into relay.actions (group_id, action, acted_at) values ('default', 'seek', now() - interval '100 days');
+        """
+    )
+    with outbox.clerk() as (_, dsn):
+        turn(outbox.settings(), dsn=dsn)
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 4
+    old = "select status from relay.dead_letter_queue where created_dt < now() - interval '90 days'"
+    assert outbox.column(old) == ["dead"]
+    assert outbox.value("select count(*) from relay.actions") == 0
