@@ -149,8 +149,9 @@ class Attachments:
 _STATEMENTS = r"""
     with t as (select c.* from pg_class as c where c.oid = %(table)s::regclass),
     triggers as (
-        select g.*, replace(pg_get_triggerdef(g.oid), format(' ON %%s.%%I ', quote_ident(relnamespace::regnamespace::name), relname),
-                            ' ON {table} ') as definition, quote_ident(g.tgname) as name
+        select g.*, quote_ident(g.tgname) as name,
+               replace(pg_get_triggerdef(g.oid), format(' ON %%I.%%I ', relnamespace::regnamespace::name, relname),
+                       ' ON {table} ') as definition
           from pg_trigger as g, t where g.tgrelid = t.oid and not g.tgisinternal),
     published as (
         select quote_ident(p.pubname) as name, pt.whole ->> 'rowfilter' as filter,
@@ -196,7 +197,8 @@ _STATEMENTS = r"""
         select 7, definition from triggers
         union all
         select 8, format('alter table {table} %%s trigger %%s',
-                         case tgenabled when 'D' then 'disable' when 'A' then 'enable always' else 'enable replica' end, name)
+                         case tgenabled when 'D' then 'disable' when 'A' then 'enable always' else 'enable replica' end,
+                         name)
           from triggers where tgenabled <> 'O'
         union all
         select 9, 'alter table {table} replica identity full' from t where relreplident = 'f'

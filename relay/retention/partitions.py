@@ -94,7 +94,8 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     """The partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
     rows = source.execute(
         """
-        select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper, is_default
+        select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper,
+               is_default
           from relay.partitions(%s::regclass) join pg_class on oid = partition order by upper nulls last
         """,
         (table,),

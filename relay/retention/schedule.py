@@ -162,7 +162,7 @@ class Schedule:
             log.info("events deleted", extra={"events": deleted})
 
     def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
-        """Let readers that lag by more than max_lag no longer hold rows, never the archive; returns whether any lags."""
+        """Let readers that lag by more than max_lag hold no rows, but for the archive; returns whether any lags."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
         found = floor.readers(source, of)
