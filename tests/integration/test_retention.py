@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
+from pyspark.errors import StreamingQueryException
 
 from relay.admin.erasure import erase
 from relay.admin.partitioning import partition, partition_new
@@ -21,6 +22,8 @@ from relay.preflight import examine
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service
+from relay.spark.session import Session
+from relay.spark.source import register
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -420,3 +423,41 @@ def test_settled_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> Non
     old = "select status from relay.dead_letter_queue where created_dt < now() - interval '90 days'"
     assert outbox.column(old) == ["dead"]
     assert outbox.value("select count(*) from relay.actions") == 0
+
+
+def test_a_spark_query_that_has_a_name_holds_its_events(
+    kept: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    spark = spark_session.get(timeout=120)
+    assert spark is not None
+    register(spark)
+    settings = relayed(kept)
+
+    def trigger() -> None:
+        query = (
+            spark.readStream.format("outbox")
+            .option("dsn", kept.dsn)
+            .option("reader", "lake")
+            .load()
+            .writeStream.format("parquet")
+            .option("path", str(tmp_path / "lake"))
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+
+    trigger()
+    turn(settings, days=30)
+    kept.fill(2)
+    with relaying(settings):
+        kept.wait_drained()
+        kept.wait_compared()
+    turn(settings, days=30)
+    unread = int(kept.value("select count(*) from outbox_message_t"))
+    assert unread >= 10
+    trigger()
+    assert spark.read.parquet(str(tmp_path / "lake")).select("id").distinct().count() == 60
+    kept.conn.execute("update relay.readers set given_up_at = now() where reader = 'lake'")
+    with pytest.raises(StreamingQueryException, match="given up by retention"):
+        trigger()
