@@ -189,7 +189,8 @@ class Schedule:
                 log.error("a sink is paused that retention gave up", extra={"sink": name})
 
     def _prune(self, target: Connection) -> None:
-        before = self._clock() - self._settings.retention.keep_letters
+        # Those rows have the server's time, which a clock of another kind may be ahead of.
+        before = min(self._clock(), _now()) - self._settings.retention.keep_letters
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
         )
