@@ -196,6 +196,9 @@ begin
         execute format('alter table %s drop constraint if exists relay_range', spare);
         execute format('alter table %s add constraint relay_range check (c_ts >= %L and c_ts < %L) not valid',
                        spare, last, upto);
+    elsif exists (select from pg_constraint where conrelid = spare and conname = 'relay_range') then
+        -- A run that was killed has left it.
+        execute format('alter table %s drop constraint relay_range', spare);
     end if;
     return filled;
 end

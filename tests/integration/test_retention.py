@@ -425,6 +425,7 @@ def test_settled_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> Non
     assert outbox.value("select count(*) from relay.actions") == 0
 
 
+@pytest.mark.rare
 def test_a_spark_query_that_has_a_name_holds_its_events(
     kept: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
@@ -461,3 +462,40 @@ def test_a_spark_query_that_has_a_name_holds_its_events(
     kept.conn.execute("update relay.readers set given_up_at = now() where reader = 'lake'")
     with pytest.raises(StreamingQueryException, match="given up by retention"):
         trigger()
+
+
+def test_an_archive_that_has_no_position_holds_everything(kept: Outbox, tmp_path: Path) -> None:
+    relayed(kept)
+    archived = kept.settings(
+        retention={"keep": "7d", "archive": "lake"},
+        handlers={
+            **kept.config()["handlers"],
+            "lake": {"type": "spark", "path": str(tmp_path / "lake")},
+        },
+    )
+    turn(archived, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 50
+    kept.install_again(archived)
+    turn(archived, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 0
+
+
+def test_the_command_partitions_a_new_outbox(database: str, tmp_path: Path) -> None:
+    with Outbox(database) as outbox:
+        config = outbox.config_file(tmp_path / "relay.yaml", **KEEP)
+        said = relay("init", "--config", str(config), "--partition", "1d").stdout
+        assert "created partitions of public.outbox_message_t, one for each 1 day" in said
+        again = relay("init", "--config", str(config), "--partition", "1d").stdout
+        assert "everything is there already" in again
+        said = relay("status", "--config", str(config)).stdout
+        assert "reader default" in said
+        assert "has read everything" in said
+
+
+def test_a_constraint_that_a_killed_repair_has_left_is_removed(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    rotated.conn.execute(
+        "alter table outbox_message_t_default add constraint relay_range check (c_ts < '2100-01-01') not valid"
+    )
+    turn(settings)
+    assert rotated.value("select count(*) from pg_constraint where conname = 'relay_range'") == 0
