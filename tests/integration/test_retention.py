@@ -499,3 +499,41 @@ def test_a_constraint_that_a_killed_repair_has_left_is_removed(rotated: Outbox) 
     )
     turn(settings)
     assert rotated.value("select count(*) from pg_constraint where conname = 'relay_range'") == 0
+
+
+def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
+    owner = f"{outbox.slot}_shop"
+    outbox.conn.execute(
+        f"""
+        create role {owner};
+        create schema shop authorization {owner};
+        set role {owner};
+        grant usage on schema shop to relay;
+        create table shop.events
+            (id uuid primary key default gen_random_uuid(), host_id uuid, event_type text, payload jsonb);
+        reset role
+        """.encode()
+    )
+    try:
+        of = {**outbox.config()["source"], "table": "shop.events", "mode": "poll"}
+        settings = outbox.settings(group="shop", source=of, retention={"keep": "7d"})
+        outbox.install_again(settings)
+        outbox.install_again(settings)
+        partition(settings, "1d")
+        outbox.conn.execute(
+            "insert into shop.events (host_id, event_type, payload) select gen_random_uuid(), 'a', '{}'"
+        )
+        turn(settings, days=30)
+        assert outbox.value("select count(*) from shop.events") == 1
+        outbox.conn.execute(
+            "update relay.snapshots set snapshot = pg_current_snapshot() where group_id = 'shop'"
+        )
+        with outbox.clerk() as (_, dsn):
+            turn(settings, days=30, dsn=dsn)
+        assert outbox.value("select count(*) from shop.events") == 0
+        assert outbox.column(
+            "select distinct relowner::regrole::text from pg_class"
+            " where relnamespace = 'shop'::regnamespace and relkind in ('r', 'p')"
+        ) == [owner]
+    finally:
+        outbox.conn.execute(f"drop owned by {owner} cascade; drop role {owner}".encode())
