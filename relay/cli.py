@@ -25,7 +25,11 @@ from relay.cli_options import (
     warn,
     with_options,
 )
+<<<<<<< HEAD
 from relay.cli_schema import schema
+=======
+from relay.cli_retention import EveryOption, erase, partition
+>>>>>>> w/retention
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
@@ -44,8 +48,13 @@ app = typer.Typer(
 app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
+<<<<<<< HEAD
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
+=======
+app.command()(partition)
+app.command()(erase)
+>>>>>>> w/retention
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
@@ -103,18 +112,24 @@ def init(
             help="Where a new group begins; default now. Rows older than the slot are read by polling.",
         ),
     ] = None,
+    every: EveryOption = None,
 ) -> None:
     """Install schema, publication, slot and group; doing it twice changes nothing."""
+    from relay.admin.partitioning import partition_new
     from relay.install import initialise
 
+    settings = load(config)
     try:
+        admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
         done = initialise(
-            load(config),
-            administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
+            settings,
+            admin,
             administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
             start=start,
             warn=warn,
         )
+        if every is not None:
+            done += partition_new(settings, every, admin)
     except ConfigurationError as error:
         raise with_options(error, context) from None
     for line in done:
@@ -260,11 +275,21 @@ def _print_status(found: Any, mode: str) -> None:
         facts.append(
             (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
         )
+    facts += [(f"reader {each.name}", _reader_state(each)) for each in found.readers]
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),
         ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
     )
+
+
+def _reader_state(found: Any) -> str:
+    """What a reader holds in the outbox, on one line."""
+    if found.given_up_at:
+        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events are removed that it has not read"
+    if found.unread_since:
+        return f"holds events from {found.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
+    return "has read everything"
 
 
 def _sink_state(found: Any) -> str:

@@ -33,6 +33,7 @@ from relay.events import FIELDS, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
 from relay.paths import is_name
+from relay.retention_settings import Retention
 from relay.sections import Name, Number, Seconds, Secret, Section, resolve_secret
 from relay.suggestions import keys_at, nearest
 
@@ -249,6 +250,7 @@ class Settings(BaseSettings):
     routes: list[Route] = Field(default_factory=list)
     sinks: Sinks = Field(default_factory=Sinks)
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
+    retention: Retention = Field(default_factory=Retention)
     crash_limit: Annotated[PositiveInt, Number] = 3
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
     shutdown_timeout: Seconds = 20.0
@@ -322,6 +324,24 @@ class Settings(BaseSettings):
                     f"handlers.{name}.start: source.mode: wal has nothing older than the slot: set it to now, or the "
                     "mode to auto"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _archive_is_written_with_spark(self) -> Settings:
+        name = self.retention.archive
+        if name is not None and name not in self.spark_handlers:
+            known = ", ".join(self.spark_handlers) or "none"
+            raise ValueError(
+                f"retention.archive: {name!r} is no handler of type: spark (such handlers: {known})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_read_is_known(self) -> Settings:
+        if self.retention.keep and self.source.mode == "wal" and not self.source.owns_table:
+            raise ValueError(
+                "retention.keep: source.mode: wal leaves a table of yours untouched: set the mode to auto"
+            )
         return self
 
     @property

@@ -16,6 +16,7 @@ from relay.events import INSERTED_BY, Lsn
 from relay.faults import ConfigurationError, TransientFault
 from relay.pipeline.runner import Pipeline
 from relay.preflight import reach_source, reach_target
+from relay.retention import floor
 from relay.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.source.applied import Applied, applied_in
 from relay.source.poll import Poller
@@ -143,6 +144,9 @@ def seek(settings: Settings, move: Move, partition: int | None) -> None:
         cursors = offsets.initialised(target, settings.group)
         chosen = _chosen(settings, cursors, partition)
         _move(target, settings, cursors, chosen, move.goal, move.sinks)
+        # Before the commit, so that what is to be read again is held.
+        with reach_source(settings) as source:
+            floor.accept(source, target, settings.group, ["", *move.sinks])
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

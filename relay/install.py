@@ -18,6 +18,7 @@ from relay.config import OWN_OUTBOX, Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
 from relay.preflight import left_behind, reach, require_logical_wal, require_slot, require_table
+from relay.retention import floor
 from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
@@ -278,6 +279,7 @@ class _Installation:
         removal += self._stream()
         removal += self._begin()
         self._begin_sinks()
+        self._retain()
         # Last, since publishers wait from here to the commit.
         self._set_gapless()
         self._set_notify()
@@ -374,6 +376,15 @@ class _Installation:
         for name, handler in self.settings.sink_handlers.items():
             if sinks.begin(self.target, self.settings.group, name, handler.start):
                 self.done.append(f"sink {name}, from {handler.start} on")
+
+    def _retain(self) -> None:
+        """Positions for retention, and the right to remove events."""
+        source, of = self.source, self.settings.source
+        floor.note(source, self.target, self.settings.group)
+        if self.settings.retention.keep and floor.retain(source, of):
+            self.done.append(
+                f"right of the role relay to remove events of {of.table} that are read"
+            )
 
 
 def _exists(conn: Connection, table: str) -> bool:

@@ -21,6 +21,7 @@ from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.handlers import Sink
 from relay.patience import say_changes, until_it_works
+from relay.retention import floor, partitions
 from relay.source import columns
 from relay.source.gapless import TRIGGER as COUNTING
 from relay.source.gapless import is_gapless, require_numbered
@@ -229,8 +230,10 @@ def _schema(conn: Connection, side: migrations.Side, key: str) -> Finding:
 
 def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     source = settings.source
-    for side in source_sides(settings):
-        yield _schema(conn, side, "source.dsn")
+    schemas = [_schema(conn, side, "source.dsn") for side in source_sides(settings)]
+    yield from schemas
+    if all(schema.level is Level.OK for schema in schemas):
+        yield from _retention(conn, settings)
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
@@ -518,6 +521,31 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
             why = sinks.why_not_wal(each.sink, each.position, each.lags)
             if why is not None:
                 yield Finding(Level.ERROR, "sinks", why)
+
+
+def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Whether events that are read can be removed, and what a command that was killed has left."""
+    table, keep = settings.source.table, settings.retention.keep
+    if keep is not None and partitions.retained(conn, table) is None:
+        yield Finding(
+            Level.WARNING,
+            "retention",
+            f"retention.keep: the role relay has no right to remove events of {table}: run `relay init`",
+        )
+    for left in partitions.unfinished(conn, table):
+        yield Finding(
+            Level.WARNING,
+            "retention",
+            f"source.table: {left.partition} refuses events from {left.end} on, since a command was "
+            f"killed: {left.cure}",
+        )
+    for name in floor.given_up_readers(conn):
+        yield Finding(
+            Level.WARNING,
+            "retention",
+            f"retention.max_lag: the reader {name} was given up: move it with `relay sink seek` or "
+            "`relay offsets seek`, or drop it",
+        )
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

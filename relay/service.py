@@ -26,6 +26,7 @@ from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
+from relay.retention.schedule import Schedule
 from relay.source.choice import open_source
 from relay.spark.session import Session
 from relay.store import groups
@@ -83,6 +84,7 @@ class Service:
             self.stop,
             self._summary.note_redelivered,
         )
+        self._retention = Schedule(settings, self.stop)
         self._catch_up = CatchUp()
         self._last_resort = Timer(settings.shutdown_timeout, self._give_up)
         self._last_resort.daemon = True
@@ -100,6 +102,7 @@ class Service:
         self._source.stop()
         self._pipeline.interrupt()
         self._reviver.stop()
+        self._retention.stop()
         self._sinks.stop()
 
     def run(self) -> None:
@@ -116,6 +119,7 @@ class Service:
             self._reviver.start(guarded=died)
             if self._unflushed:
                 self._unflushed.start()
+            self._retention.start()
             self._sinks.start(self._pipeline.session)
             self._source.start()
             for batch in self._source.batches(self._sinks):
@@ -127,6 +131,7 @@ class Service:
             if self._unflushed:
                 self._unflushed.close()
             self._sinks.close()
+            self._retention.close()
             self._source.close()
             self._reviver.close()
             self._pipeline.close()
@@ -143,7 +148,8 @@ class Service:
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
         lost = self._unflushed.error if self._unflushed else None
-        for error in (self._reviver.error, self._sinks.error, self._presence.error, lost):
+        threads = (self._reviver, self._sinks, self._presence, self._retention)
+        for error in (*(thread.error for thread in threads), lost):
             if error is not None:
                 raise error
 

@@ -12,6 +12,7 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.preflight import reach_source, reach_target
+from relay.retention import floor, partitions
 from relay.source.applied import applied_in
 from relay.source.open_transactions import oldest_open
 from relay.source.rows import OutboxRows
@@ -33,7 +34,8 @@ from relay.store import (
 class Status:
     """A picture of the group at one moment.
 
-    `slot_waits_for` is the oldest open transaction while the slot is being made, in words.
+    `slot_waits_for` is the oldest open transaction while the slot is being made, in words. `readers` are those of the
+    outbox, where retention removes events.
     """
 
     source_mode: str
@@ -50,6 +52,7 @@ class Status:
     braked: list[brakes.BrakedHandler]
     sinks: list[sinks.Sink]
     engines: list[engines.Applied]
+    readers: list[floor.Reader]
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -77,6 +80,7 @@ class Status:
             ],
             "sinks": [_sink_as_json(each) for each in self.sinks],
             "engines": [{**asdict(each), "since": each.since.isoformat()} for each in self.engines],
+            "readers": [_reader_as_json(each) for each in self.readers],
         }
 
 
@@ -90,6 +94,13 @@ def _sink_as_json(found: sinks.Sink) -> dict[str, Any]:
         "fault": found.fault,
         "fault_since": found.fault_since and found.fault_since.isoformat(),
         "instance": found.instance,
+    }
+
+
+def _reader_as_json(found: floor.Reader) -> dict[str, Any]:
+    return {
+        key: value.isoformat() if isinstance(value, datetime) else value
+        for key, value in asdict(found).items()
     }
 
 
@@ -116,6 +127,8 @@ def read(settings: Settings) -> Status:
         slot = slot_state(source, settings.source.slot)
         reader = slot_reader(source, settings.source.slot)
         oldest = oldest_open(source) if slot and slot.creating else None
+        kept = partitions.retained(source, settings.source.table)
+        readers = floor.readers(source, settings) if kept else []
     with reach_target(settings) as target:
         cursors = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
@@ -140,6 +153,7 @@ def read(settings: Settings) -> Status:
         braked=braked,
         sinks=stored,
         engines=applied,
+        readers=readers,
     )
 
 

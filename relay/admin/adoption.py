@@ -149,15 +149,26 @@ def _strangers(conn: Connection) -> Iterator[str]:
             union all
             select 'function', oid::regprocedure::text, proowner
               from pg_proc where pronamespace = 'relay'::regnamespace
+               and not (prosecdef and proowner = any (%s))
             union all
             select 'type', oid::regtype::text, typowner from pg_type
              where typnamespace = 'relay'::regnamespace and typtype in ('d', 'e', 'r')
         )
         select kind, name, pg_get_userbyid(owner) from object where owner <> all (%s) order by 1, 2
         """,
-        (_trusted(conn),),
+        (_retained_owners(conn), _trusted(conn)),
     ):
         yield _belongs(f"the {kind}", name, owner)
+
+
+def _retained_owners(conn: Connection) -> list[int]:
+    """The owners of outboxes with retention, with whose rights its functions run, and no others."""
+    if not _oids(conn, "select 1 where to_regclass('relay.retained') is not null"):
+        return []
+    return _oids(
+        conn,
+        "select relowner from relay.retained join pg_class on pg_class.oid = to_regclass(outbox)::oid",
+    )
 
 
 def _creators(conn: Connection) -> Iterator[str]:

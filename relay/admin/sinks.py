@@ -13,6 +13,7 @@ from relay.config import Settings
 from relay.cursors import Goal, find_goal, move_sink
 from relay.faults import ConfigurationError, Unreachable
 from relay.preflight import reach_source, reach_target
+from relay.retention import floor
 from relay.source.rows import OutboxRows
 from relay.store import actions, admission, deferred, offsets, presence, sinks
 from relay.store.rewind import GivenUp
@@ -114,6 +115,8 @@ def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) 
     """Pause a sink, or let it go on; returns whether that changed anything. Raises ConfigurationError."""
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
+        if not paused:
+            _require_held(target, settings, name)
         changed = sinks.pause(target, settings.group, name, paused, reason)
         if changed:
             action = "sink pause" if paused else "sink resume"
@@ -155,6 +158,9 @@ def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | N
         given_up = move_sink(target, settings, name, goal)
         detail = {"goes on": goal.text, **given_up._asdict()}
         actions.record(target, settings.group, name, action, reason, detail)
+        # Before the commit, so that what is to be read again is held.
+        with reach_source(settings) as source:
+            floor.accept(source, target, settings.group, [name])
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> int:
@@ -179,6 +185,16 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
         detail = {"deferred": forgotten}
         actions.record(target, settings.group, name, "sink drop", reason, detail)
     return forgotten
+
+
+def _require_held(target: Connection, settings: Settings, name: str) -> None:
+    """Raise ConfigurationError if retention has given the sink up."""
+    with reach_source(settings) as source:
+        if name in floor.given_up(source, target, settings.group):
+            raise ConfigurationError(
+                f"handlers.{name}: was given up by retention (max_lag), and events that it has not had may be gone: "
+                f"choose where it goes on with `relay sink seek {name} --to …`, then resume it"
+            )
 
 
 def _require(target: Connection, settings: Settings, name: str) -> None:

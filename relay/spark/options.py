@@ -20,7 +20,7 @@ from relay.spark.reading import Table
 NAMES = (
     *("dsn", "dsn.env", "dsn.file", "table", "columns", "partitions", "ordered", "pushFilters"),
     *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
-    *("startingPosition", "maxEventsPerTrigger"),
+    *("startingPosition", "maxEventsPerTrigger", "reader"),
 )
 _KNOWN = {name.lower(): name for name in NAMES}
 _DEFAULT_PARTITIONS = 8
@@ -42,6 +42,8 @@ class Options:
     starting: Snapshot | None
     """Where a new query begins; None: now."""
     max_events: int | None
+    reader: str | None
+    """The name under which a stream holds what it has not read (retention)."""
 
     def __repr__(self) -> str:
         return f"Options(table={'.'.join(self.table.name)})"
@@ -81,6 +83,7 @@ def parse(given: Mapping[str, str]) -> Options:
         ranges=tuple(_ranges(options)),
         starting=_starting(options),
         max_events=_number(options, "maxEventsPerTrigger"),
+        reader=options.get("reader") or None,
     )
 
 

@@ -39,6 +39,7 @@ from pyspark.sql.types import (
 
 from relay.events import SQL_TYPES
 from relay.faults import RelayError
+from relay.retention.floor import note_reader
 from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.source.server import durable_sight
@@ -147,6 +148,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._conn: psycopg.Connection[Any] | None = None
         self._target: Snapshot | None = None
+        self._noted = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_conn": None}
@@ -163,6 +165,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
         before = Snapshot.parse(start["snapshot"])
+        if not self._noted:
+            # What the query begins with is held too.
+            self.commit(start)
         seen = self._seen()
         _require_seen(seen, before)
         after = self._target or seen
@@ -187,6 +192,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, Rows)  # noqa: S101
         options = self._options
         return read(options.dsn, options.table, partition.portion, options.partitions, None)
+
+    def commit(self, end: dict[str, str]) -> None:
+        """Let retention remove what the query has read, if it has a name."""
+        if self._options.reader is not None:
+            note_reader(self._connected(), self._options.reader, end["snapshot"])
+        self._noted = True
 
     def stop(self) -> None:
         conn, self._conn = self._conn, None

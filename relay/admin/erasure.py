@@ -1,0 +1,38 @@
+"""`relay erase`."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import psycopg
+
+from relay.config import Settings
+from relay.faults import ConfigurationError, first_line
+from relay.install import administrators
+from relay.preflight import require_group
+from relay.retention import erasure
+from relay.store import migrations
+
+
+def erase(
+    settings: Settings,
+    host: str,
+    force: bool,
+    source_dsn: str | None = None,
+    target_dsn: str | None = None,
+) -> erasure.Report:
+    """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
+    try:
+        wanted = UUID(host)
+    except ValueError:
+        raise ConfigurationError(f"--host: {host!r} is no UUID") from None
+    with administrators(settings, source_dsn, target_dsn) as (source, target):
+        migrations.require(source, "source", "source.dsn")
+        migrations.require(target, "target", "target.dsn")
+        require_group(target, settings)
+        try:
+            return erasure.erase(settings, source, target, wanted, force)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ConfigurationError(
+                f"source.dsn: {first_line(error)}: connect as an administrator (--admin-dsn …)"
+            ) from None

@@ -1,0 +1,58 @@
+"""Partitions the outbox by time: a new one at once, a live one beside its publishers."""
+
+from __future__ import annotations
+
+import psycopg
+from psycopg import sql
+
+from relay.admin.adoption import pin_search_path
+from relay.config import Settings
+from relay.faults import ConfigurationError, first_line
+from relay.preflight import reach, require_table
+from relay.retention.conversion import convert
+from relay.retention.partitions import retained
+from relay.retention_settings import duration
+from relay.store import migrations
+
+
+def partition(
+    settings: Settings, every: str, admin_dsn: str | None = None, option: str = "--every"
+) -> list[str]:
+    """Partition the outbox, or change the interval of its next partitions; returns what was done, in words.
+
+    `every` is a time such as 1d; `admin_dsn`, where given, belongs to the table's owner or an administrator. Raises
+    ConfigurationError.
+    """
+    try:
+        interval = duration(every)
+    except ValueError as error:
+        raise ConfigurationError(f"{option}: {error}") from None
+    with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
+        pin_search_path(source)
+        migrations.require(source, "source", "source.dsn")
+        require_table(source, settings)
+        try:
+            return convert(settings, source, interval)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ConfigurationError(
+                f"source.dsn: {first_line(error)}: connect as the owner of {settings.source.table} or an administrator "
+                "(--admin-dsn …)"
+            ) from None
+        except psycopg.errors.LockNotAvailable:
+            raise ConfigurationError(
+                f"source.table: {settings.source.table} is in use by transactions that do not end: nothing was "
+                "exchanged; run the command again when they have ended"
+            ) from None
+
+
+def partition_new(settings: Settings, every: str, admin_dsn: str | None = None) -> list[str]:
+    """What `relay init --partition` adds. Raises ConfigurationError for a table that has rows."""
+    with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
+        table = sql.Identifier(*settings.source.table_name)
+        filled = source.execute(sql.SQL("select from {} limit 1").format(table)).rowcount
+        if filled and retained(source, settings.source.table) is None:
+            raise ConfigurationError(
+                f"--partition: {settings.source.table} has rows already: run `relay partition --every {every}`, which "
+                "converts it beside its publishers"
+            )
+    return partition(settings, every, admin_dsn, "--partition")

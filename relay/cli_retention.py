@@ -1,0 +1,79 @@
+"""The commands on how long events stay. No logic of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from relay.cli_options import (
+    AdminFileOption,
+    AdminOption,
+    ConfigOption,
+    TargetAdminFileOption,
+    TargetAdminOption,
+    YesOption,
+)
+from relay.config import load
+from relay.dsn import administrator_dsn
+
+EveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        metavar="INTERVAL",
+        help="Partition a new outbox by time: 1d, 6h. Default: not.",
+    ),
+]
+
+
+def partition(
+    every: Annotated[
+        str,
+        typer.Option(
+            "--every", metavar="INTERVAL", help="How long a partition's range is: 1d, 6h."
+        ),
+    ],
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+) -> None:
+    """Partition the outbox by time beside its publishers, or change the interval of its next partitions."""
+    from relay.admin.partitioning import partition as run
+
+    done = run(load(config), every, administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"))
+    for line in done:
+        print(f"created {line}")
+    if not done:
+        print("everything is there already")
+
+
+def erase(
+    host: Annotated[str, typer.Option("--host", metavar="UUID", help="Whose events are removed.")],
+    config: ConfigOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what is not applied yet, and never will be.")
+    ] = False,
+    yes: YesOption = False,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
+) -> None:
+    """Remove the events of a host everywhere relay keeps them, and say what it cannot reach."""
+    from relay.admin.erasure import erase as run
+
+    settings = load(config)
+    if not yes:
+        typer.confirm(f"Remove all events of host {host}, for good?", abort=True)
+    report = run(
+        settings,
+        host,
+        force,
+        administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
+        administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
+    )
+    for where, rows in report.removed.items():
+        print(f"removed: {rows} {where if where != 'outbox' else 'events in the outbox'}")
+    for what in report.left:
+        print(f"not removed: {what}")

@@ -1,0 +1,188 @@
+"""Removes the events of one host from everywhere that relay keeps them, and says what it cannot reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Settings
+from relay.faults import ConfigurationError
+from relay.retention import floor
+from relay.store import actions
+
+Connection = psycopg.Connection[Any]
+
+_PAGES = 2_000
+"""How many pages of a table are looked at in one database transaction."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What was removed: rows, by where they were. `left` is what relay cannot remove, in words."""
+
+    removed: dict[str, int] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+
+def erase(
+    settings: Settings, source: Connection, target: Connection, host: UUID, force: bool = False
+) -> Report:
+    """Remove a host's events from the outbox and from relay's tables of the group.
+
+    `source` may delete from the outbox. With `force` also what is not applied yet. Raises ConfigurationError while
+    something is not, psycopg.Error.
+    """
+    floor.note(source, target, settings.group)
+    if not force:
+        _require_applied(settings, source, target, host)
+    report = Report()
+    transactions = _transactions_of(settings, source, target, host)
+    # The target first: what is in the outbox only can be found again if this is interrupted.
+    with target.transaction():
+        _erase_from_target(target, settings.group, host, transactions, report)
+    report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host))
+    report.left += _out_of_reach(settings)
+    detail = {"host": str(host), "removed": report.removed, "force": force}
+    actions.record(target, settings.group, "", "erase", None, detail)
+    return report
+
+
+def _require_applied(
+    settings: Settings, source: Connection, target: Connection, host: UUID
+) -> None:
+    unread = source.execute(
+        sql.SQL(
+            """
+            select r.group_id, r.reader from relay.readers as r
+             where r.given_up_at is null and r.snapshot is not null
+               and exists (select from {table} as o where o.{host} = %s
+                              and not pg_visible_in_snapshot(o.c_xid, r.snapshot))
+             order by 1, 2 limit 1
+            """
+        ).format(**_names(settings)),
+        (str(host),),
+    ).fetchone()
+    if unread:
+        name = " ".join(filter(None, unread))
+        raise ConfigurationError(
+            f"--host: events of {host} are not applied yet ({name}): let relay apply them, or give --force"
+        )
+    waiting = target.execute(
+        "select count(*) from relay.deferred where group_id = %s and not blocked and %s = any (hosts)",
+        (settings.group, str(host)),
+    ).fetchone()
+    if waiting and waiting[0]:
+        raise ConfigurationError(
+            f"--host: {waiting[0]} deferred transactions of {host} are not applied yet: let relay apply them, run "
+            "`relay deferred cancel`, or give --force"
+        )
+
+
+def _names(settings: Settings) -> dict[str, sql.Composable]:
+    of = settings.source
+    return {
+        "table": sql.Identifier(*of.table_name),
+        "host": sql.Identifier(of.mapping["host_id"]),
+    }
+
+
+def _transactions_of(
+    settings: Settings, source: Connection, target: Connection, host: UUID
+) -> list[str]:
+    """The ids of the host's business transactions, by which suspects are named."""
+    noted = target.execute(
+        "select exists (select from relay.suspects where group_id = %s)", (settings.group,)
+    ).fetchone()
+    column = settings.source.mapping["transaction_id"]
+    if not noted or not noted[0] or not column:
+        return []
+    rows = source.execute(
+        sql.SQL(
+            "select distinct {id}::text from {table} where {host} = %s and {id} is not null"
+        ).format(id=sql.Identifier(column), **_names(settings)),
+        (str(host),),
+    )
+    return [str(each) for (each,) in rows]
+
+
+def _erase_from_target(
+    target: Connection, group: str, host: UUID, transactions: list[str], report: Report
+) -> None:
+    of = {"group": group, "host": str(host), "transactions": transactions}
+    report.removed["dead letters"] = target.execute(
+        "delete from relay.dead_letter_queue where group_id = %(group)s and host_id = %(host)s::uuid",
+        of,
+    ).rowcount
+    report.removed["deferred transactions"] = target.execute(
+        "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",
+        of,
+    ).rowcount
+    report.removed["suspects"] = target.execute(
+        """
+        delete from relay.suspects
+         where group_id = %(group)s and split_part(suspect, '/', 2) = any (%(transactions)s::text[])
+        """,
+        of,
+    ).rowcount
+    report.removed["batches of Spark sinks"] = target.execute(
+        "update relay.spark_batches set data = null where group_id = %(group)s and batch is null and data is not null",
+        of,
+    ).rowcount
+    shared = target.execute(
+        "select count(*) from relay.deferred where group_id = %(group)s and %(host)s = any (hosts)",
+        of,
+    ).fetchone()
+    if shared and shared[0]:
+        report.left.append(
+            f"{shared[0]} deferred transactions that have events of other hosts too: run this again when they are "
+            "applied, or give them up with `relay deferred cancel`"
+        )
+    for (sink,) in target.execute(
+        """
+        select sink from relay.spark_batches
+         where group_id = %(group)s and batch is not null and data is not null order by 1
+        """,
+        of,
+    ):
+        report.left.append(f"the batch that {sink} writes now: run this again when it is written")
+
+
+def _erase_from_outbox(settings: Settings, source: Connection, host: UUID) -> Iterator[int]:
+    """Delete range by range, so that no database transaction is open for long; yields how many rows."""
+    tables = source.execute(
+        """
+        select n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int
+          from (select to_regclass(%(table)s)::oid as oid
+                 union select relid::oid from pg_partition_tree(to_regclass(%(table)s))) as t
+          join pg_class as c on c.oid = t.oid join pg_namespace as n on n.oid = c.relnamespace
+         where c.relkind = 'r' order by 1, 2
+        """,
+        {"table": sql.Identifier(*settings.source.table_name).as_string(source)},
+    ).fetchall()
+    for schema, name, pages in tables:
+        statement = sql.SQL(
+            "delete from {table} where {host} = %s and ctid >= %s::tid and ctid < %s::tid"
+        ).format(**{**_names(settings), "table": sql.Identifier(schema, name)})
+        for first in range(0, int(pages) + 1, _PAGES):
+            portion = (str(host), f"({first},0)", f"({first + _PAGES},0)")
+            yield source.execute(statement, portion).rowcount
+
+
+def _out_of_reach(settings: Settings) -> Iterator[str]:
+    for name, handler in settings.handlers.items():
+        if name in settings.spark_handlers:
+            archive = ", the archive" if name == settings.retention.archive else ""
+            yield f"files and tables that {name} has written{archive}"
+        elif name in settings.sink_handlers:
+            yield f"what {name} has delivered ({handler.type})"
+        else:
+            yield f"what {name} has written to the target"
+    if settings.source.mode != "poll":
+        yield "the WAL, until the server recycles it"
+    yield "archived WAL and backups of both databases"
+    yield "files of Spark queries of your own"

@@ -1,0 +1,212 @@
+"""How far each reader of the outbox is, noted in the source: `relay.readers`.
+
+A row may be removed when every reader's snapshot sees it. A snapshot that was noted a while ago sees less than the
+reader has read, so a late note removes nothing too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from relay.config import Settings, Source
+from relay.faults import ConfigurationError
+
+Connection = psycopg.Connection[Any]
+
+_POSITIONS = """
+    with positions (reader, snapshot) as (
+        select '', snapshot from relay.snapshots where group_id = %(group)s
+         union all
+        select sink, snapshot from relay.sinks where group_id = %(group)s
+         union all
+        select sink, before from relay.spark_batches where group_id = %(group)s and batch is not null
+    )
+    select distinct on (reader) reader, snapshot::text,
+           case when reader = '' then
+               array(select distinct c_offset from relay.dead_letter_queue
+                      where group_id = %(group)s and by_reference and status in ('dead', 'replaying')
+                        and c_offset is not null)
+           else '{}' end
+      from (select * from positions
+             union all
+            select '', null where not exists (select from positions where reader = '')) as p
+     order by reader, pg_snapshot_xmin(snapshot) nulls first
+"""
+
+_NOTE = """
+    insert into relay.readers as r (group_id, target, reader, snapshot, by_reference)
+    select %(group)s, %(target)s, n.reader, n.snapshot::pg_snapshot, n.by_reference::bigint[]
+      from unnest(%(readers)s::text[], %(snapshots)s::text[], %(by_reference)s::text[])
+           as n (reader, snapshot, by_reference)
+    on conflict (group_id, target, reader) do update
+       set snapshot = excluded.snapshot, by_reference = excluded.by_reference, noted_at = now(),
+           moved_at = case when r.snapshot::text is distinct from excluded.snapshot::text then now() else r.moved_at end
+     where r.given_up_at is null
+       and (r.snapshot::text, r.by_reference) is distinct from (excluded.snapshot::text, excluded.by_reference)
+        or r.given_up_at is null and r.noted_at < now() - interval '1 minute'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A reader of the outbox. `unread_since` is the c_ts of its oldest unread row, None where it has read all.
+
+    `reader` is the name of a sink, empty for the target of the group.
+    """
+
+    group_id: str
+    target: str
+    reader: str
+    noted_at: datetime
+    given_up_at: datetime | None
+    unread_since: datetime | None
+
+    @property
+    def name(self) -> str:
+        """For a person: the group, and the sink where it is one."""
+        return " ".join(filter(None, (self.group_id, self.reader)))
+
+
+def identity(target: Connection) -> str:
+    """What tells the target from other databases that have a group of the same name."""
+    (found,) = target.execute(
+        "select system_identifier || '/' || current_database() from pg_control_system()"
+    )
+    return str(found[0])
+
+
+def note(source: Connection, target: Connection, group: str) -> list[str]:
+    """Note in the source how far the readers of a group are; returns the names of those that are noted.
+
+    A reader that was given up stays so. Those that are no longer there are forgotten. Raises psycopg.Error.
+    """
+    with target.transaction():
+        found = target.execute(_POSITIONS, {"group": group}).fetchall()
+        of = identity(target)
+    names = [reader for reader, _, _ in found]
+    with source.transaction():
+        source.execute(
+            _NOTE,
+            {
+                "group": group,
+                "target": of,
+                "readers": names,
+                "snapshots": [snapshot for _, snapshot, _ in found],
+                "by_reference": [
+                    "{" + ",".join(map(str, numbers)) + "}" for _, _, numbers in found
+                ],
+            },
+        )
+        source.execute(
+            "delete from relay.readers where group_id = %s and target = %s and reader <> all (%s)",
+            (group, of, names),
+        )
+    return names
+
+
+def note_reader(source: Connection, name: str, snapshot: str) -> None:
+    """Note how far a reader is that belongs to no group: a Spark query.
+
+    Raises ConfigurationError if it was given up.
+    """
+    gone = source.execute(
+        "select from relay.readers where (group_id, target, reader) = ('', '', %s) and given_up_at is not null",
+        (name,),
+    )
+    if gone.rowcount:
+        raise ConfigurationError(
+            f"reader: {name!r} was given up by retention, and rows that it has not read may be gone: begin with a new "
+            "checkpoint and another name"
+        )
+    source.execute(
+        _NOTE,
+        {
+            "group": "",
+            "target": "",
+            "readers": [name],
+            "snapshots": [snapshot],
+            "by_reference": ["{}"],
+        },
+    )
+
+
+def readers(source: Connection, settings: Settings) -> list[Reader]:
+    """All readers of the outbox, with what each has still to read. Needs c_ts. Raises psycopg.Error."""
+    statement = sql.SQL(
+        """
+        select r.group_id, r.target, r.reader, r.noted_at, r.given_up_at,
+               (select o.c_ts from {table} as o
+                 where o.c_xid >= pg_snapshot_xmin(r.snapshot) and not pg_visible_in_snapshot(o.c_xid, r.snapshot)
+                 order by o.c_xid limit 1) as unread_since
+          from relay.readers as r order by 1, 2, 3
+        """
+    ).format(table=sql.Identifier(*settings.source.table_name))
+    with source.cursor(row_factory=class_row(Reader)) as cursor:
+        return cursor.execute(statement).fetchall()
+
+
+def lagging(found: Sequence[Reader], present: datetime, max_lag: timedelta) -> list[Reader]:
+    """The readers that have unread rows older than `max_lag` and are not given up."""
+    return [
+        each
+        for each in found
+        if each.given_up_at is None
+        and each.unread_since is not None
+        and each.unread_since < present - max_lag
+    ]
+
+
+def give_up(source: Connection, reader: Reader) -> None:
+    """Let a reader no longer hold rows. Raises psycopg.Error."""
+    source.execute(
+        "update relay.readers set given_up_at = now() where group_id = %s and target = %s and reader = %s",
+        (reader.group_id, reader.target, reader.reader),
+    )
+
+
+def given_up(source: Connection, target: Connection, group: str) -> list[str]:
+    """The readers of a group that were given up: sinks by name, the target as an empty name. Raises psycopg.Error."""
+    rows = source.execute(
+        "select reader from relay.readers where group_id = %s and target = %s and given_up_at is not null order by 1",
+        (group, identity(target)),
+    )
+    return [str(name) for (name,) in rows]
+
+
+def given_up_readers(source: Connection) -> list[str]:
+    """The readers of all groups that were given up, for a person. Raises psycopg.Error."""
+    rows = source.execute(
+        "select concat_ws(' ', nullif(group_id, ''), nullif(reader, '')) from relay.readers"
+        " where given_up_at is not null order by 1"
+    )
+    return [str(name) for (name,) in rows]
+
+
+def accept(source: Connection, target: Connection, group: str, names: Sequence[str]) -> None:
+    """Readers that were given up go on, at a position that an operator has chosen. Raises psycopg.Error."""
+    source.execute(
+        "delete from relay.readers where group_id = %s and target = %s and reader = any (%s)",
+        (group, identity(target), list(names)),
+    )
+    note(source, target, group)
+
+
+def retain(source: Connection, of: Source) -> bool:
+    """Let relay remove rows of the outbox that all readers are past; returns whether it might not before.
+
+    Needs the rights of the table's owner. Raises psycopg.Error.
+    """
+    if source.execute("select from relay.retained where outbox = %s", (of.table,)).rowcount:
+        return False
+    source.execute(
+        "select relay.retain(%s::regclass, %s, %s)",
+        (sql.Identifier(*of.table_name).as_string(source), of.table, of.mapping["c_offset"]),
+    )
+    return True

@@ -1,0 +1,203 @@
+"""Partitions by time: creating them ahead, dropping those that all readers are past, deleting where there are none.
+
+Publishers wait for no lock longer than LOCK_TIMEOUT: what does not get its lock is tried again later.
+
+Source: PostgreSQL documentation, "Table Partitioning" and "ALTER TABLE".
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, LiteralString, TypeVar
+
+import psycopg
+
+Connection = psycopg.Connection[Any]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT = "40ms"
+"""How long publishers may have to wait for a lock that is waited for."""
+ATTEMPTS = 8
+PAUSE_SECONDS = 0.1
+"""Before the second attempt; doubles."""
+PORTION = 5_000
+_ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition, by its qualified name, and its range.
+
+    `lower` None: from the beginning; the default partition has no range.
+    """
+
+    name: str
+    lower: datetime | None
+    upper: datetime | None
+    is_default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """An outbox that relay may remove rows of. `every` is null where it is not partitioned."""
+
+    outbox: str
+    every: timedelta | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A constraint that a killed conversion or repair has left: `partition` refuses rows from `end` on."""
+
+    partition: str
+    end: str
+    cure: str
+
+
+def unfinished(source: Connection, table: str) -> list[Unfinished]:
+    """What is left of commands that were killed, for an outbox and its partitions. Raises psycopg.Error."""
+    rows = source.execute(
+        r"""
+        select conrelid::regclass::text, substring(pg_get_constraintdef(oid) from '< ''([^'']+)'),
+               case conname when 'relay_before' then 'run `relay partition` again'
+                    else 'start relay, which goes on with it' end
+          from pg_constraint
+         where conname in ('relay_before', 'relay_range')
+           and conrelid in (select to_regclass(%(table)s)
+                             union select relid from pg_partition_tree(to_regclass(%(table)s)))
+        """,
+        {"table": table},
+    )
+    return [Unfinished(*row) for row in rows]
+
+
+def aligned(moment: datetime, every: timedelta) -> datetime:
+    """The beginning of the range that a moment is in, counted in UTC from a Monday: days have 24 hours."""
+    return moment - (moment - _ORIGIN) % every
+
+
+def retained(source: Connection, table: str) -> Retained | None:
+    """What relay may do with an outbox, by its qualified name; None if nothing. Raises psycopg.Error."""
+    row = source.execute(
+        "select outbox, every from relay.retained where outbox = %s", (table,)
+    ).fetchone()
+    return None if row is None else Retained(*row)
+
+
+def partitions(source: Connection, table: str) -> list[Partition]:
+    """The partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
+    rows = source.execute(
+        """
+        select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper,
+               is_default
+          from relay.partitions(%s::regclass) join pg_class on oid = partition order by upper nulls last
+        """,
+        (table,),
+    )
+    return [Partition(*row) for row in rows]
+
+
+def briefly(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+    """Act in a transaction that waits only shortly for locks, again and again.
+
+    Raises psycopg.errors.LockNotAvailable after the last attempt.
+    """
+    pause = PAUSE_SECONDS
+    for attempt in range(attempts):
+        try:
+            with source.transaction():
+                source.execute("select set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))
+                return act()
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+            if attempt + 1 == attempts:
+                raise
+            time.sleep(pause)
+            pause *= 2
+    raise AssertionError
+
+
+def create_ahead(source: Connection, table: str, present: datetime, ahead: timedelta) -> list[str]:
+    """Create the partitions that are missing up to `ahead` from now; returns their names. Raises psycopg.Error."""
+    created: list[str] = []
+    while True:
+        name = briefly(
+            source,
+            lambda: _value(
+                source, "select relay.create_ahead(%s, %s, %s)", table, present, present + ahead
+            ),
+        )
+        if name is None:
+            return created
+        created.append(name)
+
+
+def heal_default(
+    source: Connection, table: str, every: timedelta, present: datetime, ahead: timedelta
+) -> str | None:
+    """Make the default partition one with a range, if it has rows; returns its name. Raises psycopg.Error.
+
+    Until that is done, it takes no rows after the end of that range, which lies as far ahead as partitions do.
+    """
+    upto = aligned(present + ahead, every) + every
+    if not briefly(
+        source, lambda: _value(source, "select relay.enclose_default(%s, %s)", table, upto)
+    ):
+        return None
+    source.execute("select relay.validate_default(%s)", (table,))
+    name = briefly(
+        source, lambda: _value(source, "select relay.exchange_default(%s, %s)", table, upto)
+    )
+    return str(name)
+
+
+def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]:
+    """Drop the partitions that end before a time and that all readers are past; returns their names.
+
+    One that is locked for longer is left for the next time. Raises psycopg.Error.
+    """
+    dropped: list[str] = []
+    for each in partitions(source, table):
+        if each.is_default or each.upper is None or each.upper > older_than:
+            continue
+        try:
+            gone = briefly(
+                source,
+                lambda name=each.name: _value(  # type: ignore[misc]
+                    source, "select relay.drop_partition(%s, %s, %s)", table, name, older_than
+                ),
+            )
+        except psycopg.errors.LockNotAvailable:
+            log.info("a partition is in use, dropped later", extra={"partition": each.name})
+            continue
+        if gone:
+            dropped.append(each.name)
+    return dropped
+
+
+def delete_read(
+    source: Connection, table: str, older_than: datetime, stopping: Callable[[], bool]
+) -> int:
+    """Delete the rows that are older than a time and that all readers are past, in portions; returns how many.
+
+    Raises psycopg.Error.
+    """
+    total = 0
+    while not stopping():
+        deleted = int(
+            _value(source, "select relay.delete_portion(%s, %s, %s)", table, older_than, PORTION)
+        )
+        total += deleted
+        if deleted < PORTION // 2:
+            break
+    return total
+
+
+def _value(source: Connection, query: LiteralString, *parameters: object) -> Any:
+    row = source.execute(query, parameters).fetchone()
+    return None if row is None else row[0]

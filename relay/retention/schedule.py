@@ -1,0 +1,207 @@
+"""Retention beside the loop: notes how far the group's readers are, and removes what all readers are past."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+
+from relay.config import Settings
+from relay.faults import ConfigurationError, RelayError, describe
+from relay.retention import floor, partitions
+from relay.store import actions, sinks
+from relay.store.connections import connect
+from relay.store.groups import APPLICATION_NAME
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+NOTE_SECONDS = 5.0
+"""How often positions are noted in the source."""
+ROTATE_SECONDS = 60.0
+_LOCK = 0x72657461  # "reta"
+_PRUNE_PORTION = 10_000
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Schedule:
+    """A thread with connections of its own. What a database refuses is tried again at the next turn.
+
+    `failed` is called once, with `error` set, if the group was given up. `clock` gives the time.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        failed: Callable[[], None],
+        clock: Callable[[], datetime] = _now,
+        note_seconds: float = NOTE_SECONDS,
+        rotate_seconds: float = ROTATE_SECONDS,
+    ) -> None:
+        self._settings = settings
+        self._failed = failed
+        self._clock = clock
+        self._note_seconds = note_seconds
+        self._rotate_seconds = rotate_seconds
+        self._next_rotation = 0.0
+        self._said = ""
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="retention", daemon=True)
+        self.error: RelayError | None = None
+
+    def start(self) -> None:
+        """Begin. Raises ConfigurationError if the group was given up; sinks that were are paused."""
+        of = self._settings
+        with (
+            suppress(psycopg.Error),  # The thread tries again.
+            closing(connect(of.source_dsn)) as source,
+            closing(connect(of.target_dsn)) as target,
+        ):
+            self._stop_given_up(source, target)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the statement in flight. Safe in a signal handler's thread."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Stop, and wait for a while."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._connected()
+            except RelayError as error:
+                self.error = error
+                self._failed()
+                return
+            except psycopg.errors.ReadOnlySqlTransaction:
+                # A hot standby, where nothing can be removed.
+                log.info("the source takes no writes: retention is off")
+                return
+            except psycopg.Error as error:
+                self._say(describe(error))
+            self._stopping.wait(self._note_seconds)
+
+    def _say(self, fault: str) -> None:
+        if fault != self._said:
+            self._said = fault
+            log.warning("retention is tried again later", extra={"fault": fault})
+
+    def _connected(self) -> None:
+        of = self._settings
+        with (
+            closing(connect(of.source_dsn, application_name=APPLICATION_NAME)) as source,
+            closing(connect(of.target_dsn, application_name=APPLICATION_NAME)) as target,
+        ):
+            while not self._stopping.is_set():
+                self.turn(source, target)
+                self._said = ""
+                self._stopping.wait(self._note_seconds)
+
+    def turn(self, source: Connection, target: Connection) -> None:
+        """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
+        noted = floor.note(source, target, self._settings.group)
+        self._stop_given_up(source, target)
+        now = time.monotonic()
+        if now < self._next_rotation:
+            return
+        self._next_rotation = now + self._rotate_seconds
+        self._prune(target)
+        (mine,) = source.execute("select pg_try_advisory_lock(%s, 0)", (_LOCK,)).fetchone() or (0,)
+        if not mine:
+            return
+        try:
+            self._rotate(source, target, noted)
+        finally:
+            if not source.broken:
+                source.execute("select pg_advisory_unlock(%s, 0)", (_LOCK,))
+
+    def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
+        of, present = self._settings.retention, self._clock()
+        table = self._settings.source.table
+        given = partitions.retained(source, table)
+        if given is None:
+            return
+        if given.every is not None:
+            created = partitions.create_ahead(source, table, present, of.ahead)
+            healed = partitions.heal_default(source, table, given.every, present, of.ahead)
+            if healed:
+                log.warning(
+                    "the default partition had rows, since no partition was made for their time",
+                    extra={"partition": healed},
+                )
+                created += partitions.create_ahead(source, table, present, of.ahead)
+            if created:
+                log.info("partitions created", extra={"partitions": ", ".join(created)})
+        if of.max_lag is not None and self._give_up(source, target, present):
+            # Whoever reads it still stops before the next turn.
+            return
+        if of.keep is None or (of.archive is not None and of.archive not in noted):
+            return
+        older_than = present - of.keep
+        if given.every is not None:
+            dropped = partitions.drop_read(source, table, older_than)
+            if dropped:
+                log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
+        deleted = partitions.delete_read(source, table, older_than, self._stopping.is_set)
+        if deleted:
+            log.info("events deleted", extra={"events": deleted})
+
+    def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
+        """Let readers that lag by more than max_lag hold no rows, but for the archive; returns whether any lags."""
+        of = self._settings
+        assert of.retention.max_lag is not None  # noqa: S101
+        found = floor.readers(source, of)
+        any_given_up = False
+        for each in floor.lagging(found, present, of.retention.max_lag):
+            if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
+                continue
+            any_given_up = True
+            floor.give_up(source, each)
+            detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
+            actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
+            log.error(
+                "a reader is given up: it no longer holds events", extra={"reader": each.name}
+            )
+        return any_given_up
+
+    def _stop_given_up(self, source: Connection, target: Connection) -> None:
+        """Let no reader go on that was given up. Raises ConfigurationError if the group itself was."""
+        group = self._settings.group
+        for name in floor.given_up(source, target, group):
+            if not name:
+                raise given_up_error(group)
+            if sinks.pause(target, group, name, True, GIVEN_UP):
+                log.error("a sink is paused that retention gave up", extra={"sink": name})
+
+    def _prune(self, target: Connection) -> None:
+        # Those rows have the server's time, which a clock of another kind may be ahead of.
+        before = min(self._clock(), _now()) - self._settings.retention.keep_letters
+        target.execute(
+            "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
+        )
+
+
+GIVEN_UP = "given up by retention: events may be gone; choose where to go on with `relay sink seek`"
+
+
+def given_up_error(group: str) -> ConfigurationError:
+    """The fault of a group that retention has given up."""
+    return ConfigurationError(
+        f"group: {group!r} was given up by retention (max_lag), and events that it has not read may be gone: choose "
+        "where to go on with `relay offsets seek --to …`"
+    )

@@ -1,0 +1,375 @@
+-- Retention: how far each reader of the outbox is, and functions that remove what all of them have read.
+-- Needs 001_source.sql.
+
+-- Groups may keep their positions in other databases, so each notes here how far its readers are.
+create table if not exists relay.readers (
+    group_id     text        not null,
+    target       text        not null,
+    reader       text        not null default '',
+    snapshot     pg_snapshot,
+    by_reference bigint[]    not null default '{}',
+    moved_at     timestamptz not null default now(),
+    noted_at     timestamptz not null default now(),
+    given_up_at  timestamptz,
+    primary key (group_id, target, reader)
+);
+
+comment on table relay.readers is
+    'how far each reader of the outbox is; rows that one of them has not read are not removed';
+comment on column relay.readers.target is
+    'the database that has the positions: the server''s system identifier and the name; empty for a reader without one';
+comment on column relay.readers.reader is
+    'a sink, or another reader that has a name; empty for the target of the group';
+comment on column relay.readers.snapshot is
+    'everything that it sees is read; null where the outbox is not read as a table (source.mode: wal)';
+comment on column relay.readers.by_reference is
+    'c_offset of events that only the outbox has: dead letters that were too large to be received';
+comment on column relay.readers.given_up_at is
+    'since when rows are removed that it has not read (retention.max_lag)';
+
+-- The outboxes from which relay may remove rows.
+create table if not exists relay.retained (
+    outbox        text primary key,
+    offset_column text not null,
+    every         interval
+);
+
+comment on column relay.retained.every is
+    'how long the range of a new partition is; null where the outbox is not partitioned';
+
+-- What may be removed: rows with a c_xid below "xid" (any where it is null), those without c_xid unless "beginning", and none
+-- of "offsets". A group that has a slot and has not noted its readers yet holds everything.
+create or replace function relay.retention_floor(out xid xid8, out beginning boolean, out offsets bigint[])
+language sql stable set search_path = pg_catalog, pg_temp
+as $$
+    select case when unknown then '0'::xid8 else least_xid end, unknown or from_beginning, held
+      from (select min(pg_snapshot_xmin(snapshot)) as least_xid,
+                   coalesce(bool_or(pg_snapshot_xmax(snapshot) <= '1'::xid8), false) as from_beginning,
+                   (select coalesce(array_agg(number), '{}') from relay.readers, unnest(by_reference) as number
+                     where given_up_at is null) as held,
+                   exists (select from relay.streams as s
+                            where not exists (select from relay.readers as r where r.group_id = s.group_id)) as unknown
+              from relay.readers where given_up_at is null) as readers
+$$;
+
+-- The partitions of a table with their ranges, the default partition with none.
+create or replace function relay.partitions(outbox regclass)
+returns table (partition regclass, lower timestamptz, upper timestamptz, is_default boolean)
+language sql stable set search_path = pg_catalog, pg_temp
+as $$
+    select c.oid::regclass,
+           case when bound ~ 'FROM \(MINVALUE\)' then '-infinity'::timestamptz
+                else substring(bound from 'FROM \(''([^'']+)''\)')::timestamptz end,
+           substring(bound from 'TO \(''([^'']+)''\)')::timestamptz,
+           bound = 'DEFAULT'
+      from pg_inherits as i join pg_class as c on c.oid = i.inhrelid,
+           lateral pg_get_expr(c.relpartbound, c.oid) as bound
+     where i.inhparent = outbox and c.relispartition
+$$;
+
+-- The registered outbox, or an error.
+create or replace function relay.retained_outbox(outbox text, out relation regclass, out offset_column text, out every interval)
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+    select to_regclass(r.outbox), r.offset_column, r.every into relation, offset_column, every
+      from relay.retained as r where r.outbox = retained_outbox.outbox;
+    if relation is null then
+        raise insufficient_privilege using message = format('%s is not given to retention', outbox),
+            hint = 'Run `relay init` with the section retention in the configuration.';
+    end if;
+end
+$$;
+
+-- Whether a table has rows that somebody has still to read.
+create or replace function relay.is_held(partition regclass, offset_column text) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off
+as $$
+declare
+    floor record;
+    held  boolean;
+begin
+    select * into floor from relay.retention_floor();
+    execute format('select coalesce((select c_xid from %s where c_xid is not null order by c_xid desc limit 1) >= $1, false)',
+                   partition) into held using floor.xid;
+    if not held and floor.beginning then
+        execute format('select exists (select from %s where c_xid is null)', partition) into held;
+    end if;
+    if not held and floor.offsets <> '{}' then
+        execute format('select exists (select from %s where %I = any ($1))', partition, offset_column)
+           into held using floor.offsets;
+    end if;
+    return held;
+end
+$$;
+
+-- A partition's name: of the table and of the beginning of its range, in UTC.
+create or replace function relay.partition_name(outbox regclass, lower timestamptz, every interval) returns text
+language plpgsql stable set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    digits text := case when lower <> date_trunc('minute', lower) then 'YYYYMMDDHH24MISS'
+                        when lower <> date_trunc('hour', lower) then 'YYYYMMDDHH24MI'
+                        when every < interval '1 day' or lower <> date_trunc('day', lower) then 'YYYYMMDDHH24'
+                        else 'YYYYMMDD' end;
+begin
+    return (select left(relname, 40) from pg_class where oid = outbox) || '_p' || to_char(lower, digits);
+end
+$$;
+
+-- Adds a partition for a range that has no rows yet. Publishers that insert through the table are not blocked.
+create or replace function relay.add_partition(outbox regclass, lower timestamptz, upper timestamptz, every interval)
+returns text
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    its_schema name := (select relnamespace::regnamespace::name from pg_class where oid = outbox);
+    its_name   text := case when lower is null then relay.partition_name(outbox, upper, every) || '_before'
+                            else relay.partition_name(outbox, lower, every) end;
+begin
+    -- Attached, since CREATE TABLE ... PARTITION OF would block whoever inserts.
+    execute format('create table %I.%I (like %s including defaults including generated including constraints '
+                   'including storage including compression including comments)', its_schema, its_name, outbox);
+    execute format('alter table %I.%I owner to %I', its_schema, its_name,
+                   (select pg_get_userbyid(relowner) from pg_class where oid = outbox));
+    execute format('alter table %s attach partition %I.%I for values from (%s) to (%L)', outbox, its_schema, its_name,
+                   coalesce(quote_literal(lower), 'minvalue'), upper);
+    return its_name;
+end
+$$;
+
+-- Adds the next partition that is missing up to a time; returns its name, null where none is missing or the default partition
+-- has rows that belong there.
+create or replace function relay.create_ahead(outbox text, present timestamptz, upto timestamptz)
+returns text
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    found    record;
+    spare    regclass;
+    last     timestamptz;
+    waiting  boolean;
+    step     interval;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    step := found.every;
+    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+      from relay.partitions(found.relation) as p;
+    if last is null then
+        return relay.add_partition(found.relation, null, date_bin(step, present, '2000-01-03') + step, step);
+    end if;
+    if last >= upto then
+        return null;
+    end if;
+    if spare is not null then
+        execute format('select exists (select from %s where c_ts >= $1)', spare) into waiting using last;
+        if waiting then
+            return null;
+        end if;
+    end if;
+    return relay.add_partition(found.relation, last,
+                               greatest(date_bin(step, last, '2000-01-03'), date_bin(step, present, '2000-01-03')) + step,
+                               step);
+end
+$$;
+
+-- The default partition has rows, since no partition was made for their time: it becomes a partition for the range from the
+-- last one up to a time. First its range is a constraint that is checked while publishers go on.
+create or replace function relay.enclose_default(outbox text, upto timestamptz) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    found  record;
+    spare  regclass;
+    last   timestamptz;
+    filled boolean;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+      from relay.partitions(found.relation) as p;
+    if spare is null then
+        return false;
+    end if;
+    execute format('select exists (select from %s where c_ts >= $1) and not exists (select from %1$s where c_ts < $1)', spare)
+       into filled using last;
+    if filled then
+        execute format('alter table %s drop constraint if exists relay_range', spare);
+        execute format('alter table %s add constraint relay_range check (c_ts >= %L and c_ts < %L) not valid',
+                       spare, last, upto);
+    elsif exists (select from pg_constraint where conrelid = spare and conname = 'relay_range') then
+        -- A run that was killed has left it.
+        execute format('alter table %s drop constraint relay_range', spare);
+    end if;
+    return filled;
+end
+$$;
+
+create or replace function relay.validate_default(outbox text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    found record;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    execute (select format('alter table %s validate constraint relay_range', p.partition)
+               from relay.partitions(found.relation) as p where p.is_default);
+end
+$$;
+
+-- Makes the default partition a partition of its range, and a new default partition. Publishers wait meanwhile, and for no
+-- row to be read.
+create or replace function relay.exchange_default(outbox text, upto timestamptz) returns text
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    found  record;
+    spare  regclass;
+    former text;
+    last   timestamptz;
+    called text;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    execute format('lock table only %s in access exclusive mode', found.relation);
+    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+      from relay.partitions(found.relation) as p;
+    select relname into former from pg_class where oid = spare;
+    called := relay.partition_name(found.relation, last, found.every);
+    execute format('alter table %s detach partition %s', found.relation, spare);
+    execute format('alter table %s rename to %I', spare, called);
+    execute format('alter table %s attach partition %s for values from (%L) to (%L)', found.relation, spare, last, upto);
+    execute format('alter table %s drop constraint relay_range', spare);
+    perform relay.add_default(found.relation, former);
+    return called;
+end
+$$;
+
+create or replace function relay.add_default(outbox regclass, its_name text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    its_schema name := (select relnamespace::regnamespace::name from pg_class where oid = outbox);
+begin
+    execute format('create table %I.%I (like %s including defaults including generated including constraints '
+                   'including storage including compression including comments)', its_schema, its_name, outbox);
+    execute format('alter table %I.%I owner to %I', its_schema, its_name,
+                   (select pg_get_userbyid(relowner) from pg_class where oid = outbox));
+    execute format('alter table %s attach partition %I.%I default', outbox, its_schema, its_name);
+end
+$$;
+
+-- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did.
+create or replace function relay.drop_partition(outbox text, partition text, older_than timestamptz) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+declare
+    found  record;
+    chosen regclass;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    select p.partition into chosen from relay.partitions(found.relation) as p
+     where p.partition = to_regclass(drop_partition.partition) and not p.is_default and p.upper <= older_than;
+    if chosen is null or relay.is_held(chosen, found.offset_column) then
+        return false;
+    end if;
+    -- In the order in which publishers lock. Nobody can insert between the second look and the end.
+    execute format('lock table only %s in access exclusive mode', found.relation);
+    execute format('lock table only %s in access exclusive mode', chosen);
+    if relay.is_held(chosen, found.offset_column) then
+        return false;
+    end if;
+    execute format('drop table %s', chosen);
+    return true;
+end
+$$;
+
+-- Deletes a portion of the rows that are older and that all readers have read; returns how many. Of a partitioned outbox,
+-- those of the default partition from before the first range: of transactions that were open for long.
+create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int) returns bigint
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC' set enable_seqscan = off
+as $$
+declare
+    found   record;
+    floor   record;
+    chosen  regclass;
+    oldest  timestamptz := older_than;
+    deleted bigint;
+begin
+    select * into found from relay.retained_outbox(outbox);
+    select * into floor from relay.retention_floor();
+    chosen := found.relation;
+    if (select relkind = 'p' from pg_class where oid = found.relation) then
+        select max(p.partition::oid) filter (where p.is_default)::regclass, least(older_than, min(p.lower))
+          into chosen, oldest from relay.partitions(found.relation) as p;
+        if chosen is null or oldest = '-infinity' then
+            return 0;
+        end if;
+    end if;
+    -- The first by c_xid are the oldest, so it is enough to look at one portion.
+    execute format('delete from %1$s where ctid = any (array('
+                   'select ctid from (select ctid, c_ts, %2$I as c_offset from %1$s '
+                   'where c_xid < coalesce($1, ''18446744073709551615''::xid8) order by c_xid limit $4) as first '
+                   'where c_ts < $2 and (c_offset = any ($3)) is not true))', chosen, found.offset_column)
+      using floor.xid, oldest, floor.offsets, portion + cardinality(floor.offsets);
+    get diagnostics deleted = row_count;
+    if deleted = 0 and not floor.beginning then
+        execute format('delete from %1$s where ctid = any (array('
+                       'select ctid from (select ctid, c_ts, %2$I as c_offset from %1$s where c_xid is null limit $3) as first '
+                       'where c_ts < $1 and (c_offset = any ($2)) is not true))', chosen, found.offset_column)
+          using oldest, floor.offsets, portion;
+        get diagnostics deleted = row_count;
+    end if;
+    return deleted;
+end
+$$;
+
+-- Lets relay remove rows of an outbox: with the rights of the outbox's owner, by the functions of this file and no others.
+create or replace function relay.retain(relation regclass, outbox text, offset_column text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    owner    name := (select relowner::regrole::name from pg_class where oid = relation);
+    called   text;
+    creating boolean;
+begin
+    if not exists (select from pg_attribute where attrelid = relation and attname = 'c_ts' and not attisdropped) then
+        execute format('alter table %s add column c_ts timestamptz not null default now()', relation);
+    end if;
+    insert into relay.retained (outbox, offset_column) values (outbox, offset_column)
+        on conflict on constraint retained_pkey do update set offset_column = excluded.offset_column;
+    creating := has_schema_privilege(owner, 'relay', 'create');
+    execute format('grant usage%s on schema relay to %I', case when creating then '' else ', create' end, owner);
+    execute format('grant select on relay.retained, relay.readers, relay.streams to %I', owner);
+    foreach called in array array['create_ahead(text, timestamptz, timestamptz)',
+                                  'enclose_default(text, timestamptz)', 'validate_default(text)',
+                                  'exchange_default(text, timestamptz)',
+                                  'drop_partition(text, text, timestamptz)', 'delete_portion(text, timestamptz, int)'] loop
+        execute format('alter function relay.%s owner to %I', called, owner);
+        execute format('alter function relay.%s security definer', called);
+        if to_regrole('relay') is not null then
+            execute format('grant execute on function relay.%s to relay', called);
+        end if;
+    end loop;
+    foreach called in array array['retention_floor()', 'retained_outbox(text)', 'is_held(regclass, text)', 'partitions(regclass)',
+                                  'partition_name(regclass, timestamptz, interval)', 'add_default(regclass, text)',
+                                  'add_partition(regclass, timestamptz, timestamptz, interval)'] loop
+        execute format('grant execute on function relay.%s to %I', called, owner);
+    end loop;
+    if not creating then
+        execute format('revoke create on schema relay from %I', owner);
+    end if;
+end
+$$;
+
+revoke all on all functions in schema relay from public;
+
+do $$
+begin
+    if to_regrole('relay') is not null then
+        grant select, insert, update, delete on relay.readers to relay;
+        grant select on relay.retained to relay;
+        grant execute on function relay.partitions(regclass), relay.retention_floor() to relay;
+    end if;
+end
+$$;
+
+insert into relay.migrations (name) values ('source/002_retention.sql') on conflict do nothing;

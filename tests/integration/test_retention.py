@@ -1,0 +1,539 @@
+"""Retention: what all readers are past is removed, and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+from pyspark.errors import StreamingQueryException
+
+from relay.admin.erasure import erase
+from relay.admin.partitioning import partition, partition_new
+from relay.config import OWN_OUTBOX, Settings
+from relay.cursors import plan_seek, seek
+from relay.faults import ConfigurationError
+from relay.preflight import examine
+from relay.retention.partitions import partitions
+from relay.retention.schedule import Schedule
+from relay.service import Service
+from relay.spark.session import Session
+from relay.spark.source import register
+from relay.store.connections import connect
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import relay
+
+KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
+
+
+def turn(settings: Settings, days: float = 0.0, dsn: str | None = None) -> None:
+    """One turn of retention, at a time in some days."""
+    moment = datetime.now(UTC) + timedelta(days=days)
+    with (
+        closing(connect(dsn or settings.source_dsn)) as source,
+        closing(connect(dsn or settings.target_dsn)) as target,
+    ):
+        Schedule(settings, lambda: None, lambda: moment).turn(source, target)
+
+
+@pytest.fixture
+def kept(database: str) -> Any:
+    """An outbox with retention."""
+    with Outbox(database) as made:
+        made.install(**KEEP)
+        yield made
+
+
+def relayed(outbox: Outbox, **more: Any) -> Settings:
+    """Publish and relay until the group's snapshot sees it."""
+    settings = outbox.settings(**KEEP, **more)
+    outbox.fill(10)
+    with relaying(settings):
+        outbox.wait_drained()
+        outbox.wait_compared()
+    return settings
+
+
+def test_deletes_what_is_read_and_old(kept: Outbox) -> None:
+    settings = relayed(kept)
+    kept.fill(1, events=3)
+    turn(settings)
+    assert kept.value("select count(*) from outbox_message_t") == 53
+    turn(settings, days=8)
+    assert kept.value("select count(*) from outbox_message_t") == 3
+    with relaying(settings):
+        kept.wait_drained()
+    assert kept.value("select count(*) from projection") == 53
+
+
+@pytest.fixture
+def rotated(kept: Outbox) -> Outbox:
+    """An outbox that is partitioned from the start."""
+    partition_new(kept.settings(**KEEP), "1d")
+    return kept
+
+
+def ranges(outbox: Outbox) -> list[str]:
+    """The names of the partitions, oldest first."""
+    return [
+        each.name.removeprefix("public.outbox_message_t_")
+        for each in partitions(outbox.conn, OWN_OUTBOX)
+    ]
+
+
+def test_partitions_are_created_and_dropped(rotated: Outbox) -> None:
+    assert ranges(rotated)[0] == "before"
+    assert ranges(rotated)[-1] == "default"
+    settings = relayed(rotated)
+    turn(settings, days=7)
+    today = datetime.now(UTC)
+    assert "before" in ranges(rotated)
+    turn(settings, days=9)
+    assert "before" not in ranges(rotated)
+    ahead = today + timedelta(days=12)
+    assert ranges(rotated)[-2:] == [f"p{ahead:%Y%m%d}", "default"]
+    assert rotated.value("select count(*) from outbox_message_t") == 0
+    rotated.fill(5)
+    with relaying(settings):
+        rotated.wait_drained()
+    assert rotated.value("select count(*) from projection") == 75
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
+    settings = kept.settings(**KEEP, source={**kept.config()["source"], "mode": mode})
+    published = 0
+    stopping = Event()
+
+    def publish() -> None:
+        nonlocal published
+        with psycopg.connect(kept.dsn, autocommit=True) as conn:
+            while not stopping.is_set():
+                conn.execute(
+                    "select relay.publish(%s, null, %s)", (host(published % 7), Jsonb([event()]))
+                )
+                published += 1
+
+    with relaying(settings):
+        kept.fill(200)
+        publisher = Thread(target=publish)
+        publisher.start()
+        try:
+            wait_until(lambda: published > 50)
+            done = partition(settings, "1d")
+            after = published
+            wait_until(lambda: published > after + 50)
+        finally:
+            stopping.set()
+            publisher.join()
+        assert done[0] == "partitions of public.outbox_message_t, one for each 1 day, 0:00:00"
+        kept.wait_handled()
+    kept.assert_exact()
+    assert ranges(kept)[0] == "before"
+    assert kept.value("select count(*) from outbox_message_t") == 1000 + published
+    assert partition(settings, "1d") == []
+
+
+def test_a_lagging_sink_and_a_paused_one_hold_their_events(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    rotated.conn.execute(
+        """
+        insert into relay.sinks (group_id, sink, snapshot, paused_at)
+        select group_id, 'mail', '3:3:', now() from relay.consumer_offsets limit 1
+        """
+    )
+    turn(settings, days=30)
+    assert rotated.value("select count(*) from outbox_message_t") == 50
+    rotated.conn.execute("update relay.sinks set snapshot = pg_current_snapshot()")
+    turn(settings, days=30)
+    assert rotated.value("select count(*) from outbox_message_t") == 0
+
+
+def test_an_event_that_only_the_outbox_has_holds_its_row(kept: Outbox) -> None:
+    settings = relayed(kept)
+    kept.conn.execute(
+        """
+        insert into relay.dead_letter_queue (group_id, c_offset, exception, by_reference)
+        select 'default', max(c_offset), 'too large', true from outbox_message_t
+        """
+    )
+    turn(settings, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 1
+    kept.conn.execute("update relay.dead_letter_queue set status = 'discarded'")
+    turn(settings, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 0
+
+
+def test_a_group_that_has_not_noted_its_position_holds_everything(kept: Outbox) -> None:
+    settings = relayed(kept)
+    kept.conn.execute("insert into relay.streams values ('other', 'other', null)")
+    turn(settings, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 50
+
+
+def test_rows_beyond_all_partitions_get_one(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    rotated.conn.execute(
+        "alter table outbox_message_t alter c_ts set default now() + interval '20 days'"
+    )
+    rotated.fill(4)
+    assert rotated.value("select count(*) from outbox_message_t_default") == 20
+    turn(settings, days=20)
+    assert rotated.value("select count(*) from outbox_message_t_default") == 0
+    assert rotated.value("select count(*) from outbox_message_t") == 20
+    assert rotated.value("select count(*) from pg_constraint where conname = 'relay_range'") == 0
+    with relaying(settings):
+        rotated.wait_drained()
+    assert rotated.value("select count(distinct id) from projection") == 70
+    assert rotated.value("select count(*) from projection") == 70
+
+
+def test_the_role_relay_suffices(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    with rotated.clerk() as (_, dsn):
+        turn(settings, days=30, dsn=dsn)
+        assert rotated.value("select count(*) from outbox_message_t") == 0
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute("delete from outbox_message_t")
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute("update relay.retained set every = '1 minute'")
+            # Only an outbox that is given to retention, and only its old partitions.
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(
+                    "select relay.drop_partition('public.projection', 'public.projection', now())"
+                )
+            row = conn.execute(
+                "select relay.drop_partition('public.outbox_message_t', 'public.projection', now())"
+            ).fetchone()
+            assert row == (False,)
+
+
+def test_publishers_cannot_choose_the_time(rotated: Outbox) -> None:
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        rotated.conn.execute(
+            """
+            set role relay_publisher;
+            insert into outbox_message_t (host_id, event_type, payload, c_ts)
+            values (gen_random_uuid(), 'a', '{}', '2000-01-01')
+            """
+        )
+    rotated.conn.execute("reset role")
+
+
+def test_another_interval(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    assert (
+        partition(settings, "6h")[0]
+        == "interval of 6:00:00 for the next partitions of public.outbox_message_t"
+    )
+    turn(settings, days=3)
+    last = partitions(rotated.conn, OWN_OUTBOX)[-2]
+    assert last.lower is not None
+    assert last.upper is not None
+    assert last.upper - last.lower == timedelta(hours=6)
+    assert last.name.endswith(f"_p{last.lower:%Y%m%d%H}")
+
+
+def test_a_reader_is_given_up_only_when_told(kept: Outbox) -> None:
+    settings = relayed(kept)
+    kept.fill(3)
+    turn(settings, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 15
+    # Another group, which is past all events.
+    of = {**kept.config()["source"], "mode": "poll"}
+    told = kept.settings(group="other", source=of, retention={"keep": "7d", "max_lag": "20d"})
+    kept.install_again(told)
+    turn(told, days=10)
+    assert kept.value("select count(*) from outbox_message_t") == 15
+    turn(told, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 15
+    turn(told, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 0
+    assert kept.column("select action from relay.actions") == ["give up"]
+    with pytest.raises(ConfigurationError, match=r"was given up by retention \(max_lag\)"):
+        Service(settings).run()
+    move = plan_seek(settings, "end", None)
+    seek(settings, move, None)
+    with relaying(settings):
+        kept.fill(1)
+        kept.wait_drained()
+    assert kept.value("select count(*) from projection") == 55
+
+
+def test_a_host_is_erased(rotated: Outbox, tmp_path: Path) -> None:
+    settings = relayed(rotated)
+    rotated.publish(host(1), event(-1))
+    with pytest.raises(ConfigurationError, match="not applied yet"):
+        erase(settings, str(host(1)), False)
+    with relaying(settings):
+        rotated.wait_handled()
+        rotated.wait_compared()
+    assert rotated.value("select count(*) from relay.dead_letter_queue") == 1
+    turn(settings)
+    config = rotated.config_file(tmp_path / "relay.yaml", **KEEP)
+    shown = relay("erase", "--config", str(config), "--host", str(host(1)), "--yes").stdout
+    assert "removed: 6 events in the outbox" in shown
+    assert "removed: 1 dead letters" in shown
+    assert "not removed: the WAL, until the server recycles it" in shown
+    assert (
+        rotated.value("select count(*) from outbox_message_t where host_id = %s", (host(1),)) == 0
+    )
+    assert rotated.value("select count(*) from outbox_message_t") == 45
+    (action,) = rotated.column("select detail from relay.actions where action = 'erase'")
+    assert action["host"] == str(host(1))
+    rotated.fill(2)
+    with relaying(settings):
+        rotated.wait_drained()
+    assert rotated.value("select count(distinct id) from projection") == 60
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        (
+            "create view recent as select * from outbox_message_t",
+            "the view public.recent, which would go on",
+        ),
+        (
+            "create unique index u on outbox_message_t (c_offset)",
+            "the unique index public.u, which cannot hold",
+        ),
+        (
+            "create table child (of uuid references outbox_message_t)",
+            "the foreign key child_of_fkey of public.child",
+        ),
+        (
+            "create rule r as on delete to outbox_message_t do instead nothing",
+            "the rule r: drop it",
+        ),
+        (
+            "alter table outbox_message_t enable row level security",
+            "row level security: disable it",
+        ),
+    ],
+)
+def test_conversion_refuses_what_it_cannot_carry_over(
+    kept: Outbox, statement: str, line: str
+) -> None:
+    kept.conn.execute(statement.encode())
+    with pytest.raises(ConfigurationError, match=line):
+        partition(kept.settings(**KEEP), "1d")
+    assert (
+        kept.value("select relkind::text from pg_class where relname = 'outbox_message_t'") == "r"
+    )
+
+
+def test_conversion_carries_everything_over(kept: Outbox) -> None:
+    kept.conn.execute(
+        """
+        comment on table outbox_message_t is 'events';
+        create index of_host on outbox_message_t (host_id) where user_id is not null;
+        create table seen (id uuid);
+        create function note_event() returns trigger language plpgsql security definer as
+            $$ begin insert into public.seen values (new.id); return new; end $$;
+        create trigger noted before insert on outbox_message_t for each row execute function note_event();
+        create statistics kinds on host_id, event_type from outbox_message_t;
+        create publication of_others for table outbox_message_t (id, payload) where (event_type = 'a');
+        """
+    )
+    kept.fill(3)
+    before = described(kept)
+    partition(kept.settings(**KEEP), "1d")
+    assert described(kept) == before
+    assert kept.column("select pubviaroot from pg_publication") == [True, True]
+    kept.fill(1)
+    assert kept.value("select count(*) from seen") == 20
+    assert kept.value("select count(*) from outbox_message_t") == 20
+
+
+def described(outbox: Outbox) -> dict[str, list[Any]]:
+    """What belongs to the table, but for its key, which gets c_ts."""
+    questions = {
+        "columns": """
+            select (attname, atttypid::regtype, attnotnull, pg_get_expr(adbin, adrelid), attacl,
+                    col_description(attrelid, attnum))::text
+              from pg_attribute left join pg_attrdef on adrelid = attrelid and adnum = attnum
+             where attrelid = 'outbox_message_t'::regclass and attnum > 0 and attname <> 'c_ts' order by 1
+        """,
+        "table": """
+            select (relowner::regrole, relacl, obj_description(oid, 'pg_class'))::text
+              from pg_class where oid = 'outbox_message_t'::regclass
+        """,
+        "constraints": """
+            select (conname, convalidated, pg_get_constraintdef(oid))::text from pg_constraint
+             where conrelid = 'outbox_message_t'::regclass and contype = 'c' order by 1
+        """,
+        "indexes": """
+            select replace(pg_get_indexdef(indexrelid), ' ONLY ', ' ') from pg_index
+             where indrelid = 'outbox_message_t'::regclass and not indisunique order by 1
+        """,
+        "triggers": """
+            select (tgname, tgenabled, pg_get_triggerdef(oid))::text from pg_trigger
+             where tgrelid = 'outbox_message_t'::regclass and not tgisinternal order by 1
+        """,
+        "publications": """
+            select (pubname, attnames, rowfilter)::text from pg_publication_tables
+             where tablename = 'outbox_message_t' and pubname = 'of_others'
+        """,
+        "statistics": """
+            select stxkeys::text from pg_statistic_ext where stxrelid = 'outbox_message_t'::regclass
+        """,
+    }
+    return {name: outbox.column(question) for name, question in questions.items()}
+
+
+def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
+    settings = kept.settings(**KEEP)
+    kept.fill(2)
+    kept.conn.execute(
+        """
+        alter table outbox_message_t add column if not exists c_ts timestamptz not null default now();
+        create unique index outbox_message_t_relay_key on outbox_message_t (id, c_ts);
+        alter table outbox_message_t add constraint relay_before check (c_ts < '2030-01-01 00:00:00+00') not valid
+        """
+    )
+    told = [finding.text for finding in examine(settings) if finding.subject == "retention"]
+    assert told == [
+        "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, since a command was killed: "
+        "run `relay partition` again"
+    ]
+    partition(settings, "1d")
+    assert [finding for finding in examine(settings) if finding.subject == "retention"] == []
+    assert kept.value("select count(*) from outbox_message_t") == 10
+
+
+def test_settled_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        """
+        insert into relay.dead_letter_queue (group_id, exception, status, created_dt)
+        select 'default', 'x', status, now() - make_interval(days => days)
+          from unnest(array['dead', 'replayed', 'discarded']) as status, unnest(array[10, 100]) as days;
+        insert into relay.actions (group_id, action, acted_at) values ('default', 'seek', now() - interval '100 days');
+        """
+    )
+    with outbox.clerk() as (_, dsn):
+        turn(outbox.settings(), dsn=dsn)
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 4
+    old = "select status from relay.dead_letter_queue where created_dt < now() - interval '90 days'"
+    assert outbox.column(old) == ["dead"]
+    assert outbox.value("select count(*) from relay.actions") == 0
+
+
+@pytest.mark.rare
+def test_a_spark_query_that_has_a_name_holds_its_events(
+    kept: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    spark = spark_session.get(timeout=120)
+    assert spark is not None
+    register(spark)
+    settings = relayed(kept)
+
+    def trigger() -> None:
+        query = (
+            spark.readStream.format("outbox")
+            .option("dsn", kept.dsn)
+            .option("reader", "lake")
+            .load()
+            .writeStream.format("parquet")
+            .option("path", str(tmp_path / "lake"))
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+
+    trigger()
+    turn(settings, days=30)
+    kept.fill(2)
+    with relaying(settings):
+        kept.wait_drained()
+        kept.wait_compared()
+    turn(settings, days=30)
+    unread = int(kept.value("select count(*) from outbox_message_t"))
+    assert unread >= 10
+    trigger()
+    assert spark.read.parquet(str(tmp_path / "lake")).select("id").distinct().count() == 60
+    kept.conn.execute("update relay.readers set given_up_at = now() where reader = 'lake'")
+    with pytest.raises(StreamingQueryException, match="given up by retention"):
+        trigger()
+
+
+def test_an_archive_that_has_no_position_holds_everything(kept: Outbox, tmp_path: Path) -> None:
+    relayed(kept)
+    archived = kept.settings(
+        retention={"keep": "7d", "archive": "lake"},
+        handlers={
+            **kept.config()["handlers"],
+            "lake": {"type": "spark", "path": str(tmp_path / "lake")},
+        },
+    )
+    turn(archived, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 50
+    kept.install_again(archived)
+    turn(archived, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 0
+
+
+def test_the_command_partitions_a_new_outbox(database: str, tmp_path: Path) -> None:
+    with Outbox(database) as outbox:
+        config = outbox.config_file(tmp_path / "relay.yaml", **KEEP)
+        said = relay("init", "--config", str(config), "--partition", "1d").stdout
+        assert "created partitions of public.outbox_message_t, one for each 1 day" in said
+        again = relay("init", "--config", str(config), "--partition", "1d").stdout
+        assert "everything is there already" in again
+        said = relay("status", "--config", str(config)).stdout
+        assert "reader default" in said
+        assert "has read everything" in said
+
+
+def test_a_constraint_that_a_killed_repair_has_left_is_removed(rotated: Outbox) -> None:
+    settings = relayed(rotated)
+    rotated.conn.execute(
+        "alter table outbox_message_t_default add constraint relay_range check (c_ts < '2100-01-01') not valid"
+    )
+    turn(settings)
+    assert rotated.value("select count(*) from pg_constraint where conname = 'relay_range'") == 0
+
+
+def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
+    owner = f"{outbox.slot}_shop"
+    outbox.conn.execute(
+        f"""
+        create role {owner};
+        create schema shop authorization {owner};
+        set role {owner};
+        grant usage on schema shop to relay;
+        create table shop.events
+            (id uuid primary key default gen_random_uuid(), host_id uuid, event_type text, payload jsonb);
+        reset role
+        """.encode()
+    )
+    try:
+        of = {**outbox.config()["source"], "table": "shop.events", "mode": "poll"}
+        settings = outbox.settings(group="shop", source=of, retention={"keep": "7d"})
+        outbox.install_again(settings)
+        outbox.install_again(settings)
+        partition(settings, "1d")
+        outbox.conn.execute(
+            "insert into shop.events (host_id, event_type, payload) select gen_random_uuid(), 'a', '{}'"
+        )
+        turn(settings, days=30)
+        assert outbox.value("select count(*) from shop.events") == 1
+        # A reader holds the events of all outboxes of the database.
+        outbox.conn.execute("update relay.snapshots set snapshot = pg_current_snapshot()")
+        turn(outbox.settings())
+        with outbox.clerk() as (_, dsn):
+            turn(settings, days=30, dsn=dsn)
+        assert outbox.value("select count(*) from shop.events") == 0
+        assert outbox.column(
+            "select distinct relowner::regrole::text from pg_class"
+            " where relnamespace = 'shop'::regnamespace and relkind in ('r', 'p')"
+        ) == [owner]
+    finally:
+        outbox.conn.execute(f"drop owned by {owner} cascade; drop role {owner}".encode())

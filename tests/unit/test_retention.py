@@ -1,0 +1,59 @@
+"""Durations, and the beginnings of ranges."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+from pydantic import ValidationError
+
+from relay.config import Settings
+from relay.retention.partitions import aligned
+from relay.retention_settings import Retention, duration
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30m", 1800), ("6h", 21600), ("7d", 604800), ("2w", 1209600)]
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("text", ["", "0d", "7", "-1d", "1y", "1.5d", 7, None])
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="30m, 6h, 7d, 2w"):
+        duration(text)
+
+
+def test_ranges_begin_at_midnight_in_utc_whatever_the_clocks_do() -> None:
+    day = timedelta(days=1)
+    zurich = datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Zurich"))
+    assert aligned(zurich.astimezone(UTC), day) == datetime(2026, 10, 25, tzinfo=UTC)
+    assert aligned(datetime(2026, 11, 23, 23, 59, tzinfo=UTC), day / 4) == datetime(
+        2026, 11, 23, 18, tzinfo=UTC
+    )
+    # Weeks begin on Mondays, before the year 2000 too.
+    assert aligned(datetime(2026, 11, 26, tzinfo=UTC), 7 * day) == datetime(
+        2026, 11, 23, tzinfo=UTC
+    )
+    assert aligned(datetime(1999, 12, 30, tzinfo=UTC), 7 * day) == datetime(
+        1999, 12, 27, tzinfo=UTC
+    )
+
+
+def test_an_archive_is_a_spark_sink() -> None:
+    with pytest.raises(ValidationError, match=r"'lake' is no handler of type: spark"):
+        Settings.model_validate({"retention": {"archive": "lake"}})
+
+
+def test_a_table_that_is_left_untouched_has_no_retention() -> None:
+    with pytest.raises(ValidationError, match=r"retention\.keep: source\.mode: wal"):
+        Settings.model_validate(
+            {"source": {"mode": "wal", "table": "shop.events"}, "retention": {"keep": "7d"}}
+        )
+
+
+def test_letters_are_kept_for_a_day_at_least() -> None:
+    with pytest.raises(ValidationError):
+        Retention.model_validate({"keep_letters": "1h"})
