@@ -25,11 +25,8 @@ from relay.cli_options import (
     warn,
     with_options,
 )
-<<<<<<< HEAD
-from relay.cli_schema import schema
-=======
 from relay.cli_retention import EveryOption, erase, partition
->>>>>>> w/retention
+from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
@@ -48,13 +45,10 @@ app = typer.Typer(
 app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
-<<<<<<< HEAD
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
-=======
 app.command()(partition)
 app.command()(erase)
->>>>>>> w/retention
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
