@@ -26,8 +26,9 @@ def progress(outbox: Outbox) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["inline", pytest.param("spark", marks=pytest.mark.rare)])
+@pytest.mark.parametrize("engine", ["inline", "spark"])
 def test_two_hundred_thousand_events_drain_exactly(
     outbox: Outbox, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -125,7 +126,7 @@ def mortal_outbox(mortal_server: Server) -> Iterator[Outbox]:
         yield made
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 def test_the_server_crashes_and_comes_back(
     mortal_server: Server, mortal_outbox: Outbox, mode: str
 ) -> None:
@@ -144,7 +145,7 @@ def test_the_server_crashes_and_comes_back(
     mortal_outbox.assert_exact()
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 def test_every_session_is_terminated_again_and_again(outbox: Outbox, mode: str) -> None:
     outbox.fill(4_000)
     source = {**outbox.config()["source"], "mode": mode}

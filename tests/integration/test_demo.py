@@ -301,9 +301,8 @@ def test_relay_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.rare)]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
     """Signalled while relay runs and Spark starts, which is when most is to be taken down."""
     command = [sys.executable, "-m", "relay", "demo"]

@@ -154,6 +154,7 @@ def test_rows_from_before_relay_are_delivered_once_where_joining_the_stream_is_t
     assert set(webhook.ids().values()) == {1}
 
 
+@pytest.mark.rare
 def test_rows_from_before_relay_are_not_lost_with_a_restart(outbox: Outbox) -> None:
     """A sink that joined the stream stood behind all of them, also behind those that were still to be delivered."""
     for number in range(30):
@@ -197,6 +198,7 @@ def test_another_way_to_read_the_source_costs_no_copy(
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_sink_whose_progress_cannot_be_stored_holds_no_wal(
     outbox: Outbox, tmp_path: Path
 ) -> None:

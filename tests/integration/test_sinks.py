@@ -87,7 +87,7 @@ def test_an_endpoint_that_fails_costs_the_other_one_no_copy(
     outbox.assert_exact()
 
 
-@pytest.mark.parametrize("hosts", [4, 32])
+@pytest.mark.parametrize("hosts", [pytest.param(4, marks=pytest.mark.rare), 32])
 def test_an_outage_does_not_copy_the_stream(
     outbox: Outbox, webhooks: list[Webhook], hosts: int
 ) -> None:
