@@ -250,7 +250,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setattr(
             handlers,
             "build_sinks",
-            lambda configured: {
+            lambda configured, _: {
                 name: (found.destination, each)
                 for name, each in configured.items()
                 if name == "destination"

@@ -683,7 +683,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
         Wait({"host h1", "aggregate h1 t \n i"}),
         Wait({"host "}, holds=False),
     )
-    (file,) = migrations.files("target")
+    file = migrations.files("target")[0]
     former = min(migrations.FORMER[migrations.name_of(file)])
     outbox.conn.execute(FORMER.encode())
     outbox.conn.execute(
