@@ -91,8 +91,9 @@ class Daemon:
 
 
 class StandaloneCluster:
-    """A master that remembers its applications, and workers of one core each.
+    """A master that remembers its applications, and workers of one core each, on hosts of their own.
 
+    Spark makes no speculative copy of a task on the host where it runs, hence an address for each worker.
     Their executors find relay and what it needs, unless they are `bare`.
     """
 
@@ -110,10 +111,13 @@ class StandaloneCluster:
         conf.write_text(
             "".join(f"{key} {value}\n" for key, value in (PROTECTED | recovery).items())
         )
-        options = ["--properties-file", str(conf), "--webui-port", "0", "--host", "127.0.0.1"]
+        options = ["--properties-file", str(conf), "--webui-port", "0"]
         self.master = Daemon(
             "master",
-            ["org.apache.spark.deploy.master.Master", *options, "--port", str(port)],
+            [
+                *("org.apache.spark.deploy.master.Master", *options),
+                *("--host", "127.0.0.1", "--port", str(port)),
+            ],
             folder / "master.log",
             "I have been elected leader",
             environment,
@@ -123,11 +127,12 @@ class StandaloneCluster:
                 f"worker-{number}",
                 [
                     *("org.apache.spark.deploy.worker.Worker", *options, "--cores", "1"),
-                    *("--memory", "1g", "--work-dir", str(folder / f"work-{number}"), self.url),
+                    *("--host", f"127.0.0.{number + 2}", "--memory", "1g"),
+                    *("--work-dir", str(folder / f"work-{number}"), self.url),
                 ],
                 folder / f"worker-{number}.log",
                 "Successfully registered with master",
-                environment,
+                environment | {"SPARK_LOCAL_IP": f"127.0.0.{number + 2}"},
             )
             for number in range(workers)
         ]

@@ -30,7 +30,7 @@ DYNAMIC = {
     "spark__dynamicAllocation__minExecutors": "1",
     "spark__dynamicAllocation__maxExecutors": "3",
     "spark__dynamicAllocation__executorIdleTimeout": "2s",
-    "spark__dynamicAllocation__schedulerBacklogTimeout": "200ms",
+    "spark__dynamicAllocation__schedulerBacklogTimeout": "1s",
 }
 
 
@@ -97,10 +97,11 @@ def driver_killed(scene: Scene) -> None:
 
 
 def executor_frozen(scene: Scene) -> None:
+    scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
     with frozen(scene.executor()):
+        before = progress(scene.outbox)
         # With a speculative copy Spark goes on without it, but for what waits for its locks.
-        scene.service.process.poll()
-        wait_until(lambda: _waits_or_works(scene), 60)
+        wait_until(lambda: _waits(scene) or progress(scene.outbox) > before + 1_000, 120)
 
 
 def executors_come_and_go(scene: Scene) -> None:
@@ -110,13 +111,12 @@ def executors_come_and_go(scene: Scene) -> None:
     wait_until(lambda: len(scene.cluster.executors()) > 1, 120, 0.1)
 
 
-def _waits_or_works(scene: Scene) -> bool:
-    """Whether somebody waits for a lock of the frozen one's, or work goes on all the same."""
-    before = progress(scene.outbox)
+def _waits(scene: Scene) -> bool:
+    """Whether somebody waits for a lock, such as one of a task that does not go on."""
     waiting = scene.outbox.value(
         "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
     )
-    return bool(waiting) or progress(scene.outbox) > before + 1_000
+    return bool(waiting)
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
