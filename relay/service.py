@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,12 +38,6 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORGIVE_SECONDS = 2.0
 """How long the process waits at most, before it ends itself, to say that this is no death."""
-
-
-def leave_on_signals() -> None:
-    """Until a service takes the signals over, SIGTERM and SIGINT end the process at once: nothing is in flight yet."""
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: sys.exit(0))
 
 
 class Service:

@@ -46,6 +46,8 @@ class Running:
 
     process: subprocess.Popen[bytes]
     log: Path
+    begun: int
+    """The length of the log before this process wrote to it."""
 
     def lines(self) -> list[dict[str, Any]]:
         """What it has logged so far."""
@@ -70,7 +72,8 @@ class Running:
         self.process.wait(30)
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to stop; returns the exit status."""
+        """Ask it to stop, once it has said something; returns the exit status."""
+        wait_until(lambda: self.log.stat().st_size > self.begun or self.process.poll() is not None)
         self.process.send_signal(number)
         return self.process.wait(40)
 
@@ -80,6 +83,7 @@ def running(config: Path, *arguments: str, **environment: str) -> Iterator[Runni
     """A `relay run` in the background; killed at the end if it still runs."""
     log = config.with_suffix(".log")
     with log.open("ab") as stream:
+        begun = stream.tell()
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -99,7 +103,7 @@ def running(config: Path, *arguments: str, **environment: str) -> Iterator[Runni
             env=_environment(environment),
         )
     try:
-        yield Running(process, log)
+        yield Running(process, log, begun)
     finally:
         if process.poll() is None:
             process.kill()

@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["drain", "catch-up"])
+@pytest.mark.parametrize("mode", ["drain", pytest.param("catch-up", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_exact_on_a_cluster(
     outbox: Outbox, cluster: StandaloneCluster, tmp_path: Path, fault: str, mode: str
