@@ -19,57 +19,76 @@ from relay.config import Spark
 from relay.embedded import free_port
 from relay.spark.java import java_home
 from relay.spark.session import Session
+from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, running
 
 pytestmark = pytest.mark.rare
 
 
+class ConnectServer:
+    """A Spark Connect server on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port = free_port()
+        self.address = f"sc://127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        (folder / "events").mkdir()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        home = Path(pyspark.__file__).parent
+        environment = {
+            **os.environ,
+            "JAVA_HOME": str(java_home()),
+            "SPARK_HOME": str(home),
+            "PYSPARK_PYTHON": sys.executable,
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "PYTHONPATH": str(ROOT),
+        }
+        conf = {
+            "spark.connect.grpc.binding.port": self._port,
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.ui.enabled": "false",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.compress": "false",
+            "spark.eventLog.rolling.enabled": "false",
+            "spark.eventLog.dir": (self._folder / "events").as_uri(),
+        }
+        with (self._folder / "connect.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(home / "bin" / "spark-submit"),
+                    *("--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
+                    *("--master", "local[2]"),
+                    *(word for key, value in conf.items() for word in ("--conf", f"{key}={value}")),
+                ],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        process = self._process
+        wait_until(lambda: answers(self._port) or process.poll() is not None, 90)
+        assert process.poll() is None, (self._folder / "connect.log").read_text()
+
+    def kill(self) -> None:
+        """SIGKILL, with its Python workers."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+            self._process = None
+
+
 @pytest.fixture
-def connect_server(tmp_path: Path) -> Iterator[str]:
-    port = free_port()
-    events = tmp_path / "events"
-    events.mkdir()
-    home = Path(pyspark.__file__).parent
-    environment = {
-        **os.environ,
-        "JAVA_HOME": str(java_home()),
-        "SPARK_HOME": str(home),
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "PYTHONPATH": str(ROOT),
-    }
-    with (tmp_path / "connect.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                str(home / "bin" / "spark-submit"),
-                "--class",
-                "org.apache.spark.sql.connect.service.SparkConnectServer",
-                "--master",
-                "local[2]",
-                "--conf",
-                f"spark.connect.grpc.binding.port={port}",
-                "--conf",
-                "spark.connect.grpc.binding.address=127.0.0.1",
-                "--conf",
-                "spark.ui.enabled=false",
-                *("--conf", "spark.eventLog.enabled=true"),
-                *("--conf", "spark.eventLog.compress=false"),
-                *("--conf", "spark.eventLog.rolling.enabled=false"),
-                *("--conf", f"spark.eventLog.dir={events.as_uri()}"),
-            ],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+def connect_server(tmp_path: Path) -> Iterator[ConnectServer]:
+    server = ConnectServer(tmp_path)
+    server.start()
     try:
-        wait_until(lambda: answers(port) or process.poll() is not None, 90)
-        assert process.poll() is None, (tmp_path / "connect.log").read_text()
-        yield f"sc://127.0.0.1:{port}"
+        yield server
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        server.kill()
 
 
 def answers(port: int) -> bool:
@@ -78,10 +97,12 @@ def answers(port: int) -> bool:
 
 
 def test_batches_run_through_spark_connect(
-    outbox: Outbox, tmp_path: Path, connect_server: str
+    outbox: Outbox, tmp_path: Path, connect_server: ConnectServer
 ) -> None:
     config = outbox.config_file(
-        tmp_path / "relay.yaml", batch={"inline_max_events": 0}, spark={"remote": connect_server}
+        tmp_path / "relay.yaml",
+        batch={"inline_max_events": 0},
+        spark={"remote": connect_server.address},
     )
     outbox.fill(400)
     with running(config) as service:
@@ -95,7 +116,9 @@ def test_batches_run_through_spark_connect(
     assert "relay-batch-1" in log.read_text()
 
 
-def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server: str) -> None:
+def test_the_outbox_is_read_through_spark_connect(
+    outbox: Outbox, connect_server: ConnectServer
+) -> None:
     """In a process of its own: a session of Connect and a classic one do not share a process."""
     outbox.fill(20)
     program = (
@@ -108,7 +131,7 @@ def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server
         "print(events.select('id').distinct().count())\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", program, connect_server, outbox.dsn],
+        [sys.executable, "-c", program, connect_server.address, outbox.dsn],
         capture_output=True,
         text=True,
         timeout=120,
@@ -119,7 +142,7 @@ def test_the_outbox_is_read_through_spark_connect(outbox: Outbox, connect_server
 
 
 def test_a_sink_is_written_through_spark_connect(
-    outbox: Outbox, tmp_path: Path, connect_server: str
+    outbox: Outbox, tmp_path: Path, connect_server: ConnectServer
 ) -> None:
     sink = {"type": "spark", "every": 0.2, "partition_by": ["kind"]}
     handlers = {
@@ -134,7 +157,7 @@ def test_a_sink_is_written_through_spark_connect(
         tmp_path / "relay.yaml",
         handlers=handlers,
         routes=[{"handlers": ["lake", "names"]}],
-        spark={"remote": connect_server},
+        spark={"remote": connect_server.address},
     )
     outbox.fill(400)
     with running(config) as service:
@@ -145,6 +168,41 @@ def test_a_sink_is_written_through_spark_connect(
     for name in handlers:
         found = pyarrow.dataset.dataset(tmp_path / name, format="parquet", partitioning="hive")
         assert sorted(found.to_table()["id"].to_pylist()) == ids
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_the_server_of_spark_connect_is_killed_and_restarted(
+    outbox: Outbox, tmp_path: Path, connect_server: ConnectServer
+) -> None:
+    """Twice, while the target and a Spark sink work through a backlog."""
+    lake = tmp_path / "lake"
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers={
+            "projection": outbox.config()["handlers"]["projection"],
+            "lake": {"type": "spark", "every": 0.2, "path": str(lake), "start": "beginning"},
+        },
+        routes=[{"handlers": ["projection", "lake"]}],
+        batch={"inline_max_events": 0, "max_events": 500},
+        spark={"remote": connect_server.address},
+    )
+    outbox.fill(400)
+    with running(config) as service:
+        for _ in range(2):
+            before = progress(outbox)
+            wait_until(lambda: progress(outbox) > before, 240)  # noqa: B023
+            connect_server.kill()
+            outbox.fill(400)
+            connect_server.start()
+        outbox.wait_drained(240)
+        outbox.wait_delivered("lake", 240)
+        assert service.terminate() == 0
+        assert service.said("the Spark session died; building it again")
+    outbox.assert_exact()
+    ids = sorted(outbox.column("select id::text from outbox_message_t"))
+    found = pyarrow.dataset.dataset(lake, format="parquet", partitioning="hive")
+    assert sorted(found.to_table()["id"].to_pylist()) == ids
 
 
 def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
