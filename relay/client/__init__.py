@@ -1,0 +1,33 @@
+"""Publishes events to the outbox inside the caller's transaction. Needs nothing but a driver that the caller has.
+
+outbox = Outbox()
+outbox.publish(session, Event("order.placed", aggregate=("Order", 42), payload=order), host_id=tenant)
+"""
+
+from relay.client.errors import (
+    DuplicateEvent,
+    EventInvalid,
+    EventTooLarge,
+    NotInTransaction,
+    OutboxError,
+    OutboxForbidden,
+    OutboxMismatch,
+    OutboxMissing,
+    UnknownSession,
+)
+from relay.client.event import Event
+from relay.client.outbox import Outbox
+
+__all__ = [
+    "DuplicateEvent",
+    "Event",
+    "EventInvalid",
+    "EventTooLarge",
+    "NotInTransaction",
+    "Outbox",
+    "OutboxError",
+    "OutboxForbidden",
+    "OutboxMismatch",
+    "OutboxMissing",
+    "UnknownSession",
+]

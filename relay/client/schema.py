@@ -1,0 +1,28 @@
+"""The SQL that installs relay's own outbox, for the migrations of frameworks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def install() -> list[str]:
+    """The scripts, in order. Each may be run again, and has many statements."""
+    package = Path(__file__).resolve().parent.parent
+    shipped = package / "sql"
+    folder = shipped if shipped.is_dir() else package.parent / "sql"
+    return [
+        file.read_text(encoding="utf-8")
+        for side in ("source", "outbox")
+        for file in sorted((folder / side).glob("*.sql"))
+    ]
+
+
+def remove() -> str:
+    """The script that drops the outbox with all that is in it, and leaves what relay's groups have in the database."""
+    return """
+    drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
+    drop function if exists relay.limit_event_bytes(bigint);
+    drop table if exists public.outbox_message_t;
+    drop function if exists relay.max_event_bytes();
+    delete from relay.migrations where name like 'outbox/%';
+    """

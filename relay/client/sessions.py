@@ -1,0 +1,179 @@
+"""Sessions of the drivers, recognised without importing any that the caller has not.
+
+Each driver runs one statement with one text as its parameter, in the transaction that is open there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from relay.client.errors import NotInTransaction, UnknownSession
+
+
+class Statement(NamedTuple):
+    """A statement around its only parameter, a text."""
+
+    before: str
+    after: str
+
+    def with_parameter(self, placeholder: str, escaped: str | None = None) -> str:
+        """The statement as a driver takes it; the driver reads `escaped` as special unless it is doubled."""
+        before, after = self
+        if escaped:
+            before, after = (
+                before.replace(escaped, escaped * 2),
+                after.replace(escaped, escaped * 2),
+            )
+        return before + placeholder + after
+
+
+def execute(session: Any, statement: Statement, text: str) -> None:
+    """Run the statement in a synchronous session.
+
+    Raises NotInTransaction, UnknownSession, and what the driver raises.
+    """
+    kind = _kind(type(session))
+    run = _SYNCHRONOUS.get(kind)
+    if run is None:
+        raise _unknown(session, kind, "publish_async" if kind in _ASYNCHRONOUS else None)
+    run(session, statement, text)
+
+
+async def execute_async(session: Any, statement: Statement, text: str) -> None:
+    """Run the statement in an asynchronous session. Raises what `execute` raises."""
+    kind = _kind(type(session))
+    run = _ASYNCHRONOUS.get(kind)
+    if run is None:
+        raise _unknown(session, kind, "publish" if kind in _SYNCHRONOUS else None)
+    await run(session, statement, text)
+
+
+def _unknown(session: object, kind: str, other: str | None) -> UnknownSession:
+    name = f"{type(session).__module__}.{type(session).__qualname__}"
+    if other:
+        return UnknownSession(f"{name} is published to with {other}")
+    return UnknownSession(
+        f"{name} is not a session that the client knows: pass a connection of psycopg, SQLAlchemy, asyncpg or Django"
+    )
+
+
+_KINDS = {
+    ("psycopg", "Connection"): "psycopg",
+    ("psycopg", "Cursor"): "psycopg cursor",
+    ("psycopg", "AsyncConnection"): "psycopg async",
+    ("psycopg", "AsyncCursor"): "psycopg async cursor",
+    ("sqlalchemy", "Session"): "sqlalchemy session",
+    ("sqlalchemy", "scoped_session"): "sqlalchemy session",
+    ("sqlalchemy", "Connection"): "sqlalchemy connection",
+    ("sqlalchemy", "AsyncSession"): "sqlalchemy async session",
+    ("sqlalchemy", "async_scoped_session"): "sqlalchemy async session",
+    ("sqlalchemy", "AsyncConnection"): "sqlalchemy async connection",
+    ("asyncpg", "Connection"): "asyncpg",
+    ("asyncpg", "PoolConnectionProxy"): "asyncpg",
+    ("django", "BaseDatabaseWrapper"): "django",
+    ("django", "ConnectionProxy"): "django",
+}
+
+
+def _kind(of: type) -> str:
+    """What a session is, by the names of its classes; empty if the client does not know it."""
+    for each in of.__mro__:
+        found = _KINDS.get((each.__module__.partition(".")[0], each.__name__))
+        if found:
+            return found
+    return ""
+
+
+def _refuse(what: str) -> None:
+    raise NotInTransaction(f"{what}: begin a transaction, and publish what it changes inside it")
+
+
+def _psycopg(conn: Any, statement: Statement, text: str) -> None:
+    _require_psycopg_transaction(conn)
+    conn.execute(statement.with_parameter("%s", "%"), (text,))
+
+
+def _psycopg_cursor(cursor: Any, statement: Statement, text: str) -> None:
+    _require_psycopg_transaction(cursor.connection)
+    cursor.execute(statement.with_parameter("%s", "%"), (text,))
+
+
+async def _psycopg_async(conn: Any, statement: Statement, text: str) -> None:
+    _require_psycopg_transaction(conn)
+    await conn.execute(statement.with_parameter("%s", "%"), (text,))
+
+
+async def _psycopg_async_cursor(cursor: Any, statement: Statement, text: str) -> None:
+    _require_psycopg_transaction(cursor.connection)
+    await cursor.execute(statement.with_parameter("%s", "%"), (text,))
+
+
+def _require_psycopg_transaction(conn: Any) -> None:
+    # psycopg begins a transaction with the statement unless it is told not to.
+    if conn.autocommit and conn.info.transaction_status.name == "IDLE":
+        _refuse("the connection is in autocommit mode and has no transaction open")
+
+
+def _sqlalchemy_session(session: Any, statement: Statement, text: str) -> None:
+    _sqlalchemy_connection(session.connection(), statement, text)
+
+
+def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
+    from sqlalchemy import text as clause
+
+    _require_sqlalchemy_transaction(conn)
+    conn.execute(clause(_sqlalchemy(statement)), {"events": text})
+
+
+async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> None:
+    await _sqlalchemy_async_connection(await session.connection(), statement, text)
+
+
+async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: str) -> None:
+    from sqlalchemy import text as clause
+
+    await conn.run_sync(_require_sqlalchemy_transaction)
+    await conn.execute(clause(_sqlalchemy(statement)), {"events": text})
+
+
+def _sqlalchemy(statement: Statement) -> str:
+    # Nothing else in it is a parameter: SQLAlchemy leaves `::` alone and takes `\:` for a colon.
+    escaped = [
+        part.replace("::", "\0").replace(":", r"\:").replace("\0", "::") for part in statement
+    ]
+    return Statement(*escaped).with_parameter(":events")
+
+
+def _require_sqlalchemy_transaction(conn: Any) -> None:
+    if getattr(conn.connection.dbapi_connection, "autocommit", False):
+        _refuse("the connection has the isolation level AUTOCOMMIT")
+
+
+async def _asyncpg(conn: Any, statement: Statement, text: str) -> None:
+    if not conn.is_in_transaction():
+        _refuse("the connection has no transaction open")
+    await conn.execute(statement.with_parameter("$1"), text)
+
+
+def _django(conn: Any, statement: Statement, text: str) -> None:
+    if conn.get_autocommit():
+        _refuse("the connection is in autocommit mode: use transaction.atomic()")
+    with conn.cursor() as cursor:
+        cursor.execute(statement.with_parameter("%s", "%"), [text])
+
+
+_SYNCHRONOUS: dict[str, Callable[[Any, Statement, str], None]] = {
+    "psycopg": _psycopg,
+    "psycopg cursor": _psycopg_cursor,
+    "sqlalchemy session": _sqlalchemy_session,
+    "sqlalchemy connection": _sqlalchemy_connection,
+    "django": _django,
+}
+_ASYNCHRONOUS: dict[str, Callable[[Any, Statement, str], Any]] = {
+    "psycopg async": _psycopg_async,
+    "psycopg async cursor": _psycopg_async_cursor,
+    "sqlalchemy async session": _sqlalchemy_async_session,
+    "sqlalchemy async connection": _sqlalchemy_async_connection,
+    "asyncpg": _asyncpg,
+}
