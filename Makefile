@@ -96,7 +96,7 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
-	$(LOCK) --upgrade --extra java --extra connect $(HANDLERS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
+	$(LOCK) --upgrade --extra service --extra java --extra connect $(HANDLERS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
 secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
 

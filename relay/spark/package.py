@@ -120,10 +120,12 @@ def _files_of_module(module: str, key: str) -> dict[str, Path]:
 def _closure(names: set[str]) -> dict[str, Distribution]:
     """The distributions of these names and what they require, by name, as far as it is installed here.
 
+    Of relay that is what its service needs.
+
     What a marker rules out for this Python or system is not installed, so markers need no evaluation.
     """
     found: dict[str, Distribution] = {}
-    wanted = [(name, frozenset[str]()) for name in names]
+    wanted = [(name, frozenset({"service"})) for name in names]
     seen = set(wanted)
     while wanted:
         name, extras = wanted.pop()
