@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench import delta, live, memory, outage
+from bench import client, delta, live, memory, outage
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
 from bench.outbox import Backlog, Outbox
@@ -541,6 +542,23 @@ def delta_table(plan: Plan) -> Iterator[Workload]:
     yield Workload("delta", f"{events:,} events", rows)
 
 
+def client_publish(plan: Plan) -> Iterator[Workload]:
+    """One event a transaction, as services publish, and many at once."""
+    outbox = Outbox(plan.cluster, "client")
+    few = 500 if plan.quick else 3_000
+    for name, transactions, events in (("client-one", few, 1), ("client-many", 3, 10_000)):
+        rows = []
+        for driver in ("psycopg", "SQLAlchemy", "asyncpg"):
+            against = f"{driver}, insert by hand"
+            for kind in (against, f"{driver}, relay.client"):
+                measured = partial(
+                    client.measure, outbox, driver, kind == against, transactions, events
+                )
+                rows.append(Contender(kind, measured, plan.rounds, against))
+        size = f"{transactions:,} transactions of {events:,} events, in one session"
+        yield Workload(name, size, rows)
+
+
 WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "drain-noop": drain_noop,
     "drain-apply": drain_apply,
@@ -550,6 +568,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "scale": scale,
     "scale-cluster": scale_cluster,
     "publish": publish,
+    "client": client_publish,
     "spark-read": spark_read,
     "delta": delta_table,
     "sinks-http": sinks_http,

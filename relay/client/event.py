@@ -11,7 +11,7 @@ from typing import Any
 Id = uuid.UUID | str | int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """One event of an aggregate, such as `Event("order.placed", aggregate=("Order", 42), payload={…})`.
 

@@ -64,8 +64,10 @@ class Outbox:
             )
         self.table = table
         self._relation = ".".join(quoted(part) for part in table.split("."))
-        chosen = ((name, columns.get(name, name)) for name in FIELDS)
-        self._columns = [(name, column) for name, column in chosen if column]
+        chosen = {name: columns.get(name, name) for name in FIELDS}
+        self._renamed = (
+            {name: column for name, column in chosen.items() if column} if columns else None
+        )
         self.recorded: list[Published] | None = None
         """Where a test collects what is published instead of the database, see `relay.client.testing`."""
 
@@ -140,17 +142,27 @@ class Outbox:
 
     def _rows(self, published: Published) -> list[dict[str, Any]]:
         """A row for each event: the values that it has, by column."""
+        common = {
+            "host_id": _text(published.host_id),
+            "transaction_id": str(published.transaction_id),
+            "transaction_count": len(published.events),
+        }
+        if published.user_id is not None:
+            common["user_id"] = _text(published.user_id)
         context = tracing.context()
-        numbered = enumerate(published.events, start=1)
-        rows = [_row(event, number, published, context) for number, event in numbered]
+        rows = [
+            common | _row(event, number, context) for number, event in enumerate(published.events)
+        ]
         if any("event_ts" in row for row in rows):
             now = datetime.now(UTC)
             for row in rows:
                 row.setdefault("event_ts", now)
-        return [
-            {column: row[name] for name, column in self._columns if name in row} | dict(event.extra)
-            for row, event in zip(rows, published.events, strict=True)
-        ]
+        if self._renamed is not None:
+            renamed = self._renamed.items()
+            rows = [{column: row[name] for name, column in renamed if name in row} for row in rows]
+        for row, event in zip(rows, published.events, strict=True):
+            row.update(event.extra)
+        return rows
 
 
 @lru_cache(maxsize=256)
@@ -158,8 +170,8 @@ def _insert(relation: str, columns: tuple[str, ...]) -> sessions.Statement:
     listed = ", ".join(quoted(column) for column in columns)
     return sessions.Statement(
         f"insert into {relation} ({listed}) "  # noqa: S608
-        f"select {listed} from jsonb_populate_recordset(null::{relation}, cast(",
-        " as text)::jsonb)",
+        f"select {listed} from json_populate_recordset(null::{relation}, cast(",
+        " as text)::json)",
     )
 
 
@@ -178,32 +190,34 @@ def _published(
     return Published(found, host_id, user_id, transaction_id or uuid.uuid4())
 
 
-def _row(
-    event: Event, number: int, published: Published, context: Mapping[str, str]
-) -> dict[str, Any]:
-    where = f"events[{number - 1}]"
+def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any]:
+    """What an event has of its own, by field."""
     if event.payload is None:
-        raise EventInvalid(f"{where}.payload: must not be None")
+        raise EventInvalid(f"events[{number}].payload: must not be None")
     row = {
-        "id": event.id,
-        "host_id": published.host_id,
-        "user_id": published.user_id,
-        "aggregate_version": event.version,
+        "id": _text(event.id),
         "event_type": event.event_type,
-        "event_ts": _zoned(event.event_ts, f"{where}.event_ts"),
         "payload": event.payload,
-        "metadata": {**context, **(event.metadata or {})} or None,
-        "transaction_id": published.transaction_id,
-        "transaction_ordinal": number,
-        "transaction_count": len(published.events),
-        "deliver_at": _zoned(event.deliver_at, f"{where}.deliver_at"),
+        "transaction_ordinal": number + 1,
     }
     if event.aggregate is not None:
         row["aggregate_type"], row["aggregate_id"] = event.aggregate
-    return {name: value for name, value in row.items() if value is not None}
+    if event.version is not None:
+        row["aggregate_version"] = event.version
+    if context or event.metadata:
+        row["metadata"] = {**context, **(event.metadata or {})}
+    for name in ("event_ts", "deliver_at"):
+        moment = getattr(event, name)
+        if moment is None:
+            continue
+        if moment.utcoffset() is None:
+            raise EventInvalid(
+                f"events[{number}].{name}: has no time zone: give it one, such as datetime.now(UTC)"
+            )
+        row[name] = moment
+    return row
 
 
-def _zoned(moment: datetime | None, where: str) -> datetime | None:
-    if moment is not None and moment.utcoffset() is None:
-        raise EventInvalid(f"{where}: has no time zone: give it one, such as datetime.now(UTC)")
-    return moment
+def _text(value: Id) -> str | int:
+    """An id without the detour of what JSON does not know."""
+    return str(value) if isinstance(value, uuid.UUID) else value
