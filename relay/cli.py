@@ -26,7 +26,7 @@ from relay.cli_options import (
     warn,
     with_options,
 )
-from relay.cli_retention import EveryOption, erase, partition
+from relay.cli_retention import EveryOption, erase, partition, restore
 from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
@@ -49,6 +49,7 @@ app.add_typer(sink, name="sink")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.command()(partition)
+app.command()(restore)
 app.command()(erase)
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True

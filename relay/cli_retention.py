@@ -48,6 +48,24 @@ def partition(
         print("everything is there already")
 
 
+def restore(
+    from_: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="The first event_ts: 2026-11-24.")
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="TIME", help="The event_ts before which they end.")
+    ],
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+) -> None:
+    """Bring events back from the archive (`retention.archive`) into the outbox, for who begins at the beginning."""
+    from relay.admin.restoration import restore as run
+
+    done = run(load(config), from_, to, administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"))
+    print(f"restored {done.events} events into {done.partition}")
+
+
 def erase(
     host: Annotated[str, typer.Option("--host", metavar="UUID", help="Whose events are removed.")],
     config: ConfigOption = None,

@@ -27,6 +27,8 @@ ATTEMPTS = 8
 PAUSE_SECONDS = 0.1
 """Before the second attempt; doubles."""
 PORTION = 5_000
+RESTORED = "restored by relay at "
+"""How the comment of a partition begins that was filled from the archive."""
 _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 
 
@@ -34,13 +36,15 @@ _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 class Partition:
     """A partition, by its qualified name, and its range.
 
-    `lower` None: from the beginning; the default partition has no range.
+    `lower` None: from the beginning; the default partition has no range. `restored_at` is when it was filled from the
+    archive.
     """
 
     name: str
     lower: datetime | None
     upper: datetime | None
     is_default: bool
+    restored_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,10 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     rows = source.execute(
         """
         select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper,
-               is_default
-          from relay.partitions(%s::regclass) join pg_class on oid = partition order by upper nulls last
+               is_default, substring(obj_description(oid, 'pg_class') from %(restored)s)::timestamptz
+          from relay.partitions(%(table)s::regclass) join pg_class on oid = partition order by upper nulls last
         """,
-        (table,),
+        {"table": table, "restored": f"^{RESTORED}(.*)$"},
     )
     return [Partition(*row) for row in rows]
 
@@ -164,6 +168,8 @@ def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]
     dropped: list[str] = []
     for each in partitions(source, table):
         if each.is_default or each.upper is None or each.upper > older_than:
+            continue
+        if each.restored_at is not None and each.restored_at > older_than:
             continue
         try:
             gone = briefly(

@@ -1,0 +1,52 @@
+"""`relay restore`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import psycopg
+
+from relay.admin.adoption import pin_search_path
+from relay.config import Settings
+from relay.faults import ConfigurationError, first_line
+from relay.preflight import reach, require_table
+from relay.retention import restoration
+from relay.store import migrations
+
+
+def restore(
+    settings: Settings, lower: str, upper: str, admin_dsn: str | None = None
+) -> restoration.Restored:
+    """Bring archived events of a time back into the outbox.
+
+    The times are ISO 8601, in UTC unless they have an offset; `admin_dsn`, where given, belongs to the table's owner or
+    an administrator. Raises ConfigurationError.
+    """
+    begin, end = _time(lower, "--from"), _time(upper, "--to")
+    if begin >= end:
+        raise ConfigurationError(f"--to: {upper} is not after {lower}")
+    with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
+        pin_search_path(source)
+        migrations.require(source, "source", "source.dsn")
+        require_table(source, settings)
+        try:
+            return restoration.restore(settings, source, begin, end)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ConfigurationError(
+                f"source.dsn: {first_line(error)}: connect as the owner of {settings.source.table} or an administrator "
+                "(--admin-dsn …)"
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(
+                f"handlers.{settings.retention.archive}.path: cannot be read: {first_line(error)}"
+            ) from None
+
+
+def _time(value: str, option: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(value)
+    except ValueError:
+        raise ConfigurationError(
+            f"{option}: {value!r} is no time: write it as 2026-11-24 or 2026-11-24T12:00:00+00:00"
+        ) from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -1,0 +1,69 @@
+"""The archive: the events that a Spark sink has written, read again without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from relay.config import Settings
+from relay.events import FIELDS
+from relay.faults import ConfigurationError
+from relay.handler_settings import SparkHandler
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMATS = ("parquet", "orc", "delta")
+"""What can be read here; other formats are read with Spark."""
+
+
+def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
+    """The sink that `retention.archive` names. Raises ConfigurationError if there is none or it cannot be read."""
+    name = settings.retention.archive
+    if name is None:
+        raise ConfigurationError(
+            "retention.archive: names no sink, so there is nothing to restore from"
+        )
+    sink = settings.spark_handlers[name]
+    if sink.path is None or sink.format not in FORMATS:
+        raise ConfigurationError(
+            f"handlers.{name}: only a path in the format {', '.join(FORMATS)} can be restored from: read it with Spark"
+        )
+    return name, sink
+
+
+def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.RecordBatch]:
+    """The archived events with an event_ts from `lower` to before `upper`, as `FIELDS` in their order.
+
+    Raises ConfigurationError, and OSError where the archive cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset
+
+    name, sink = sink_of(settings)
+    found = _dataset(sink)
+    missing = [field for field in FIELDS if field not in found.schema.names]
+    if missing:
+        raise ConfigurationError(
+            f"handlers.{name}: what it has written lacks {', '.join(missing)}: a sink whose sql or transform changes "
+            "the columns is no archive"
+        )
+    moment = pyarrow.dataset.field("event_ts")
+    kind = found.schema.field("event_ts").type
+    bounds = [pa.scalar(each, pa.timestamp("us", "UTC")).cast(kind) for each in (lower, upper)]
+    yield from found.to_batches(
+        columns=list(FIELDS), filter=(moment >= bounds[0]) & (moment < bounds[1])
+    )
+
+
+def _dataset(sink: SparkHandler) -> Any:
+    import pyarrow.dataset
+
+    assert sink.path is not None  # noqa: S101
+    if sink.format == "delta":
+        import deltalake
+
+        options = {name: value.get_secret_value() for name, value in sink.options.items()}
+        return deltalake.DeltaTable(sink.path, storage_options=options).to_pyarrow_dataset()
+    return pyarrow.dataset.dataset(sink.path, format=sink.format, partitioning="hive")

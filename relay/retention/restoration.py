@@ -1,0 +1,158 @@
+"""Brings archived events back into the outbox, as a partition of their own.
+
+They come without c_xid, as rows from before relay: whoever begins at the beginning reads them with the rest of the
+table, in order; for all others they are read already.
+
+Source: PostgreSQL documentation, "Table Partitioning".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from relay.config import Settings
+from relay.events import FIELDS, INSERTED_BY
+from relay.faults import ConfigurationError
+from relay.retention import archive
+from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained
+
+_TIME = "c_ts"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The partition that archived events are in now, and how many there are."""
+
+    partition: str
+    events: int
+
+
+def restore(settings: Settings, source: Connection, lower: datetime, upper: datetime) -> Restored:
+    """Restore the events with an event_ts from `lower` to before `upper` that the table no longer has.
+
+    What a killed run has left is removed first. Raises ConfigurationError, OSError, psycopg.Error.
+    """
+    table = settings.source.table
+    archive.sink_of(settings)
+    given = retained(source, table)
+    if given is None or given.every is None:
+        raise ConfigurationError(
+            f"source.table: {table} has no partitions by time that relay keeps: run `relay partition` first"
+        )
+    for each in partitions(source, table):
+        if each.upper is None:
+            continue
+        if (each.lower is None or each.lower < upper) and each.upper > lower:
+            raise ConfigurationError(
+                f"--from: {each.name} has the times from {each.lower or 'the beginning'} to {each.upper}: restore what "
+                "lies before or after it"
+            )
+    schema, parent = settings.source.table_name
+    row = source.execute(
+        "select relay.partition_name(%s::regclass, %s, %s)", (table, lower, given.every)
+    ).fetchone()
+    assert row is not None  # noqa: S101
+    name = sql.Identifier(schema, row[0])
+    root = sql.Identifier(schema, parent)
+    # Unlogged while it is filled, so that no publication has its rows.
+    source.execute(sql.SQL("drop table if exists {}").format(name))
+    source.execute(
+        sql.SQL(
+            "create unlogged table {} (like {} including defaults including generated including constraints "
+            "including storage including compression including comments)"
+        ).format(name, root)
+    )
+    events = _fill(settings, source, name, root, lower, upper)
+    source.execute(sql.SQL("alter table {} set logged").format(name))
+    bounds = sql.SQL("({time} >= {lower} and {time} < {upper})").format(
+        time=sql.Identifier(_TIME), lower=sql.Literal(lower), upper=sql.Literal(upper)
+    )
+    # The constraint lets the attachment read no row.
+    source.execute(
+        sql.SQL("alter table {} add constraint relay_range check {}").format(name, bounds)
+    )
+    _like(source, name, root)
+    try:
+        briefly(source, lambda: _attach(source, name, root, lower, upper))
+    except psycopg.errors.CheckViolation:
+        source.execute(sql.SQL("drop table {}").format(name))
+        raise ConfigurationError(
+            f"--from: the default partition of {table} has events from these times: restore what lies before or after "
+            "them"
+        ) from None
+    return Restored(f"{schema}.{row[0]}", events)
+
+
+def _attach(
+    source: Connection, name: sql.Identifier, root: sql.Identifier, lower: datetime, upper: datetime
+) -> None:
+    source.execute(
+        sql.SQL("alter table {} attach partition {} for values from ({}) to ({})").format(
+            root, name, sql.Literal(lower), sql.Literal(upper)
+        )
+    )
+    source.execute(sql.SQL("alter table {} drop constraint relay_range").format(name))
+    row = source.execute("select now()").fetchone()
+    assert row is not None  # noqa: S101
+    source.execute(
+        sql.SQL("comment on table {} is {}").format(
+            name, sql.Literal(RESTORED + row[0].isoformat())
+        )
+    )
+
+
+def _like(source: Connection, name: sql.Identifier, root: sql.Identifier) -> None:
+    """Give it the outbox's owner."""
+    row = source.execute(
+        "select pg_get_userbyid(relowner) from pg_class where oid = %s::regclass",
+        (root.as_string(source),),
+    ).fetchone()
+    assert row is not None  # noqa: S101
+    source.execute(sql.SQL("alter table {} owner to {}").format(name, sql.Identifier(row[0])))
+
+
+def _fill(
+    settings: Settings,
+    source: Connection,
+    name: sql.Identifier,
+    root: sql.Identifier,
+    lower: datetime,
+    upper: datetime,
+) -> int:
+    """Copy the archived events; returns how many the outbox did not have any more."""
+    columns = {field: column for field, column in settings.source.mapping.items() if column}
+    into = sql.SQL(", ").join(
+        sql.Identifier(column) for column in (*columns.values(), INSERTED_BY, _TIME)
+    )
+    with (
+        source.transaction(),
+        source.cursor() as cursor,
+        cursor.copy(sql.SQL("copy {} ({}) from stdin").format(name, into)) as copy,
+    ):
+        for values in _rows(settings, list(columns), lower, upper):
+            copy.write_row(values)
+    key = sql.Identifier(columns["id"])
+    source.execute(
+        sql.SQL(
+            "delete from {name} where exists (select from {root} as o where o.{key} = {name}.{key})"
+        ).format(name=name, root=root, key=key)
+    )
+    row = source.execute(sql.SQL("select count(*) from {}").format(name)).fetchone()
+    assert row is not None  # noqa: S101
+    return int(row[0])
+
+
+def _rows(
+    settings: Settings, fields: list[str], lower: datetime, upper: datetime
+) -> Iterator[list[Any]]:
+    moment = FIELDS.index("event_ts")
+    numbers = [FIELDS.index(field) for field in fields]
+    for batch in archive.read(settings, lower, upper):
+        for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield [*(values[number] for number in numbers), None, values[moment]]
