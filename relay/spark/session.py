@@ -325,6 +325,13 @@ def kind_and_first_line(error: BaseException) -> str:
 def _say(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     if error is not None:
-        log.warning(
-            "the Spark session cannot be built yet", extra={"fault": kind_and_first_line(error)}
-        )
+        log.warning("the Spark session cannot be built yet", extra={"fault": _why_not_built(error)})
+
+
+def _why_not_built(error: BaseException) -> str:
+    """What Java said, where it was Java: no event has been near it yet, so nothing of one can be in its message."""
+    thrown = getattr(error, "java_exception", None)
+    if thrown is None:
+        return kind_and_first_line(error)
+    kind, _, text = str(thrown.toString()).partition("\n")[0].partition(": ")
+    return f"{kind.rpartition('.')[2]}: {text[:300]}"

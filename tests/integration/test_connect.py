@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow.dataset
 import pyspark
 import pytest
+from pydantic import SecretStr
 
 from relay.config import Spark
 from relay.embedded import free_port
@@ -219,6 +220,17 @@ def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
         service.wait_said("the Spark session cannot be built yet", 60)
         assert service.terminate() == 0
     outbox.assert_exact()
+
+
+def test_what_java_says_of_a_bad_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(Spark(master="local[1]", conf={"spark.scheduler.mode": SecretStr("WRONG")}))
+    session.start()
+    try:
+        wait_until(lambda: "cannot be built yet" in caplog.text, 60)
+    finally:
+        session.close()
+    (first, *_) = (each for each in caplog.records if "cannot be built yet" in each.message)
+    assert vars(first)["fault"] == "SparkException: Unrecognized spark.scheduler.mode: WRONG"
 
 
 def test_a_session_that_cannot_be_had_is_none() -> None:
