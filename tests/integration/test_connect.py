@@ -230,7 +230,9 @@ def test_what_java_says_of_a_bad_configuration_is_logged(caplog: pytest.LogCaptu
     finally:
         session.close()
     (first, *_) = (each for each in caplog.records if "cannot be built yet" in each.message)
-    assert vars(first)["fault"] == "SparkException: Unrecognized spark.scheduler.mode: WRONG"
+    fault = vars(first)["fault"]
+    assert fault.startswith("SparkIllegalArgumentException: [INVALID_CONF_VALUE")
+    assert "The value 'WRONG' in the config \"spark.scheduler.mode\" is invalid" in fault
 
 
 def test_a_session_that_cannot_be_had_is_none() -> None:
