@@ -1,4 +1,7 @@
-"""Sixty days of rotation while events are published and relayed, and whoever rotates is killed."""
+"""Sixty days of rotation while events are published and relayed, and whoever rotates is killed.
+
+One sink's endpoint is away for two weeks, another sink is paused for more than three.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import random
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread, Timer
+from typing import Any
 
 import psycopg
 import pytest
@@ -15,8 +19,10 @@ from relay.admin.partitioning import partition, partition_new
 from relay.config import OWN_OUTBOX, Settings
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
+from relay.store import sinks
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Answers, Webhook
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare]
 
@@ -31,10 +37,19 @@ SKEW = """
 
 def test_sixty_days(database: str) -> None:
     dice = random.Random(17)
-    keep = {"keep": "7d", "ahead": "3d"}
-    with Outbox(database) as outbox:
-        outbox.install(retention=keep)
-        settings = outbox.settings(retention=keep)
+    retry = {"wait": 0.05, "max_wait": 0.2}
+    with Outbox(database) as outbox, Webhook() as failing, Webhook() as paused:
+        config: dict[str, Any] = {
+            "retention": {"keep": "7d", "ahead": "3d"},
+            "handlers": {
+                **outbox.config()["handlers"],
+                "failing": {"type": "http", "url": failing.url, "retry": retry},
+                "paused": {"type": "http", "url": paused.url, "retry": retry},
+            },
+            "routes": [{"handlers": ["projection", "failing", "paused"]}],
+        }
+        outbox.install(**config)
+        settings = outbox.settings(**config)
         partition_new(settings, "1d")
         outbox.conn.execute(SKEW)
         stopping, published = Event(), [0]
@@ -59,9 +74,19 @@ def test_sixty_days(database: str) -> None:
                         outbox.conn.execute(
                             "update skew set by = make_interval(days => %s)", (day,)
                         )
+                        if day in (10, 25):
+                            failing.answers = _answering(503 if day == 10 else 204)
+                        if day in (5, 30):
+                            assert sinks.pause(outbox.conn, "default", "paused", day == 5, None)
+                        if day == 29:
+                            # What the paused sink has not read stays.
+                            assert _days_kept(outbox, day) >= 24
                         reached = published[0] + 20
                         wait_until(lambda least=reached: published[0] >= least)  # type: ignore[misc]
                         killed += _turn(outbox, settings, day, dice)
+                        if day >= 45:
+                            # A day is over sooner here than a sink stores how far it is.
+                            wait_until(lambda now=day: _is_flat(outbox, settings, now, dice))  # type: ignore[misc]
                 if third == 1:
                     partition(settings, "12h")
         finally:
@@ -70,6 +95,10 @@ def test_sixty_days(database: str) -> None:
         with relaying(settings):
             outbox.wait_drained()
             outbox.wait_compared()
+            for name in ("failing", "paused"):
+                outbox.wait_delivered(name)
+        for endpoint in (failing, paused):
+            assert len(endpoint.ids()) == published[0]
         killed += _turn(outbox, settings, DAYS - 1, dice)
         assert killed > 5
         assert outbox.value("select count(*) from projection") == published[0]
@@ -79,6 +108,23 @@ def test_sixty_days(database: str) -> None:
         assert oldest > datetime.now(UTC) + timedelta(days=DAYS - 1 - 8)
         assert outbox.value("select count(*) from outbox_message_t_default") == 0
         assert len(partitions(outbox.conn, OWN_OUTBOX)) <= 2 * 8 + 2 * 4 + 1
+
+
+def _answering(status: int) -> Answers:
+    return lambda *_: Answer(status)
+
+
+def _days_kept(outbox: Outbox, day: int) -> float:
+    """How old the oldest event is, in days."""
+    oldest = outbox.value("select min(c_ts) from outbox_message_t")
+    age: timedelta = datetime.now(UTC) + timedelta(days=day) - oldest
+    return age / timedelta(days=1)
+
+
+def _is_flat(outbox: Outbox, settings: Settings, day: int, dice: random.Random) -> bool:
+    """Whether retention removes what is older than a week and the partition's day."""
+    _turn(outbox, settings, day, dice)
+    return _days_kept(outbox, day) < 9
 
 
 def _turn(outbox: Outbox, settings: Settings, day: int, dice: random.Random) -> int:
