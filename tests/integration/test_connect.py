@@ -14,12 +14,9 @@ from pathlib import Path
 import pyarrow.dataset
 import pyspark
 import pytest
-from pydantic import SecretStr
 
-from relay.config import Spark
 from relay.embedded import free_port
 from relay.spark.java import java_home
-from relay.spark.session import Session
 from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, running
@@ -222,20 +219,15 @@ def test_a_bad_master_is_said_and_does_not_hold_up_small_batches(
     outbox.assert_exact()
 
 
-def test_what_java_says_of_a_bad_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    session = Session(Spark(master="local[1]", conf={"spark.scheduler.mode": SecretStr("WRONG")}))
-    session.start()
-    try:
-        wait_until(lambda: "cannot be built yet" in caplog.text, 60)
-    finally:
-        session.close()
-    (first, *_) = (each for each in caplog.records if "cannot be built yet" in each.message)
-    fault = vars(first)["fault"]
-    assert fault.startswith("SparkIllegalArgumentException: [INVALID_CONF_VALUE")
-    assert "The value 'WRONG' in the config \"spark.scheduler.mode\" is invalid" in fault
-
-
-def test_a_session_that_cannot_be_had_is_none() -> None:
-    session = Session(Spark(master="nonsense"))
-    assert session.get() is None
-    session.close()
+def test_what_java_says_of_a_bad_configuration_is_logged(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        batch={"inline_max_events": 5_000},
+        spark={"master": "local[1]", "eager": True, "conf": {"spark.scheduler.mode": "WRONG"}},
+    )
+    with running(config) as service:
+        service.wait_said("the Spark session cannot be built yet", 60)
+        (first, *_) = (line for line in service.lines() if "cannot be built yet" in line["message"])
+        assert service.terminate() == 0
+    assert first["fault"].startswith("SparkIllegalArgumentException: [INVALID_CONF_VALUE")
+    assert "The value 'WRONG' in the config \"spark.scheduler.mode\" is invalid" in first["fault"]
