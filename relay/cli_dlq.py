@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
-from uuid import UUID
 
 import psycopg
 import typer
@@ -30,9 +29,9 @@ dlq = typer.Typer(
 
 IdOption = Annotated[list[int] | None, typer.Option("--id", help="The letter; repeatable.")]
 TransactionOption = Annotated[
-    UUID | None, typer.Option("--transaction", help="Its transaction_id.")
+    str | None, typer.Option("--transaction", help="Its transaction_id, as `list` prints it.")
 ]
-HostOption = Annotated[UUID | None, typer.Option("--host", help="Its host_id.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id, as `list` prints it.")]
 SinkOption = Annotated[
     str | None, typer.Option("--sink", help="The sink that it belongs to; '' for the target.")
 ]

@@ -67,7 +67,7 @@ def restore(
 
 
 def erase(
-    host: Annotated[str, typer.Option("--host", metavar="UUID", help="Whose events are removed.")],
+    host: Annotated[str, typer.Option("--host", metavar="ID", help="Whose events are removed.")],
     config: ConfigOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also what is not applied yet, and never will be.")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString
+from uuid import UUID
 
 import yaml
 from pydantic import (
@@ -29,7 +30,7 @@ from pydantic_settings import (
 from relay import environment
 from relay.dsn import check_dsn
 from relay.event_types.settings import REGISTRY, TYPES, EventsSettings
-from relay.events import FIELDS, NEEDED_FIELDS
+from relay.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
 from relay.paths import is_name
@@ -72,6 +73,8 @@ class Source(Section):
     table: str = OWN_OUTBOX
     columns: dict[str, str | None] = Field(default_factory=dict)
     """The column of a field; null where the field is to be left out."""
+    types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
+    """The type of an id, where it is not uuid."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
@@ -97,6 +100,30 @@ class Source(Section):
                 )
             if not column and name in NEEDED_FIELDS:
                 raise ValueError(f"{name} needs a column: name the one that holds it")
+        return value
+
+    @field_validator("types")
+    @classmethod
+    def _of_ids(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name not in ID_FIELDS:
+                raise ValueError(
+                    f"{name!r} has one type only; those to choose are of {', '.join(ID_FIELDS)}"
+                )
+        return value
+
+    @property
+    def sql_types(self) -> Mapping[str, LiteralString]:
+        """The PostgreSQL type of each event field."""
+        return {**SQL_TYPES, **self.types}
+
+    def printed_id(self, field: str, value: str) -> str:
+        """An id as PostgreSQL prints it. Raises ValueError if it is not of its field's type."""
+        match self.types.get(field, "uuid"):
+            case "uuid":
+                return str(UUID(value))
+            case "bigint":
+                return str(int(value))
         return value
 
     @property

@@ -32,6 +32,9 @@ FIELDS = (
 NEEDED_FIELDS = ("id", "host_id", "event_type", "payload", "c_offset")
 """Fields that cannot be left out where the outbox has a column for them."""
 
+ID_FIELDS = ("id", "host_id", "user_id", "transaction_id")
+"""Fields whose columns may be of the type uuid, text or bigint."""
+
 INSERTED_BY = "c_xid"
 """The outbox's column that tells which transaction inserted a row: updates and moves leave it as it is."""
 
@@ -64,7 +67,7 @@ SQL_TYPES: Mapping[str, LiteralString] = {
     "commit_ts": "timestamptz",
     "xid": "bigint",
 }
-"""The PostgreSQL type of each event field."""
+"""The PostgreSQL type of each event field; that of ID_FIELDS where the configuration does not say otherwise."""
 
 Row = tuple[str | None, ...]
 """One event as PostgreSQL's text output, in the order of `EVENT_FIELDS`."""
@@ -72,6 +75,8 @@ Row = tuple[str | None, ...]
 _INDEX = {name: position for position, name in enumerate(EVENT_FIELDS)}
 
 
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+"""A UUID as PostgreSQL prints it, so that its text is the value's."""
 _LSN = re.compile(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", re.ASCII)
 
 
@@ -161,9 +166,9 @@ class Event:
             row[_INDEX[name]] = text
         return tuple(row)
 
-    def _uuid(self, name: str) -> UUID | None:
+    def _id(self, name: str) -> UUID | str | None:
         value = self.text(name)
-        return None if value is None else UUID(value)
+        return UUID(value) if value is not None and _UUID.fullmatch(value) else value
 
     def _int(self, name: str) -> int | None:
         value = self.text(name)
@@ -178,19 +183,19 @@ class Event:
         return None if value is None else datetime.fromisoformat(value)
 
     @property
-    def id(self) -> UUID | None:
-        """The event's own id: the idempotency key."""
-        return self._uuid("id")
+    def id(self) -> UUID | str | None:
+        """The event's own id: the idempotency key. A UUID where it is written as one, else its text, as of a bigint."""
+        return self._id("id")
 
     @property
-    def host_id(self) -> UUID | None:
-        """The host (tenant): events of one host are applied in commit order."""
-        return self._uuid("host_id")
+    def host_id(self) -> UUID | str | None:
+        """The host (tenant): events of one host are applied in commit order. As `id`, a UUID or a text."""
+        return self._id("host_id")
 
     @property
-    def user_id(self) -> UUID | None:
-        """The user on whose behalf the event was published."""
-        return self._uuid("user_id")
+    def user_id(self) -> UUID | str | None:
+        """The user on whose behalf the event was published. As `id`, a UUID or a text."""
+        return self._id("user_id")
 
     @property
     def aggregate_id(self) -> str | None:
@@ -233,9 +238,9 @@ class Event:
         return self._int("c_offset")
 
     @property
-    def transaction_id(self) -> UUID | None:
-        """The business transaction."""
-        return self._uuid("transaction_id")
+    def transaction_id(self) -> UUID | str | None:
+        """The business transaction. As `id`, a UUID or a text."""
+        return self._id("transaction_id")
 
     @property
     def transaction_ordinal(self) -> int | None:

@@ -72,7 +72,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         if settings.one_database:
             return
     try:
-        built = handlers.build(settings.handlers)
+        built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
     except ConfigurationError as error:
         yield Finding(Level.ERROR, "handlers", str(error))

@@ -269,9 +269,10 @@ class Outbox:
         assert not self.column(
             """
             (select id from outbox_message_t
-             except (select id from projection union select event_id from relay.dead_letter_queue where sink = ''))
+             except (select id from projection
+                     union select event_id::uuid from relay.dead_letter_queue where sink = ''))
             union all
-            ((select id from projection union all select event_id from relay.dead_letter_queue where sink = '')
+            ((select id from projection union all select event_id::uuid from relay.dead_letter_queue where sink = '')
              except all select id from outbox_message_t)
             """
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from uuid import UUID
-
 import psycopg
 
 from relay.config import Settings
@@ -23,9 +21,10 @@ def erase(
 ) -> erasure.Report:
     """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
     try:
-        wanted = UUID(host)
+        wanted = settings.source.printed_id("host_id", host)
     except ValueError:
-        raise ConfigurationError(f"--host: {host!r} is no UUID") from None
+        kind = settings.source.sql_types["host_id"]
+        raise ConfigurationError(f"--host: {host!r} is no {kind}") from None
     with administrators(settings, source_dsn, target_dsn) as (source, target):
         migrations.require(source, "source", "source.dsn")
         migrations.require(target, "target", "target.dsn")

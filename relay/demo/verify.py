@@ -26,7 +26,7 @@ class Check:
 _QUERIES: Mapping[str, str] = {
     "projection + dead letters = outbox": """
         with outcome as (
-            select id from shop.projection union all select event_id from relay.dead_letter_queue
+            select id from shop.projection union all select event_id::uuid from relay.dead_letter_queue
         ), counted as (
             select id, count(*) as times from outcome group by id
         )
@@ -40,10 +40,11 @@ _QUERIES: Mapping[str, str] = {
                  where (p.host_id, p.transaction_id, p.c_offset, p.event_type, p.amount) is distinct from
                        (o.host_id, o.transaction_id, o.c_offset, o.event_type, (o.payload ->> 'amount')::numeric))
                    as projected_otherwise,
-               (select count(*) from relay.dead_letter_queue d join public.outbox_message_t o on o.id = d.event_id
+               (select count(*) from relay.dead_letter_queue d join public.outbox_message_t o on o.id::text = d.event_id
                  where (d.host_id, d.user_id, d.transaction_id, d.c_offset, d.event_type, d.payload, d.metadata)
                        is distinct from
-                       (o.host_id, o.user_id, o.transaction_id, o.c_offset, o.event_type, o.payload, o.metadata))
+                       (o.host_id::text, o.user_id::text, o.transaction_id::text, o.c_offset, o.event_type,
+                        o.payload, o.metadata))
                    as buried_otherwise
     """,
     # Without a transaction_id, a business transaction is what one user of a host wrote in one commit.
@@ -92,7 +93,7 @@ _QUERIES: Mapping[str, str] = {
 
 _DEAD = """
     with expected as (
-        select * from unnest(%s::uuid[], %s::text[], %s::text[]) as poison (event_id, handler, fault)
+        select * from unnest(%s::text[], %s::text[], %s::text[]) as poison (event_id, handler, fault)
     ), found as (
         select event_id, handler, substring(exception from '^\\w+') as fault from relay.dead_letter_queue
     )

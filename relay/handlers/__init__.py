@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, LiteralString, Protocol
 
 import psycopg
 
@@ -60,12 +60,14 @@ class Sink(Protocol):
 
 
 def build(
-    configured: Mapping[str, Configured], upcaster: Upcasting | None = None
+    configured: Mapping[str, Configured],
+    types: Mapping[str, LiteralString],
+    upcaster: Upcasting | None = None,
 ) -> dict[str, Handler]:
     """The handlers that work inside the target, by name, in the configuration's order.
 
-    With an upcaster they get events in the current version of their type. Raises ConfigurationError for one that
-    cannot be built.
+    `types` are the PostgreSQL types that statements get the fields as. With an upcaster handlers get events in the
+    current version of their type. Raises ConfigurationError for one that cannot be built.
     """
     from relay.handlers.python import Python
     from relay.handlers.sql import SqlBatch, SqlEvent
@@ -76,9 +78,9 @@ def build(
             case PythonHandler():
                 handlers[name] = Python(name, settings)
             case SqlHandler(each="event"):
-                handlers[name] = SqlEvent(name, settings)
+                handlers[name] = SqlEvent(name, settings, types)
             case SqlHandler():
-                handlers[name] = SqlBatch(name, settings.statement)
+                handlers[name] = SqlBatch(name, settings.statement, types)
     if upcaster:
         from relay.handlers.typed import Typed
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import LiteralString, NamedTuple
 
 import numpy as np
 import psycopg
@@ -33,20 +33,13 @@ CHUNK_BYTES = 4 * 1024 * 1024
 RESERVED = ("relay_batch", "relay_batch_rows")
 """The names that a session's temporary relations have."""
 
-_CREATE = (
-    sql.SQL(
-        "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) on commit delete rows"
-    ).format(
-        sql.SQL(", ").join(
-            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(SQL_TYPES[name]))
-            for name in EVENT_FIELDS
-        )
-    ),
-    sql.SQL(
-        "create or replace temporary view relay_batch as"
-        " select {} from pg_temp.relay_batch_rows order by relay_order"
-    ).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS))),
+_CREATE_ROWS = sql.SQL(
+    "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) on commit delete rows"
 )
+_CREATE_VIEW = sql.SQL(
+    "create or replace temporary view relay_batch as"
+    " select {} from pg_temp.relay_batch_rows order by relay_order"
+).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS)))
 _BLANK = re.compile(r"[\s;]+|--[^\r\n]*")
 _COMMENT_MARK = re.compile(r"/\*|\*/")
 _WITH = re.compile(r"with\b", re.IGNORECASE)
@@ -87,10 +80,17 @@ class Chunk(NamedTuple):
     owners: Places
 
 
-def create(conn: Connection) -> None:
+Types = Mapping[str, LiteralString]
+"""The PostgreSQL type of each event field."""
+
+
+def create(conn: Connection, types: Types = SQL_TYPES) -> None:
     """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
-    for statement in _CREATE:
-        conn.execute(statement)
+    columns = (
+        sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(types[name])) for name in EVENT_FIELDS
+    )
+    conn.execute(_CREATE_ROWS.format(sql.SQL(", ").join(columns)))
+    conn.execute(_CREATE_VIEW)
 
 
 def require_reserved(conn: Connection) -> None:
@@ -179,19 +179,26 @@ def chunks(routed: Routed) -> Iterator[Chunk]:
         owners = owners[len(rows) :]
 
 
-def load(conn: Connection, found: Iterable[Chunk], fields: Sequence[str] = EVENT_FIELDS) -> None:
+def load(
+    conn: Connection,
+    found: Iterable[Chunk],
+    types: Types = SQL_TYPES,
+    fields: Sequence[str] = EVENT_FIELDS,
+) -> None:
     """Fill the empty relation; fields that are not named stay null."""
     first = 0
     for chunk in found:
         columns = dict(zip(fields, _columns(chunk, fields), strict=True))
-        fill(conn, columns, len(chunk.rows), first)
+        fill(conn, columns, types, len(chunk.rows), first)
         first += len(chunk.rows)
 
 
-def fill(conn: Connection, columns: Mapping[str, Values], count: int, first: int = 0) -> None:
+def fill(
+    conn: Connection, columns: Mapping[str, Values], types: Types, count: int, first: int = 0
+) -> None:
     """Add so many rows of values as text, the first with the number `first`."""
     numbers = np.arange(first, first + count)
-    binary = copy_binary.rows(numbers, columns, SQL_TYPES)
+    binary = copy_binary.rows(numbers, columns, types)
     if binary is None:
         _copy(conn, columns, "text", _lines(numbers, columns.values()))
     else:

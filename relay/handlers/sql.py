@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from itertools import chain, islice
+from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -35,26 +37,30 @@ class SqlEvent:
     function with the statement as its body is called for each row: the same statements, without a message for each.
     """
 
-    def __init__(self, name: str, settings: SqlHandler) -> None:
+    def __init__(
+        self, name: str, settings: SqlHandler, types: Mapping[str, LiteralString] = SQL_TYPES
+    ) -> None:
+        """`types` are the PostgreSQL types of the fields."""
         self.name = name
+        self._types = types
         _require_no_end(name, settings.statement)
         names = _placeholders(name, settings.statement)
         self._names = tuple(dict.fromkeys(names))
-        self._statement = _PLACEHOLDER.sub(_typed, settings.statement).encode()
-        self._numbered = _numbered(settings.statement, self._names)
+        self._statement = _typed(settings.statement, types).encode()
+        self._numbered = _numbered(settings.statement, self._names, types)
         # Named by what it does: a handler's name may be longer than PostgreSQL's names.
         digest = sha256(self._numbered.encode()).hexdigest()
         self._function = sql.Identifier("pg_temp", f"relay_{digest[:32]}")
 
     def configure(self, conn: Connection) -> None:
         """Create the function, and the relation that it is called over. What is wrong with it shows when it is used."""
-        relation.create(conn)
+        relation.create(conn, self._types)
         with conn.transaction():
             conn.execute("set local check_function_bodies = off")
             conn.execute(
                 sql.SQL("create or replace function {}({}) returns void language sql as {}").format(
                     self._function,
-                    sql.SQL(", ").join(sql.SQL(SQL_TYPES[name]) for name in self._names),
+                    sql.SQL(", ").join(sql.SQL(self._types[name]) for name in self._names),
                     sql.Literal(self._numbered),
                 )
             )
@@ -87,22 +93,26 @@ class SqlEvent:
         )
         for number, chunk in enumerate(relation.chunks(routed)):
             relation.clear(conn, truncate=number > 0)
-            relation.load(conn, [chunk], self._names)
+            relation.load(conn, [chunk], self._types, self._names)
             conn.execute(call)
 
 
 class SqlBatch:
     """Runs its statement once over `batch`, a relation that holds the routed events in commit order."""
 
-    def __init__(self, name: str, statement: str) -> None:
+    def __init__(
+        self, name: str, statement: str, types: Mapping[str, LiteralString] = SQL_TYPES
+    ) -> None:
+        """`types` are the PostgreSQL types of the fields."""
         self.name = name
+        self._types = types
         self._written = statement
         self._statement = relation.bound(statement)
         self._columns: tuple[str, ...] = EVENT_FIELDS
 
     def configure(self, conn: Connection) -> None:
         """Create the relation that the statement reads, and find out what of it: the rest need not be loaded."""
-        relation.create(conn)
+        relation.create(conn, self._types)
         self._columns = relation.columns_read(conn, self._written)
 
     def check(self, conn: Connection) -> None:
@@ -114,7 +124,7 @@ class SqlBatch:
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Load the events by COPY, then run the statement."""
         relation.clear(conn)
-        relation.load(conn, relation.chunks(routed), self._columns)
+        relation.load(conn, relation.chunks(routed), self._types, self._columns)
         conn.execute(self._statement.encode())
 
 
@@ -147,19 +157,23 @@ def _placeholders(name: str, statement: str) -> list[str]:
     return found
 
 
-def _typed(match: re.Match[str]) -> str:
-    """The placeholder with its field's type, so that `%(payload)s->>'amount'` means what it says."""
-    field = match.group(1)
-    return "%%" if field is None else f"(%({field})s::{SQL_TYPES[field]})"
+def _typed(statement: str, types: Mapping[str, LiteralString]) -> str:
+    """The statement, each placeholder with its field's type, so that `%(payload)s->>'amount'` means what it says."""
+
+    def typed(match: re.Match[str]) -> str:
+        field = match.group(1)
+        return "%%" if field is None else f"(%({field})s::{types[field]})"
+
+    return _PLACEHOLDER.sub(typed, statement)
 
 
-def _numbered(statement: str, names: tuple[str, ...]) -> str:
+def _numbered(statement: str, names: tuple[str, ...], types: Mapping[str, LiteralString]) -> str:
     """The statement as the server parses it, with numbered parameters."""
     place = {name: position for position, name in enumerate(names, start=1)}
 
     def number(match: re.Match[str]) -> str:
         field = match.group(1)
-        return "%" if field is None else f"(${place[field]}::{SQL_TYPES[field]})"
+        return "%" if field is None else f"(${place[field]}::{types[field]})"
 
     return _PLACEHOLDER.sub(number, statement)
 

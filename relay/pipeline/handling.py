@@ -68,7 +68,9 @@ class Handling:
         self._routing = routing
         self._waiting = waiting
         self._connections = connections
-        self._inside = handlers.build(settings.handlers, Upcasting(registered(settings.events)))
+        self._inside = handlers.build(
+            settings.handlers, settings.source.sql_types, Upcasting(registered(settings.events))
+        )
         self._defers = {
             name: each.retry
             for name, each in settings.handlers.items()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import psycopg
 
+from relay import ordering_keys
 from relay.config import Settings
-from relay.events import Event, Transaction
+from relay.events import Transaction
 from relay.handler_settings import Handler, SinkHandler
 from relay.pipeline.routed import Parts, Routing
 from relay.store import deferred
@@ -27,7 +27,7 @@ _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 class Ordering:
     """The ordering keys of one transaction: what handlers of its events order by.
 
-    Two transactions with a key in common stay in order. A key begins with the host_id and a space, by which
+    Two transactions with a key in common stay in order. A key begins with the host and a space, by which
     `relay.lock_partitions` finds those of a host.
     """
 
@@ -59,10 +59,10 @@ class Ordering:
         if order_by == "none":
             return frozenset()
         if order_by == "host":
-            return frozenset(f"{host} host" for host in hosts)
+            return frozenset(map(ordering_keys.of_host, hosts))
         fields = _FIELDS[order_by]
         return frozenset(
-            _key(order_by, event, fields)
+            ordering_keys.of_event(order_by, event, fields)
             for transaction in delivered
             for event in transaction.events
         )
@@ -72,16 +72,6 @@ _FIELDS = {
     "user": ("user_id",),
     "aggregate": ("aggregate_type", "aggregate_id"),
 }
-_LONGEST_KEY = 1_000
-"""In bytes. What an index of PostgreSQL holds is at most 2,704 bytes, group, sink and host_id included."""
-
-
-def _key(kind: str, event: Event, fields: Iterable[str]) -> str:
-    of_host = " ".join((kind, *(event.text(field) or "" for field in fields)))
-    octets = of_host.encode("utf-8", "surrogateescape")
-    if len(octets) > _LONGEST_KEY:
-        of_host = f"{kind} {sha256(octets).hexdigest()}"
-    return f"{event.text('host_id') or ''} {of_host}"
 
 
 class Waiting:

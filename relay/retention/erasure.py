@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -30,7 +29,7 @@ class Report:
 
 
 def erase(
-    settings: Settings, source: Connection, target: Connection, host: UUID, force: bool = False
+    settings: Settings, source: Connection, target: Connection, host: str, force: bool = False
 ) -> Report:
     """Remove a host's events from the outbox and from relay's tables of the group.
 
@@ -47,14 +46,12 @@ def erase(
         _erase_from_target(target, settings.group, host, transactions, report)
     report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host))
     report.left += _out_of_reach(settings)
-    detail = {"host": str(host), "removed": report.removed, "force": force}
+    detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)
     return report
 
 
-def _require_applied(
-    settings: Settings, source: Connection, target: Connection, host: UUID
-) -> None:
+def _require_applied(settings: Settings, source: Connection, target: Connection, host: str) -> None:
     unread = source.execute(
         sql.SQL(
             """
@@ -65,7 +62,7 @@ def _require_applied(
              order by 1, 2 limit 1
             """
         ).format(**_names(settings)),
-        (str(host),),
+        (host,),
     ).fetchone()
     if unread:
         name = " ".join(filter(None, unread))
@@ -74,7 +71,7 @@ def _require_applied(
         )
     waiting = target.execute(
         "select count(*) from relay.deferred where group_id = %s and not blocked and %s = any (hosts)",
-        (settings.group, str(host)),
+        (settings.group, host),
     ).fetchone()
     if waiting and waiting[0]:
         raise ConfigurationError(
@@ -92,7 +89,7 @@ def _names(settings: Settings) -> dict[str, sql.Composable]:
 
 
 def _transactions_of(
-    settings: Settings, source: Connection, target: Connection, host: UUID
+    settings: Settings, source: Connection, target: Connection, host: str
 ) -> list[str]:
     """The ids of the host's business transactions, by which suspects are named."""
     noted = target.execute(
@@ -105,17 +102,17 @@ def _transactions_of(
         sql.SQL(
             "select distinct {id}::text from {table} where {host} = %s and {id} is not null"
         ).format(id=sql.Identifier(column), **_names(settings)),
-        (str(host),),
+        (host,),
     )
     return [str(each) for (each,) in rows]
 
 
 def _erase_from_target(
-    target: Connection, group: str, host: UUID, transactions: list[str], report: Report
+    target: Connection, group: str, host: str, transactions: list[str], report: Report
 ) -> None:
-    of = {"group": group, "host": str(host), "transactions": transactions}
+    of = {"group": group, "host": host, "transactions": transactions}
     report.removed["dead letters"] = target.execute(
-        "delete from relay.dead_letter_queue where group_id = %(group)s and host_id = %(host)s::uuid",
+        "delete from relay.dead_letter_queue where group_id = %(group)s and host_id = %(host)s",
         of,
     ).rowcount
     report.removed["deferred transactions"] = target.execute(
@@ -152,7 +149,7 @@ def _erase_from_target(
         report.left.append(f"the batch that {sink} writes now: run this again when it is written")
 
 
-def _erase_from_outbox(settings: Settings, source: Connection, host: UUID) -> Iterator[int]:
+def _erase_from_outbox(settings: Settings, source: Connection, host: str) -> Iterator[int]:
     """Delete range by range, so that no database transaction is open for long; yields how many rows."""
     tables = source.execute(
         """
@@ -169,7 +166,7 @@ def _erase_from_outbox(settings: Settings, source: Connection, host: UUID) -> It
             "delete from {table} where {host} = %s and ctid >= %s::tid and ctid < %s::tid"
         ).format(**{**_names(settings), "table": sql.Identifier(schema, name)})
         for first in range(0, int(pages) + 1, _PAGES):
-            portion = (str(host), f"({first},0)", f"({first + _PAGES},0)")
+            portion = (host, f"({first},0)", f"({first + _PAGES},0)")
             yield source.execute(statement, portion).rowcount
 
 

@@ -13,7 +13,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.config import Source
-from relay.events import INSERTED_BY, NEEDED_FIELDS, SQL_TYPES
+from relay.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]
@@ -107,7 +107,7 @@ def problems(conn: Connection, source: Source) -> Iterator[Problem]:
             readable=False,
         )
     for field, column in mapped(conn, source).items():
-        problem = _type_problem(field, column, source.table)
+        problem = _type_problem(field, column, source)
         if problem is not None:
             yield problem
         if column.generated and source.mode != "poll":
@@ -134,11 +134,12 @@ def _unpublished(field: str, column: Column, table: str, version: int) -> Proble
     )
 
 
-def _type_problem(field: str, column: Column, table: str) -> Problem | None:
-    readable = _READABLE[field](column)
+def _type_problem(field: str, column: Column, source: Source) -> Problem | None:
+    wanted = source.sql_types[field]
+    readable = _ids(wanted)(column) if field in ID_FIELDS else _READABLE[field](column)
     if readable is True:
         return None
-    wanted = SQL_TYPES[field]
+    table = source.table
     has = (
         f"source.columns: {field}: the column {column.name!r} of {table} has the type {column.type}"
     )
@@ -146,8 +147,11 @@ def _type_problem(field: str, column: Column, table: str) -> Problem | None:
     if readable:
         return Problem(f"{has}: {readable}; {alter} makes sure", readable=True)
     castable = wanted != "uuid" and column.category in "SN"
+    fitting = _fitting_id(column) if field in ID_FIELDS else None
     cure = (
-        f"run {alter}, or map a column of type {wanted} (columns: {{{field}: …}})"
+        f"set source.types: {{{field}: {fitting}}}"
+        if fitting
+        else f"run {alter}, or map a column of type {wanted} (columns: {{{field}: …}})"
         if castable
         else f"map a column of type {wanted} (columns: {{{field}: …}})"
     )
@@ -172,9 +176,20 @@ Verdict = bool | str
 _INTEGERS = frozenset({"int2", "int4", "int8"})
 
 
-def _id(column: Column) -> Verdict:
+def _ids(wanted: str) -> Callable[[Column], Verdict]:
+    return {"uuid": _uuid, "text": _text, "bigint": _integer}[wanted]
+
+
+def _fitting_id(column: Column) -> str | None:
+    """The type of `source.types` that an id's column has; None if there is none."""
+    if column.base in _INTEGERS:
+        return "bigint"
+    return column.base if column.base == "uuid" else "text" if _text(column) else None
+
+
+def _uuid(column: Column) -> Verdict:
     if column.category == "S":
-        return "every value must be a UUID, since handlers and dead letters get it as uuid"
+        return "every value must be a UUID, unless source.types says text"
     return column.base == "uuid"
 
 
@@ -207,9 +222,6 @@ def _offset(column: Column) -> Verdict:
 
 
 _READABLE: dict[str, Callable[[Column], Verdict]] = {
-    "id": _id,
-    "host_id": _id,
-    "user_id": _id,
     "aggregate_id": _text,
     "aggregate_version": _integer,
     "aggregate_type": _text,
@@ -218,7 +230,6 @@ _READABLE: dict[str, Callable[[Column], Verdict]] = {
     "payload": _json,
     "metadata": _json,
     "c_offset": _offset,
-    "transaction_id": _id,
     "transaction_ordinal": _integer,
     "transaction_count": _integer,
     "deliver_at": _time,

@@ -60,7 +60,7 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
              where d.id = edit.id and d.payload is distinct from edit.payload
             returning d.id, d.dead_transaction, d.transaction_id)
         insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
-        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id::text)::uuid, 'edit',
+        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id), 'edit',
                %(reason)s
           from edited group by dead_transaction order by dead_transaction
         """,

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 from typing import Any, LiteralString
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
-from relay.events import SQL_TYPES, Event
+from relay.events import ID_FIELDS, SQL_TYPES, Event
 from relay.faults import exception_text
 
 _CHUNK = 1_000
@@ -53,7 +52,7 @@ _COLUMNS = (
     *("group_id", "dead_transaction", "sink", "undelivered", "handler", "exception", "attempts"),
     *("refused", *_FROM_EVENT),
 )
-_TYPES = [SQL_TYPES[field] for field in _FROM_EVENT.values()]
+_TYPES = ["text" if field in ID_FIELDS else SQL_TYPES[field] for field in _FROM_EVENT.values()]
 _INSERT = sql.SQL(
     "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, %s, %s, 1, %s::json, {})"
 ).format(
@@ -136,8 +135,6 @@ def _accepted(
     conn: psycopg.Connection[Any], sql_type: LiteralString, values: Sequence[str | None]
 ) -> list[bool]:
     """Which of the values PostgreSQL takes for a type. Those that it refuses are found by halving."""
-    if sql_type == "uuid" and not any(value is None or _is_uuid(value) for value in values):
-        return [False] * len(values)
     try:
         with conn.transaction():
             conn.execute(
@@ -168,14 +165,6 @@ def _writable(conn: psycopg.Connection[Any], text: str) -> str:
     return text if all(_accepted(conn, "text", [text])) else _ascii(text)
 
 
-def _is_uuid(text: str) -> bool:
-    try:
-        UUID(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _ascii(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
@@ -189,8 +178,8 @@ class Filter:
     """
 
     ids: Sequence[int] = ()
-    transaction_id: UUID | None = None
-    host_id: UUID | None = None
+    transaction_id: str | None = None
+    host_id: str | None = None
     handler: str | None = None
     event_type: str | None = None
     since: datetime | None = None
@@ -312,8 +301,8 @@ def transactions(
         return cursor.execute(
             sql.SQL(
                 """
-                select min(d.id) as id, min(d.transaction_id::text) as transaction_id,
-                       min(d.host_id::text) as host_id, count(*)::int as events,
+                select min(d.id) as id, min(d.transaction_id) as transaction_id,
+                       min(d.host_id) as host_id, count(*)::int as events,
                        (array_agg(d.event_type order by d.id))[1] as event_type, min(d.sink) as sink,
                        min(d.handler) as handler,
                        min(d.exception) as exception, min(d.status) as status, max(d.attempts) as attempts,
@@ -627,7 +616,7 @@ def note(
     conn.execute(
         """
         insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
-        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id::text)::uuid,
+        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id),
                %(action)s, %(reason)s
           from relay.dead_letter_queue where dead_transaction = any(%(dead)s)
          group by dead_transaction order by dead_transaction

@@ -13,6 +13,7 @@ from psycopg.rows import scalar_row
 
 from relay.events import Lsn
 from relay.faults import ConfigurationError
+from relay.ordering_keys import host_part
 from relay.snapshots import Snapshot, Xids
 from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
@@ -135,9 +136,10 @@ def lock(
 
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
+    asked = {host_part(host): host for host in hosts}
     *rows, (_, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
-        (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(hosts)),
+        (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(asked)),
     )
     found = {cursor.partition_id: cursor for cursor in _cursors(rows)}
     missing = [partition for partition in partitions if partition not in found]
@@ -147,7 +149,9 @@ def lock(
             "or restore the number of partitions that the group began with"
         )
     newest = None if last is None else Link(last, Snapshot.parse(snapshot))
-    return Locked(found, newest, set(holding or ()), streaks_of(streaks), epoch)
+    return Locked(
+        found, newest, {asked[host] for host in holding or ()}, streaks_of(streaks), epoch
+    )
 
 
 def claim(

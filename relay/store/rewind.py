@@ -27,7 +27,7 @@ _DEAD = sql.SQL(
      where group_id = %(group)s and sink = %(sink)s and status in ('dead', 'replaying')
      group by dead_transaction
     having (coalesce(max(c_offset), %(polled)s + 1) > %(polled)s or bool_or(xid = any(%(split)s))) and bool_or({again})
-       and bool_or(mod(abs(hashtext(coalesce(host_id::text, ''))::bigint), %(partitions)s) = any(%(chosen)s))
+       and bool_or(mod(abs(hashtext(coalesce(host_id, ''))::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)
 _DEFERRED = sql.SQL(

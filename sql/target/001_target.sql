@@ -117,11 +117,11 @@ create table if not exists relay.dead_letter_queue (
     dead_transaction bigint    not null default nextval('relay.dead_transactions'),
     sink           text        not null default '',
     undelivered    boolean     not null default false,
-    host_id        uuid,
-    user_id        uuid,
+    host_id        text,
+    user_id        text,
     c_offset       bigint,
-    transaction_id uuid,
-    event_id       uuid,
+    transaction_id text,
+    event_id       text,
     event_type     text,
     payload        jsonb,
     original_payload jsonb,
@@ -153,6 +153,12 @@ begin
         alter table relay.dead_letter_queue add column sink text not null default '',
                                             add column undelivered boolean not null default true;
         alter table relay.dead_letter_queue alter column undelivered set default false;
+    end if;
+    if exists (select from pg_attribute
+                where attrelid = 'relay.dead_letter_queue'::regclass and attname = 'host_id' and atttypid = 'uuid'::regtype) then
+        alter table relay.dead_letter_queue alter column host_id type text, alter column user_id type text,
+                                            alter column transaction_id type text, alter column event_id type text;
+        alter table relay.dead_letter_actions alter column transaction_id type text;
     end if;
     if to_regclass('relay.deferred') is not null
        and not exists (select from pg_attribute
@@ -194,7 +200,7 @@ create table if not exists relay.dead_letter_actions (
     group_id       text        not null,
     dead_transaction bigint,
     letters        bigint[]    not null,
-    transaction_id uuid,
+    transaction_id text,
     action         text        not null,
     reason         text,
     acted_by       text        not null default session_user,

@@ -60,8 +60,8 @@ class Destination:
 
     async def deliver(self, transaction: Transaction) -> None:
         for each in transaction.events:
-            assert each.host_id is not None
-            assert each.id is not None
+            assert isinstance(each.host_id, uuid.UUID)
+            assert isinstance(each.id, uuid.UUID)
             self.events.append((each.host_id, each.id))
 
     async def close(self) -> None:

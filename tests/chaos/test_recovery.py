@@ -212,7 +212,9 @@ def test_a_transaction_that_kills_its_process_is_dead_lettered(
             assert service.process.returncode == 66
     # Once unawares, then as often as crash_limit says.
     assert deaths == 4
-    assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [killer]
+    assert outbox.column("select distinct transaction_id::uuid from relay.dead_letter_queue") == [
+        killer
+    ]
     assert "3 processes died" in outbox.value("select min(exception) from relay.dead_letter_queue")
     assert outbox.value("select count(*) from relay.suspects") == 0
     outbox.assert_exact()
@@ -235,7 +237,7 @@ def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
     with running(config) as service:
         outbox.wait_handled(200)
         assert service.terminate() == 0
-    assert outbox.column("select transaction_id from relay.dead_letter_queue") == [killer]
+    assert outbox.column("select transaction_id::uuid from relay.dead_letter_queue") == [killer]
     outbox.assert_exact()
 
 

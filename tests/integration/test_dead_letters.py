@@ -82,7 +82,7 @@ def test_any_payload_survives_export_edit_and_replay(
     # Nothing but the edited number differs, in any digit.
     assert outbox.column(
         """
-        select d.id from relay.dead_letter_queue d join outbox_message_t o on o.id = d.event_id
+        select d.id from relay.dead_letter_queue d join outbox_message_t o on o.id::text = d.event_id
          where d.original_payload = o.payload and d.payload = o.payload || '{"amount": 1}' order by d.id
         """
     ) == [first, first + 1, first + 2]
@@ -303,7 +303,7 @@ def test_a_replay_is_queued_and_its_outcome_can_be_waited_for(config: Path, outb
     outbox.publish(host(2), event(-2), event(3))
     outbox.drain(settings)
     outbox.conn.execute(
-        "update relay.dead_letter_queue set handler = 'gone' where transaction_id = %s", (bad,)
+        "update relay.dead_letter_queue set handler = 'gone' where transaction_id = %s", (str(bad),)
     )
     told = dlq(config, "replay", "--transaction", str(bad), "--yes")
     assert "1 transactions are queued" in told

@@ -75,7 +75,7 @@ def test_replay_is_exact_and_in_order_on_both_engines(
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 60
     allow(outbox)
     letters = DeadLetters(settings, outbox.conn)
-    assert len(letters.replay(letters.find(Filter(host_id=host(1))), "mended")) == 10
+    assert len(letters.replay(letters.find(Filter(host_id=str(host(1)))), "mended")) == 10
     with relaying(settings, session):
         wait_until(lambda: outbox.value("select count(*) from projection") == 21)
         assert len(letters.replay(letters.find(Filter()), None)) == 20
@@ -211,7 +211,7 @@ def test_the_commands(config: Path, outbox: Outbox, tmp_path: Path) -> None:
         assert service.terminate() == 0
     statuses: dict[int, str] = dict(
         outbox.conn.execute(
-            "select id, status from relay.dead_letter_queue where host_id = %s", (host(1),)
+            "select id, status from relay.dead_letter_queue where host_id = %s", (str(host(1)),)
         ).fetchall()
     )
     assert statuses == {first["id"]: "dead", second["id"]: "replayed", third["id"]: "discarded"}
@@ -252,8 +252,8 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
                 True,
             ]
             webhook.answers = lambda _, body: Answer(200)
-            letters.replay(letters.find(Filter(host_id=host(1))), None)
-            letters.discard(letters.find(Filter(host_id=host(2))), None)
+            letters.replay(letters.find(Filter(host_id=str(host(1)))), None)
+            letters.discard(letters.find(Filter(host_id=str(host(2)))), None)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     amounts = {
         number: [

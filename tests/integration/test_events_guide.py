@@ -55,7 +55,7 @@ def test_the_guide(outbox: Outbox, shop: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = outbox.conn.execute("select total, currency, lines from orders order by total desc")
     assert rows.fetchall() == [(30, "EUR", 1), (Decimal("20.5"), "SEK", 1)]
     ((number, exception),) = outbox.conn.execute(
-        "select event_id, exception from relay.dead_letter_queue"
+        "select event_id::uuid, exception from relay.dead_letter_queue"
     )
     assert exception == blocks("text")[0].replace("EVENT", str(number)).strip()
 

@@ -28,7 +28,7 @@ def python(outbox: Outbox, name: str, engine: str = "inline", **overrides: Any) 
 
 def dead(outbox: Outbox) -> list[tuple[object, ...]]:
     return outbox.conn.execute(
-        "select transaction_id, exception from relay.dead_letter_queue order by id"
+        "select transaction_id::uuid, exception from relay.dead_letter_queue order by id"
     ).fetchall()
 
 

@@ -382,7 +382,7 @@ def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: O
     move = cursors.plan_seek(settings, "beginning", partition)
     assert move.given_up == (1, 0)
     cursors.seek(settings, move, partition)
-    letters = "select host_id, status from relay.dead_letter_queue order by host_id"
+    letters = "select host_id::uuid, status from relay.dead_letter_queue order by host_id"
     assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
 
 

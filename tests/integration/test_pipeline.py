@@ -20,7 +20,7 @@ from tests.postgres import Server
 
 def dead(outbox: Outbox) -> list[tuple[object, ...]]:
     return outbox.conn.execute(
-        "select transaction_id, handler, exception, payload from relay.dead_letter_queue order by id"
+        "select transaction_id::uuid, handler, exception, payload from relay.dead_letter_queue order by id"
     ).fetchall()
 
 

@@ -50,7 +50,9 @@ def test_published_events_arrive_without_a_slot(
         poison = outbox.publish(host(1), event(1), event(-1))
         outbox.publish(host(1), event(5))
         outbox.wait_handled()
-    assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [poison]
+    assert outbox.column("select distinct transaction_id::uuid from relay.dead_letter_queue") == [
+        poison
+    ]
     assert outbox.value("select count(*) from projection") == 61
     outbox.assert_exact()
     assert (

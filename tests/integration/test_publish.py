@@ -358,7 +358,7 @@ def test_the_service_runs_with_least_privilege(outbox: Outbox) -> None:
     bad = outbox.publish(host(1), event(-1))
     outbox.drain(outbox.settings(source={**outbox.config()["source"], "dsn": dsn}))
     assert outbox.column("select amount from projection") == [1]
-    assert outbox.column("select transaction_id from relay.dead_letter_queue") == [bad]
+    assert outbox.column("select transaction_id::uuid from relay.dead_letter_queue") == [bad]
     outbox.conn.execute("alter role relay nologin")
 
 

@@ -128,7 +128,7 @@ def test_what_is_loaded_is_what_the_server_reads(
         for field in EVENT_FIELDS
     }
     with conn.transaction():
-        relation.fill(conn, columns, len(rows))
+        relation.fill(conn, columns, SQL_TYPES, len(rows))
         loaded = conn.execute("select to_jsonb(b) from pg_temp.relay_batch b").fetchall()
     texts = ", ".join(f"(%({field})s::{SQL_TYPES[field]}) as {field}" for field in EVENT_FIELDS)
     for row, (found,) in zip(rows, loaded, strict=True):
@@ -151,7 +151,7 @@ def test_a_statement_may_have_with_queries_of_its_own(outbox: Outbox, statement:
     outbox.publish(host(1), event(1), event(2))
     handler = {"type": "sql", "each": "batch", "statement": statement}
     settings = outbox.settings(handlers={"effects": handler}, routes=[{"handlers": ["effects"]}])
-    (found,) = handlers.build(settings.handlers).values()
+    (found,) = handlers.build(settings.handlers, SQL_TYPES).values()
     found.configure(outbox.conn)
     found.check(outbox.conn)
     outbox.drain(settings)
@@ -229,7 +229,7 @@ def test_a_table_batch_is_read_by_no_statement_wherever_temporary_relations_are_
 )
 def test_a_field_in_quotes_is_refused(outbox: Outbox, statement: str) -> None:
     settings = outbox.settings(handlers={"h": {"type": "sql", "statement": statement}}, routes=[])
-    (found,) = handlers.build(settings.handlers).values()
+    (found,) = handlers.build(settings.handlers, SQL_TYPES).values()
     with pytest.raises(ConfigurationError, match=r"handlers\.h\.statement: "):
         found.check(outbox.conn)
 
@@ -237,7 +237,7 @@ def test_a_field_in_quotes_is_refused(outbox: Outbox, statement: str) -> None:
 def test_a_relation_that_relays_own_would_hide_is_refused(outbox: Outbox) -> None:
     outbox.conn.execute("create table relay_batch ()")
     settings = outbox.settings()
-    (found,) = handlers.build(settings.handlers).values()
+    (found,) = handlers.build(settings.handlers, SQL_TYPES).values()
     found.configure(outbox.conn)
     with pytest.raises(ConfigurationError, match=r"would hide public\.relay_batch: rename it"):
         found.check(outbox.conn)

@@ -173,7 +173,9 @@ def test_a_large_transaction_is_spooled_and_applied_whole(outbox: Outbox) -> Non
         outbox.value("select count(*) from projection where transaction_id = %s", (large,)) == 500
     )
     assert outbox.value("select count(*) from projection") == 602
-    assert outbox.column("select distinct transaction_id from relay.dead_letter_queue") == [poison]
+    assert outbox.column("select distinct transaction_id::uuid from relay.dead_letter_queue") == [
+        poison
+    ]
     outbox.assert_exact()
 
 

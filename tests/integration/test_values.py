@@ -457,7 +457,8 @@ def undecodable(outbox: Outbox, settings: Settings, session: Session | None = No
     assert outbox.column("select amount from projection order by seq") == [1, 4, 5]
     outbox.assert_exact()
     dead = outbox.conn.execute(
-        "select aggregate_id, payload, exception, host_id, event_ts, handler from relay.dead_letter_queue order by id"
+        "select aggregate_id, payload, exception, host_id::uuid, event_ts, handler"
+        " from relay.dead_letter_queue order by id"
     ).fetchall()
     assert [row[:2] for row in dead] == [
         (r"a\x81", {"amount": 2, "note": "é"}),

@@ -153,7 +153,8 @@ def test_handlers_are_built_in_their_order_by_their_kind() -> None:
             "b": SqlHandler(type="sql", each="batch", statement="select 1"),
             "p": PythonHandler(type="python", callable="json:dumps"),
             "a": SqlHandler(type="sql", statement="select 1"),
-        }
+        },
+        SQL_TYPES,
     )
     kinds = [(name, type(handler), handler.name) for name, handler in built.items()]
     assert kinds == [("b", SqlBatch, "b"), ("p", Python, "p"), ("a", SqlEvent, "a")]
@@ -171,7 +172,7 @@ def test_handlers_are_built_in_their_order_by_their_kind() -> None:
 )
 def test_a_callable_that_cannot_be_called_is_refused(path: str, problem: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        handlers.build({"p": PythonHandler(type="python", callable=path)})
+        handlers.build({"p": PythonHandler(type="python", callable=path)}, SQL_TYPES)
     assert str(raised.value).startswith(f"handlers.p.callable: {problem}")
 
 

@@ -1,0 +1,174 @@
+"""Outboxes that were not made for relay: ids of any type, dead letters and replays that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from relay.config import Settings
+from relay.install import initialise
+from relay.preflight import require
+from relay.replay import DeadLetters
+from relay.spark.session import Session
+from relay.store.dead_letters import Filter
+from tests.outbox import Outbox, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+IDS = {
+    "bigint": {"number": "bigint", "tenant": "bigint", "actor": "bigint", "unit": "bigint"},
+    "text": {"number": "text", "tenant": "varchar(3000)", "actor": "text", "unit": "text"},
+    "mixed": {"number": "bigint", "tenant": "text", "actor": "integer", "unit": "uuid"},
+}
+"""The types of the columns that hold ids."""
+
+ID_COLUMNS = {"id": "number", "host_id": "tenant", "user_id": "actor", "transaction_id": "unit"}
+
+COLUMNS = {
+    **ID_COLUMNS,
+    "event_type": "kind",
+    "payload": "body",
+    **dict.fromkeys(
+        ["aggregate_id", "aggregate_version", "aggregate_type", "event_ts", "metadata"]
+    ),
+    **dict.fromkeys(["transaction_ordinal", "transaction_count", "deliver_at"]),
+}
+
+VALUES: Mapping[str, Any] = {
+    "bigint": lambda number: str(9_007_199_254_740_993 + number),
+    "integer": str,
+    "text": lambda number: f"Nº {number} 'a\\b'",
+    "varchar(3000)": lambda number: f"tenant {number} " + "x" * 2_900,
+    "uuid": lambda number: f"00000000-0000-4000-8000-{number:012d}",
+}
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with Webhook() as found:
+        yield found
+
+
+def declared(kind: str) -> str:
+    """The type of `source.types` that a column has."""
+    return {"varchar(3000)": "text", "integer": "bigint"}.get(kind, kind)
+
+
+def shop(outbox: Outbox, ids: str, webhook: Webhook, mode: str, engine: str = "inline") -> Settings:
+    """A table with ids of some types, and settings that relay it into `seen`, `batched` and to a webhook."""
+    kinds = IDS[ids]
+    columns = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+    outbox.conn.execute(
+        f"create table shop ({columns}, kind text, body jsonb, primary key (number));"
+        f"create table seen (seq bigserial, {columns}, amount int check (amount >= 0));"
+        f"create table batched (seq bigserial, {columns}, kinds text[])".encode()
+    )
+    fields = "%(id)s, %(host_id)s, %(user_id)s, %(transaction_id)s"
+    types = (
+        "array[pg_typeof(id), pg_typeof(host_id), pg_typeof(user_id), pg_typeof(transaction_id)]"
+    )
+    name = f"{outbox.slot}_shop"
+    return outbox.settings(
+        engine,
+        source={
+            **outbox.config()["source"],
+            **{"slot": name, "publication": name, "table": "public.shop", "mode": mode},
+            "columns": COLUMNS,
+            "types": {field: declared(kinds[column]) for field, column in ID_COLUMNS.items()},
+        },
+        group="shop",
+        handlers={
+            "seen": {
+                "type": "sql",
+                "statement": f"insert into seen (number, tenant, actor, unit, amount) "
+                f"values ({fields}, (%(payload)s->>'amount')::int)",
+            },
+            "batched": {
+                "type": "sql",
+                "each": "batch",
+                "statement": "insert into batched (number, tenant, actor, unit, kinds) "
+                f"select id, host_id, user_id, transaction_id, {types}::text[] from batch",
+            },
+            "hook": {"type": "http", "url": webhook.url},
+        },
+        routes=[{"handlers": ["seen", "batched", "hook"]}],
+    )
+
+
+def insert(outbox: Outbox, ids: str, first: int, amounts: Mapping[int, int]) -> None:
+    """One commit for each amount; tenants in turn, two events each."""
+    for number, amount in amounts.items():
+        with outbox.conn.transaction():
+            for index in range(2):
+                texts = [
+                    VALUES[kind](value)
+                    for kind, value in zip(
+                        IDS[ids].values(),
+                        (first + 2 * number + index, number % 3, 7, first + number),
+                        strict=True,
+                    )
+                ]
+                outbox.conn.execute(
+                    "insert into shop (number, tenant, actor, unit, kind, body) values (%s, %s, %s, %s, 'e', "
+                    "jsonb_build_object('amount', %s::int))",
+                    (*texts, amount),
+                )
+
+
+ROWS = "select number::text, tenant::text, actor::text, unit::text from {} order by number::text"
+
+
+def rows(outbox: Outbox, table: str) -> list[Any]:
+    return outbox.conn.execute(ROWS.format(table).encode()).fetchall()
+
+
+@pytest.mark.parametrize("mode", ["wal", "poll"])
+@pytest.mark.parametrize("ids", IDS)
+def test_ids_of_any_type_go_end_to_end(
+    outbox: Outbox, webhook: Webhook, ids: str, mode: str
+) -> None:
+    settings = shop(outbox, ids, webhook, mode)
+    initialise(settings)
+    require(settings)
+    with relaying(settings):
+        insert(outbox, ids, 100, dict.fromkeys(range(40), 1))
+        wait_until(lambda: outbox.value("select count(*) from batched") == 80)
+        wait_until(lambda: len(webhook.taken) == 80)
+    assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")
+    kinds = [declared(kind) for kind in IDS[ids].values()]
+    assert outbox.column("select distinct kinds from batched") == [kinds]
+    sent = [request.event for request in webhook.taken]
+    assert sorted(each["id"] for each in sent) == sorted(row[0] for row in rows(outbox, "shop"))
+    assert {(each["hostid"], each["userid"]) for each in sent} == {
+        (row[1], row[2]) for row in rows(outbox, "shop")
+    }
+
+
+@pytest.mark.parametrize("ids", IDS)
+def test_dead_letters_and_replays_keep_ids_of_any_type(
+    outbox: Outbox, webhook: Webhook, ids: str, engine: str, session: Session | None
+) -> None:
+    webhook.answers = lambda _, body: Answer(400 if b'"amount": 2' in body else 204)
+    settings = shop(outbox, ids, webhook, "auto", engine)
+    initialise(settings)
+    with relaying(settings, session):
+        insert(outbox, ids, 100, {0: 1, 1: -1, 2: 2, 3: 1, 4: 1})
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 4)
+        dead = outbox.conn.execute(
+            "select event_id, host_id, user_id, transaction_id from relay.dead_letter_queue order by event_id"
+        ).fetchall()
+        assert dead == [
+            row
+            for row in rows(outbox, "shop")
+            if row[3] in {VALUES[IDS[ids]["unit"]](each) for each in (101, 102)}
+        ]
+        outbox.conn.execute("alter table seen drop constraint seen_amount_check")
+        webhook.answers = lambda _, body: Answer()
+        letters = DeadLetters(settings, outbox.conn)
+        host = dead[0][1]
+        assert letters.find(Filter(host_id=host)).transactions == 1
+        assert len(letters.replay(letters.find(Filter()), None)) == 2
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+    assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")
+    assert webhook.ids() == {row[0]: 1 for row in rows(outbox, "shop")}
