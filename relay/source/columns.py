@@ -148,13 +148,14 @@ def _type_problem(field: str, column: Column, source: Source) -> Problem | None:
         return Problem(f"{has}: {readable}; {alter} makes sure", readable=True)
     castable = wanted != "uuid" and column.category in "SN"
     fitting = _fitting_id(column) if field in ID_FIELDS else None
-    cure = (
-        f"set source.types: {{{field}: {fitting}}}"
+    first = (
+        f"set source.types: {{{field}: {fitting}}}, or "
         if fitting
-        else f"run {alter}, or map a column of type {wanted} (columns: {{{field}: …}})"
+        else f"run {alter}, or "
         if castable
-        else f"map a column of type {wanted} (columns: {{{field}: …}})"
+        else ""
     )
+    cure = f"{first}map a column of type {wanted} (columns: {{{field}: …}})"
     return Problem(f"{has}, relay reads {wanted}: {cure}{_or_leave_out(field)}", readable=False)
 
 

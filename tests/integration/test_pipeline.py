@@ -414,7 +414,7 @@ def test_a_target_that_forgets_its_session_stops_relay(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind PgBouncer's transaction pooling: no event is to blame."""
-    monkeypatch.setattr(relation, "_CREATE", ())
+    monkeypatch.setattr(relation, "create", lambda conn, types: None)
     outbox.fill(30)
     with pytest.raises(ConfigurationError, match="pooler"), relaying(outbox.settings()):
         wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
