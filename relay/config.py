@@ -34,6 +34,7 @@ from relay.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
 from relay.paths import is_name
+from relay.profiles import expanded
 from relay.retention_settings import Retention
 from relay.sections import Name, Number, Seconds, Secret, Section, resolve_secret
 from relay.suggestions import keys_at, nearest
@@ -70,6 +71,8 @@ class Source(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
+    profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
+    """Whose table it is: what `table`, `columns` and `types` are where they are not given."""
     table: str = OWN_OUTBOX
     columns: dict[str, str | None] = Field(default_factory=dict)
     """The column of a field; null where the field is to be left out."""
@@ -82,6 +85,11 @@ class Source(Section):
     """Where c_offset comes from."""
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_profile(cls, value: Any) -> Any:
+        return expanded(value) if isinstance(value, Mapping) else value
 
     @field_validator("table")
     @classmethod
