@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
@@ -17,7 +18,7 @@ import typer
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, out, warn
 from relay.cli_tables import print_facts, print_table, printable, printable_json
-from relay.config import load
+from relay.config import Settings, load
 from relay.faults import ConfigurationError
 from relay.store import dead_letters
 from relay.store.dead_letters import DeadTransaction, Filter, Found
@@ -28,10 +29,8 @@ dlq = typer.Typer(
 )
 
 IdOption = Annotated[list[int] | None, typer.Option("--id", help="The letter; repeatable.")]
-TransactionOption = Annotated[
-    str | None, typer.Option("--transaction", help="Its transaction_id, as `list` prints it.")
-]
-HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id, as `list` prints it.")]
+TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
 SinkOption = Annotated[
     str | None, typer.Option("--sink", help="The sink that it belongs to; '' for the target.")
 ]
@@ -60,16 +59,31 @@ class _Opened(NamedTuple):
     conn: psycopg.Connection[Any]
     group: str
     letters: Any
+    wanted: Filter
+
+
+_ALL = Filter()
 
 
 @contextmanager
-def _opened(config: Path | None) -> Iterator[_Opened]:
+def _opened(config: Path | None, wanted: Filter = _ALL) -> Iterator[_Opened]:
     from relay.preflight import reach_target
     from relay.replay import DeadLetters
 
     settings = load(config)
     with reach_target(settings) as conn:
-        yield _Opened(conn, settings.group, DeadLetters(settings, conn))
+        yield _Opened(conn, settings.group, DeadLetters(settings, conn), _printed(settings, wanted))
+
+
+def _printed(settings: Settings, wanted: Filter) -> Filter:
+    """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for what is none."""
+    host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
+    return replace(
+        wanted,
+        host_id=host and source.printed_id("host_id", host, "--host"),
+        transaction_id=transaction
+        and source.printed_id("transaction_id", transaction, "--transaction"),
+    )
 
 
 def _asked(wanted: Filter, everything: bool) -> Filter:
@@ -149,8 +163,8 @@ def dlq_list(
     wanted = Filter(
         id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
     )
-    with _opened(config) as opened:
-        found = dead_letters.transactions(opened.conn, opened.group, limit, wanted)
+    with _opened(config, wanted) as opened:
+        found = dead_letters.transactions(opened.conn, opened.group, limit, opened.wanted)
     if as_json:
         print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
     elif found:
@@ -228,8 +242,8 @@ def dlq_replay(
     wanted = Filter(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
-    with _opened(config) as opened:
-        found = opened.letters.find(_asked(wanted, everything))
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything))
         if not found.transactions:
             _say_none(wanted, opened.group, "transaction to be replayed")
             return
@@ -288,8 +302,8 @@ def dlq_discard(
     wanted = Filter(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
-    with _opened(config) as opened:
-        found = opened.letters.find(_asked(wanted, everything))
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything))
         if not found.transactions:
             _say_none(wanted, opened.group, "transaction to be given up")
         elif _approved(opened, found, "will be given up", dry_run, yes):
@@ -317,8 +331,8 @@ def dlq_export(
     wanted = Filter(
         id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
     )
-    with _opened(config) as opened:
-        exported = dead_letters.exported(opened.conn, opened.group, wanted)
+    with _opened(config, wanted) as opened:
+        exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
         letters = 0
         with _private(file) if file else _standard_output() as stream:
             for letters, line in enumerate(exported, start=1):  # noqa: B007 counted for what follows
@@ -370,8 +384,8 @@ def dlq_purge(
     wanted = Filter(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
-    with _opened(config) as opened:
-        found = opened.letters.find(_asked(wanted, everything), ("replayed", "discarded"))
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything), ("replayed", "discarded"))
         if not found.transactions:
             _say_none(wanted, opened.group, "replayed or discarded dead letter")
         elif _approved(opened, found, "will be deleted", dry_run, yes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, LiteralString
 from uuid import UUID
@@ -67,6 +67,21 @@ Patterns = Annotated[Any, BeforeValidator(_patterns)]
 """Values and globs, of which one must match."""
 
 
+def _bigint(text: str) -> str:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("out of range")
+    return str(number)
+
+
+_PRINTED: Mapping[str, Callable[[str], str]] = {
+    "uuid": lambda text: str(UUID(text)),
+    "text": str,
+    "bigint": _bigint,
+}
+"""An id of each type as PostgreSQL prints it. Each raises ValueError for what is none."""
+
+
 class Source(Section):
     """Where events come from."""
 
@@ -125,14 +140,16 @@ class Source(Section):
         """The PostgreSQL type of each event field."""
         return {**SQL_TYPES, **self.types}
 
-    def printed_id(self, field: str, value: str) -> str:
-        """An id as PostgreSQL prints it. Raises ValueError if it is not of its field's type."""
-        match self.types.get(field, "uuid"):
-            case "uuid":
-                return str(UUID(value))
-            case "bigint":
-                return str(int(value))
-        return value
+    def printed_id(self, field: str, value: str, option: str) -> str:
+        """An id that an option of a command names, as PostgreSQL prints it.
+
+        Raises ConfigurationError if it is not of its field's type.
+        """
+        kind = self.types.get(field, "uuid")
+        try:
+            return _PRINTED[kind](value)
+        except ValueError:
+            raise ConfigurationError(f"{option}: {value!r} is no {kind}") from None
 
     @property
     def owns_table(self) -> bool:

@@ -20,11 +20,7 @@ def erase(
     target_dsn: str | None = None,
 ) -> erasure.Report:
     """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
-    try:
-        wanted = settings.source.printed_id("host_id", host)
-    except ValueError:
-        kind = settings.source.sql_types["host_id"]
-        raise ConfigurationError(f"--host: {host!r} is no {kind}") from None
+    wanted = settings.source.printed_id("host_id", host, "--host")
     with administrators(settings, source_dsn, target_dsn) as (source, target):
         migrations.require(source, "source", "source.dsn")
         migrations.require(target, "target", "target.dsn")

@@ -169,11 +169,11 @@ def _typed(statement: str, types: Mapping[str, LiteralString]) -> str:
 
 def _numbered(statement: str, names: tuple[str, ...], types: Mapping[str, LiteralString]) -> str:
     """The statement as the server parses it, with numbered parameters."""
-    place = {name: position for position, name in enumerate(names, start=1)}
+    index = {name: number for number, name in enumerate(names, start=1)}
 
     def number(match: re.Match[str]) -> str:
         field = match.group(1)
-        return "%" if field is None else f"(${place[field]}::{types[field]})"
+        return "%" if field is None else f"(${index[field]}::{types[field]})"
 
     return _PLACEHOLDER.sub(number, statement)
 

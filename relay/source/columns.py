@@ -136,7 +136,7 @@ def _unpublished(field: str, column: Column, table: str, version: int) -> Proble
 
 def _type_problem(field: str, column: Column, source: Source) -> Problem | None:
     wanted = source.sql_types[field]
-    readable = _ids(wanted)(column) if field in ID_FIELDS else _READABLE[field](column)
+    readable = (_IDS[wanted] if field in ID_FIELDS else _READABLE[field])(column)
     if readable is True:
         return None
     table = source.table
@@ -177,15 +177,9 @@ Verdict = bool | str
 _INTEGERS = frozenset({"int2", "int4", "int8"})
 
 
-def _ids(wanted: str) -> Callable[[Column], Verdict]:
-    return {"uuid": _uuid, "text": _text, "bigint": _integer}[wanted]
-
-
 def _fitting_id(column: Column) -> str | None:
-    """The type of `source.types` that an id's column has; None if there is none."""
-    if column.base in _INTEGERS:
-        return "bigint"
-    return column.base if column.base == "uuid" else "text" if _text(column) else None
+    """The type of `source.types` that a column has as it is; None if there is none."""
+    return next((kind for kind, readable in _IDS.items() if readable(column) is True), None)
 
 
 def _uuid(column: Column) -> Verdict:
@@ -221,6 +215,13 @@ def _offset(column: Column) -> Verdict:
         return "it ends while offsets go on"
     return column.base == "int8"
 
+
+_IDS: dict[str, Callable[[Column], Verdict]] = {
+    "uuid": _uuid,
+    "bigint": _integer,
+    "text": _text,
+}
+"""By the types that `source.types` gives ids."""
 
 _READABLE: dict[str, Callable[[Column], Verdict]] = {
     "aggregate_id": _text,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
-from relay.config import Settings
+from relay.config import Settings, Source
+from relay.faults import ConfigurationError
 from relay.install import initialise
 from relay.preflight import require
 from relay.replay import DeadLetters
 from relay.spark.session import Session
 from relay.store.dead_letters import Filter
-from tests.outbox import Outbox, relaying, wait_until
+from tests.outbox import Outbox, event, relaying, wait_until
+from tests.process import relay
 from tests.webhook import Answer, Webhook
 
 IDS = {
@@ -288,3 +293,36 @@ def test_a_row_that_is_deleted_at_once_is_relayed_from_the_wal(outbox: Outbox) -
                 outbox.conn.execute(publish.encode(), {"key": "1", "n": number})
                 outbox.conn.execute("delete from outbox")
         wait_until(lambda: outbox.value("select count(*) from relayed") == 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "printed"),
+    [
+        ("uuid", "{ABCDEF01-0000-4000-8000-000000000001}", "abcdef01-0000-4000-8000-000000000001"),
+        ("uuid", "7", None),
+        ("bigint", "-09223372036854775808", "-9223372036854775808"),
+        ("bigint", "9223372036854775808", None),
+        ("bigint", "a", None),
+        ("text", "A b", "A b"),
+    ],
+)
+def test_a_command_takes_an_id_as_it_is_printed(kind: str, given: str, printed: str | None) -> None:
+    source = Source.model_validate({"types": {"host_id": kind}})
+    if printed is not None:
+        assert source.printed_id("host_id", given, "--host") == printed
+        return
+    with pytest.raises(ConfigurationError, match=f"^--host: '{given}' is no {kind}$"):
+        source.printed_id("host_id", given, "--host")
+
+
+def test_dead_letters_are_found_by_a_host_however_it_is_written(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    host = UUID("abcdef01-0000-4000-8000-000000000001")
+    outbox.publish(host, event(-1))
+    outbox.drain(outbox.settings())
+    found = relay("dlq", "export", "--config", str(config), "--host", str(host).upper())
+    assert json.loads(found.stdout)["host_id"] == str(host)
+    refused = relay("dlq", "list", "--config", str(config), "--host", "nobody")
+    assert refused.stderr.splitlines() == ["relay: --host: 'nobody' is no uuid"]
