@@ -10,8 +10,8 @@ CYCLONEDX_VERSION := 7.5.0
 PIP_AUDIT_VERSION := 2.10.1
 TEST_PROCESSES ?= 2
 
-# The extras that the image has: handlers of every kind.
-HANDLERS := http kafka nats rabbitmq redis delta iceberg
+# The extras that the image has: handlers of every kind, the console and traces.
+IMAGE_EXTRAS := http kafka nats rabbitmq redis delta iceberg console otel
 
 # What a change of the locks asks for, and what a change of pyproject.toml asks for.
 DEPENDENCIES := $(VENV)/.dependencies
@@ -96,7 +96,7 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
-	$(LOCK) --upgrade --extra service --extra java --extra connect $(HANDLERS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
+	$(LOCK) --upgrade --extra service --extra java --extra connect $(IMAGE_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
 secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
 

@@ -33,6 +33,7 @@ from relay.event_types.settings import REGISTRY, TYPES, EventsSettings
 from relay.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
+from relay.observe.settings import Observe
 from relay.paths import is_name
 from relay.profiles import expanded
 from relay.retention_settings import Retention
@@ -303,6 +304,7 @@ class Settings(BaseSettings):
     sinks: Sinks = Field(default_factory=Sinks)
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
     retention: Retention = Field(default_factory=Retention)
+    observe: Observe = Field(default_factory=Observe)
     crash_limit: Annotated[PositiveInt, Number] = 3
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
     shutdown_timeout: Seconds = 20.0
