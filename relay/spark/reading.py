@@ -33,6 +33,8 @@ COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)
 VISIBLE_SECONDS = 30.0
 """How long a task waits for a replica that does not show yet what the driver has seen."""
 _BLOCK_BYTES = 1 << 20
+_DELIMITER, _QUOTE = "\x01", "\x02"
+"""Characters that JSON does not have, so that the server quotes no payload and the parser unquotes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,11 @@ def _statement(
     values = [expression(name, table.mapping[name], known) for name in FIELDS]
     order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
     return sql.SQL(
-        "copy (select {values}, {xid}, {host} from {table} where {where}{order}) to stdout (format csv)"
+        "copy (select {values}, {xid}, {host} from {table} where {where}{order}) to stdout "
+        "(format csv, delimiter {delimiter}, quote {quote})"
     ).format(
+        delimiter=sql.Literal(_DELIMITER),
+        quote=sql.Literal(_QUOTE),
         values=sql.SQL(", ").join(values),
         xid=XID,
         host=host,
@@ -175,15 +180,13 @@ def partition_of(table: Table, partitions: int) -> sql.Composed:
 
 
 def expression(field: str, column: str, known: Collection[str]) -> sql.Composable:
-    """A field as CSV has it: times in microseconds since 1970, those that Python does not know as null."""
-    kind = SQL_TYPES[field]
+    """A field as a value of the COPY: times that Python does not know are null."""
     if column not in known:
         return sql.SQL("null")
     name = sql.Identifier(column)
-    if kind == "timestamptz":
+    if SQL_TYPES[field] == "timestamptz":
         return sql.SQL(
-            "case when isfinite({0}) and {0} >= '0001-01-01 UTC' and {0} < '10000-01-01 UTC'"
-            " then (extract(epoch from {0}) * 1000000)::bigint end"
+            "case when {0} >= '0001-01-01 UTC' and {0} < '10000-01-01 UTC' then {0}::timestamptz end"
         ).format(name)
     return name
 
@@ -193,15 +196,13 @@ def _parsed(rows: Iterable[Any], encoding: Encoding | None) -> Iterator[pa.Recor
     from pyarrow import csv
 
     schema = arrow_schema()
-    times = [pa.types.is_timestamp(kind) for kind in schema.types]
-    kinds = [pa.int64() if time else kind for time, kind in zip(times, schema.types, strict=True)]
     convert = csv.ConvertOptions(
-        column_types=dict(zip(schema.names, kinds, strict=True)),
+        column_types=schema,
         null_values=[""],
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )
-    parse = csv.ParseOptions(newlines_in_values=True)
+    parse = csv.ParseOptions(delimiter=_DELIMITER, quote_char=_QUOTE, newlines_in_values=True)
     for stored in _blocks(rows):
         block = stored
         if encoding is not None and not stored.isascii():
@@ -210,13 +211,7 @@ def _parsed(rows: Iterable[Any], encoding: Encoding | None) -> Iterator[pa.Recor
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False
         )
-        table = csv.read_csv(pa.BufferReader(block), options, parse, convert)
-        # A view of the same integers as times, where they are.
-        columns = [
-            column.cast(kind) if time else column
-            for column, kind, time in zip(table.columns, schema.types, times, strict=True)
-        ]
-        yield from pa.Table.from_arrays(columns, schema=schema).to_batches()
+        yield from csv.read_csv(pa.BufferReader(block), options, parse, convert).to_batches()
 
 
 def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:
