@@ -53,7 +53,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """relay with one handler, inline or on Spark; everything else is the default but `source.mode`."""
+    """relay with one handler, inline or on Spark; everything else is the default but `source.mode` and what is given."""
 
     name: str
     handler: Mapping[str, Any]
@@ -62,6 +62,7 @@ class Relay:
     batch: Mapping[str, int] | None = None
     style: str = "relay"
     mode: str = "wal"
+    partitions: int = 8
 
     def unavailable(self) -> str | None:
         return None
@@ -201,6 +202,7 @@ class Relay:
         return outbox.config(
             slot,
             mode,
+            partitions=self.partitions,
             batch=dict(self._batch),
             spark={"master": self.master},
             handlers={"bench": dict(self.handler)},

@@ -26,7 +26,10 @@ from relay.store.connections import connect
 RATE = 500
 """Transactions a second."""
 CLIENTS = 4
-SECONDS = 20.0
+SECONDS = 15.0
+ROUNDS = 3
+_DAYS = int(SECONDS * 10)
+"""How many days a round of rotation has at most."""
 
 _FILL = """
     insert into outbox_message_t (host_id, aggregate_type, event_type, payload, transaction_id, transaction_ordinal,
@@ -70,7 +73,11 @@ def _beside_publishers(dsn: str, what: str, act: Callable[[Event], object]) -> N
     )
 
 
-def _rotate(settings: Settings) -> Callable[[Event], object]:
+def _nothing(stopping: Event) -> object:
+    return stopping.wait(SECONDS)
+
+
+def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
     """A day of rotation every tenth of a second: a partition is created, and one is dropped."""
 
     def run(stopping: Event) -> None:
@@ -79,7 +86,7 @@ def _rotate(settings: Settings) -> Callable[[Event], object]:
             closing(connect(settings.target_dsn)) as target,
         ):
             until = time.monotonic() + SECONDS
-            moment = datetime.now(UTC)
+            moment = datetime.now(UTC) + timedelta(days=first_day)
             while time.monotonic() < until:
                 moment += timedelta(days=1)
                 Schedule(settings, lambda: None, lambda now=moment: now).turn(source, target)  # type: ignore[misc]
@@ -108,12 +115,14 @@ def main(rows: int) -> None:
         with psycopg.connect(dsn, autocommit=True) as conn:
             conn.execute(_FILL, (rows,))
             conn.execute("vacuum analyze outbox_message_t")
-        _beside_publishers(dsn, "neither", lambda stopping: stopping.wait(SECONDS))
+        _beside_publishers(dsn, "neither", _nothing)
         _beside_publishers(dsn, f"conversion of {rows} rows", lambda _: partition(settings, "1d"))
         with psycopg.connect(dsn, autocommit=True) as conn:
             # The group reads nothing here; what it holds is not dropped.
             conn.execute("update relay.snapshots set snapshot = pg_current_snapshot()")
-        _beside_publishers(dsn, "rotation", _rotate(settings))
+        for number in range(ROUNDS):
+            _beside_publishers(dsn, "neither", _nothing)
+            _beside_publishers(dsn, "rotation", _rotate(settings, number * _DAYS))
 
 
 if __name__ == "__main__":

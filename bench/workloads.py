@@ -30,6 +30,8 @@ from relay.embedded import Cluster
 
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
 DEFAULT_CONFIGURATION: dict[str, int] = {}
+MANY = 64
+"""Partitions of 64 hosts. Of 8 partitions one has twice the hosts of another, and a batch ends with its longest task."""
 INSERT_SELECT = """
     insert into projection select id, host_id, user_id, aggregate_id, (payload->>'amount')::numeric, payload
     from outbox_message_t
@@ -243,7 +245,7 @@ def scale(plan: Plan) -> Iterator[Workload]:
     def row(
         name: str, handler: dict[str, str], outbox: Outbox, backlog: Backlog, number: int
     ) -> Contender:
-        relay = Relay(f"{name}, {number}", handler, spark=True, master=f"local[{number}]")
+        relay = Relay(f"{name}, {number}", handler, True, f"local[{number}]", partitions=MANY)
         return Contender(
             relay.name,
             lambda: {"events/s": relay.drain(outbox, backlog, plan.folder, handler is BATCH)},
@@ -269,7 +271,7 @@ def scale_cluster(plan: Plan) -> Iterator[Workload]:
         name: str, handler: dict[str, str], outbox: Outbox, backlog: Backlog, number: int
     ) -> Contender:
         master = f"local-cluster[{number},1,1024]"
-        relay = Relay(f"{name}, {number}", handler, spark=True, master=master)
+        relay = Relay(f"{name}, {number}", handler, True, master, partitions=MANY)
         return Contender(
             relay.name,
             lambda: {"events/s": relay.drain(outbox, backlog, plan.folder, effect=False)},
