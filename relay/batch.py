@@ -112,14 +112,17 @@ class JobName:
     description: str
 
     @classmethod
-    def of(cls, batch: Batch, attempt: int) -> JobName:
-        """The name of an attempt, counted from 1, such as `batch 17: 12,345 events, 0/16B3748–0/16B9000, attempt 1`."""
+    def of(cls, consumer: str, batch: Batch, attempt: int) -> JobName:
+        """The name of an attempt, counted from 1, such as `batch 17: 12,345 events, 0/16B3748–0/16B9000, attempt 1`.
+
+        `consumer` is the group whose batch it is: groups may share a Spark session.
+        """
         if batch.window:
             span = f"c_offset up to {batch.window.upto}"
         else:
             span = f"{Lsn(batch.transactions.facts['end_lsn'][0])}–{batch.end}"
         return cls(
-            f"relay batch {batch.number}",
+            f"relay {consumer} batch {batch.number}",
             f"batch {batch.number}: {batch.events:,} events, {span}, attempt {attempt}",
         )
 

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psycopg
 import typer
@@ -31,10 +31,14 @@ from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
-from relay.config import load
+from relay.configurations import for_each, load, load_all, require_one
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError, RelayError, first_line
 from relay.logs import LogFormat, configure
+
+if TYPE_CHECKING:
+    from relay.config import Settings
+    from relay.preflight import Finding
 
 app = typer.Typer(
     help="Carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once.",
@@ -120,24 +124,26 @@ def init(
     from relay.admin.partitioning import partition_new
     from relay.install import initialise
 
-    settings = load(config)
-    try:
-        admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-        done = initialise(
-            settings,
-            admin,
-            administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
-            start=start,
-            warn=warn,
-        )
-        if every is not None:
-            done += partition_new(settings, every, admin)
-    except ConfigurationError as error:
-        raise with_options(error, context) from None
-    for line in done:
-        print(f"created {line}")
-    if not done:
-        print("everything is there already")
+    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    if admin is not None:
+        require_one(load_all(config), "source", "--admin-dsn")
+    if target_admin is not None:
+        require_one(load_all(config), "target", "--target-admin-dsn")
+
+    def install(settings: Settings) -> None:
+        try:
+            done = initialise(settings, admin, target_admin, start=start, warn=warn)
+            if every is not None:
+                done += partition_new(settings, every, admin)
+        except ConfigurationError as error:
+            raise with_options(error, context) from None
+        for line in done:
+            print(f"created {line}")
+        if not done:
+            print("everything is there already")
+
+    for_each(config, install)
 
 
 @app.command()
@@ -145,20 +151,35 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Look at everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
     from relay.preflight import Level, examine
 
-    found = list(examine(load(config)))
+    def look(settings: Settings) -> list[tuple[str, Finding]]:
+        found = list(examine(settings))
+        if not as_json:
+            _print_findings(found)
+        return [(settings.group, finding) for finding in found]
+
+    groups = for_each(config, look, heading=not as_json)
+    found = [each for group in groups for each in group]
     if as_json:
+        named = len(groups) > 1
         print(
             json.dumps(
-                [{"level": f.level, "subject": f.subject, "text": f.text} for f in found], indent=2
+                [
+                    ({"group": group} if named else {})
+                    | {"level": f.level, "subject": f.subject, "text": f.text}
+                    for group, f in found
+                ],
+                indent=2,
             )
         )
-    else:
-        for finding in found:
-            stream = sys.stderr if finding.level is Level.ERROR else sys.stdout
-            for line in finding.text.splitlines():
-                print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
-    if any(finding.level is Level.ERROR for finding in found):
+    if any(finding.level is Level.ERROR for _, finding in found):
         raise typer.Exit(2)
+
+
+def _print_findings(found: list[Finding]) -> None:
+    for finding in found:
+        stream = sys.stderr if finding.level == "error" else sys.stdout
+        for line in finding.text.splitlines():
+            print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
 
 
 @app.command()
@@ -181,17 +202,12 @@ def run(
     """Relay in the foreground until SIGTERM or SIGINT."""
     _leave_on_signals()
     # These take half a second to import.
-    from threading import Event
-
-    from relay.preflight import require_when_reachable
-    from relay.service import Service
+    from relay.services import Services
 
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)
-    settings = load(config)
-    require_when_reachable(settings, Event())
-    Service(settings, accept_configuration=accept_configuration).run_in_foreground()
+    Services(load_all(config), accept_configuration).run_in_foreground()
 
 
 @app.command()
@@ -235,20 +251,29 @@ def status(
     from relay.observe.health import Limits, failures
     from relay.status import lag_seconds, read
 
-    settings = load(config)
-    found = read(settings)
-    if as_json:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        _print_status(found, settings.source.mode)
     limits = Limits(max_lag_bytes, max_lag_seconds, max_sink_lag_seconds, max_deferred, max_dead)
-    if not alive and limits == Limits():
-        return
-    lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
-    sink_lags = {}
-    if max_sink_lag_seconds is not None:
-        sink_lags = sinks.lag_seconds(sinks.listed(settings))
-    if failed := list(failures(found, settings.group, limits, lag, sink_lags)):
+    checks = alive or limits != Limits()
+
+    def show(settings: Settings) -> tuple[dict[str, Any], list[str]]:
+        found = read(settings)
+        if not as_json:
+            _print_status(found, settings.source.mode)
+        document = {"group": settings.group, **found.as_json()}
+        if not checks:
+            return document, []
+        lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
+        sink_lags = {}
+        if max_sink_lag_seconds is not None:
+            sink_lags = sinks.lag_seconds(sinks.listed(settings))
+        failed = failures(found, settings.group, limits, lag, sink_lags)
+        return document, [f"group {settings.group}: {line}" if several else line for line in failed]
+
+    several = len(load_all(config)) > 1
+    shown = for_each(config, show, heading=not as_json)
+    if as_json:
+        documents = [document for document, _ in shown]
+        print(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
+    if failed := [line for _, lines in shown for line in lines]:
         _fail("\n".join(failed), 1)
 
 

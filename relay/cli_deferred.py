@@ -14,7 +14,7 @@ import typer
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, warn
 from relay.cli_tables import print_table, printable
-from relay.config import load
+from relay.configurations import load
 from relay.faults import ConfigurationError
 from relay.store import deferred_selection
 from relay.store.deferred_selection import KINDS, Deferred, Filter, Found
@@ -48,7 +48,7 @@ class _Opened(NamedTuple):
 
 
 @contextmanager
-def _opened(config: Path | None) -> Iterator[_Opened]:
+def _opened(config: ConfigOption) -> Iterator[_Opened]:
     from relay.deferrals import Deferrals
     from relay.preflight import reach_target
 

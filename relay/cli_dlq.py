@@ -18,7 +18,8 @@ import typer
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, out, warn
 from relay.cli_tables import print_facts, print_table, printable, printable_json
-from relay.config import Settings, load
+from relay.config import Settings
+from relay.configurations import load
 from relay.faults import ConfigurationError
 from relay.store import dead_letters
 from relay.store.dead_letters import DeadTransaction, Filter, Found
@@ -66,7 +67,7 @@ _ALL = Filter()
 
 
 @contextmanager
-def _opened(config: Path | None, wanted: Filter = _ALL) -> Iterator[_Opened]:
+def _opened(config: ConfigOption, wanted: Filter = _ALL) -> Iterator[_Opened]:
     from relay.preflight import reach_target
     from relay.replay import DeadLetters
 

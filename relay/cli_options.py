@@ -15,12 +15,13 @@ from relay.faults import ConfigurationError
 out = Console()
 
 ConfigOption = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
         "--config",
         "-c",
         metavar="FILE",
-        help="The configuration; default $RELAY_CONFIG, else relay.yaml.",
+        help="The configuration, a file or a folder of *.yaml; default $RELAY_CONFIG, else relay.yaml. init, check, "
+        "run and status take several.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
@@ -65,6 +66,8 @@ def with_options(error: ConfigurationError, context: typer.Context) -> Configura
         value = context.params.get(str(parameter.name))
         if value is not None and value != parameter.default:
             # A connection string may hold a password.
-            shown = "…" if str(parameter.name).endswith("_dsn") else shlex.quote(str(value))
-            again += f" {parameter.opts[0]} {shown}"
+            values = value if isinstance(value, list) else [value]
+            for each in values:
+                shown = "…" if str(parameter.name).endswith("_dsn") else shlex.quote(str(each))
+                again += f" {parameter.opts[0]} {shown}"
     return type(error)(str(error).replace(f"`{command}`", f"`{again}`"))

@@ -14,7 +14,7 @@ from relay.cli_options import (
     TargetAdminOption,
     YesOption,
 )
-from relay.config import load
+from relay.configurations import load
 from relay.dsn import administrator_dsn
 
 EveryOption = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from relay.cli_options import ConfigOption, JsonOption, warn
 from relay.cli_tables import print_table
-from relay.config import load
+from relay.configurations import load
 
 schema = typer.Typer(help="The event types of the configuration.", no_args_is_help=True)
 

@@ -10,7 +10,7 @@ import typer
 
 from relay.cli_options import ConfigOption, JsonOption, YesOption, warn
 from relay.cli_tables import print_table
-from relay.config import load
+from relay.configurations import load
 
 sink = typer.Typer(
     help="Sinks: what delivers events to other systems, each at its own pace.",

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from relay.cli_options import ConfigOption, JsonOption
-from relay.config import load
+from relay.configurations import load
 
 spark = typer.Typer(help="What Spark's executors need.", no_args_is_help=True)
 

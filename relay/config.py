@@ -451,10 +451,11 @@ class Settings(BaseSettings):
         return env_settings, init_settings
 
 
-def load(path: Path | None) -> Settings:
+def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
     """Read and validate the configuration.
 
     Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` where it exists, else only the environment counts.
+    Variables that only a file of `beside` takes (`{env: NAME}`) are no mistake.
     Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do; also if there is
     neither a file nor a setting in the environment.
     """
@@ -466,7 +467,8 @@ def load(path: Path | None) -> Settings:
             f"{ENV_PREFIX}SOURCE__DSN"
         )
     content = {} if file is None else _read(file)
-    if strangers := list(environment.unknown_variables(Settings, content)):
+    taken = [content, *map(_read, beside)]
+    if strangers := list(environment.unknown_variables(Settings, taken)):
         raise ConfigurationError("\n".join(strangers))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:

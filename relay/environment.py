@@ -28,17 +28,17 @@ def settings(model: type[BaseModel]) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if _top(name) in model.model_fields}
 
 
-def unknown_variables(model: type[BaseModel], content: dict[str, Any]) -> Iterator[str]:
+def unknown_variables(model: type[BaseModel], contents: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each variable that looks like a setting and is none.
 
-    Those that the configuration takes values from (`{env: NAME}`, in the file's `content` or in a variable) are no
+    Those that the configuration takes values from (`{env: NAME}`, in a file's content or in a variable) are no
     settings by intent.
     """
     given = settings(model)
     for name in sorted(os.environ):
         if _top(name) is None or name in given or name.upper() in _OTHERS:
             continue
-        if _NOT_MEANT.fullmatch(name.upper()) or _is_taken(name, content):
+        if _NOT_MEANT.fullmatch(name.upper()) or _is_taken(name, contents):
             continue
         if any(name in text for text in given.values()):
             continue

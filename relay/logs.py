@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -18,6 +19,22 @@ REPEAT_SECONDS = 10.0
 """How often a line is logged again that repeats."""
 FORGET_AFTER = 60
 """After how many such intervals without it a line is new."""
+
+
+_group: ContextVar[str | None] = ContextVar("group", default=None)
+
+
+def of_group(name: str) -> None:
+    """Let every log line of this context, and of the threads that relay makes in it, say that it is of a group."""
+    _group.set(name)
+
+
+class _Group(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        name = _group.get()
+        if name is not None and not hasattr(record, "group"):
+            record.group = name
+        return True
 
 
 class LogFormat(StrEnum):
@@ -105,6 +122,7 @@ def configure(log_format: LogFormat, level: str) -> None:
     """Send every log line to standard error in one format. Raises ValueError for an unknown level."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format is LogFormat.JSON else _Text())
+    handler.addFilter(_Group())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -1,15 +1,11 @@
-"""The loop: take a batch, make it durable, acknowledge it. Start-up, signals and shutdown around it."""
+"""The loop: take a batch, make it durable, acknowledge it. Start-up and shutdown of a group around it."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Thread, Timer
-from types import FrameType
 
 import psycopg
 
@@ -20,7 +16,6 @@ from relay.delivery.sinks import Sinks
 from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
-from relay.garbage import collect_seldom, return_large_blocks
 from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.pipeline.reviver import Reviver
@@ -35,13 +30,9 @@ from relay.store.unflushed import Unflushed
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_FORGIVE_SECONDS = 2.0
-"""How long the process waits at most, before it ends itself, to say that this is no death."""
-
 
 class Service:
-    """One relay; it shares a Spark session that is passed in, and has one of its own otherwise.
+    """The relay of one group; it shares a Spark session that is passed in, and has one of its own otherwise.
 
     With `accept_configuration` its configuration replaces that of running instances of the group, which end.
     """
@@ -79,16 +70,6 @@ class Service:
         )
         self._retention = Schedule(settings, self.stop)
         self._catch_up = CatchUp()
-        self._last_resort = Timer(settings.shutdown_timeout, self._give_up)
-        self._last_resort.daemon = True
-
-    def run_in_foreground(self) -> None:
-        """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when relaying cannot go on."""
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
-        collect_seldom()
-        return_large_blocks()
-        self.run()
 
     def stop(self) -> None:
         """Let `run` end after the batch in flight."""
@@ -133,7 +114,6 @@ class Service:
             self._catch_up.close()
             self._summary.close()
             self._engines.close()
-            self._last_resort.cancel()
         self._raise_faults()
         flushed = self._source.flushed
         log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
@@ -180,32 +160,10 @@ class Service:
         self._summary.note(batch, outcome)
         self._engines.note(batch, outcome)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.stop()
-        if not self._last_resort.is_alive():
-            self._last_resort.start()
-        # The signal may have come in the midst of writing a log line, and the stream takes no second one meanwhile.
-        Thread(target=_say_why, args=(signal.Signals(number).name,), daemon=True).start()
-
-    def _give_up(self) -> None:
-        log.error(
-            "the batch in flight did not end within shutdown_timeout; it will be delivered again"
-        )
-        # A target that does not answer must not keep the process.
-        forgiving = Thread(target=self._forgive, daemon=True)
-        forgiving.start()
-        forgiving.join(_FORGIVE_SECONDS)
-        logging.shutdown()
-        # The target rolls back what is unfinished, and nothing of it was acknowledged.
-        os._exit(1)
-
-    def _forgive(self) -> None:
+    def forgive(self) -> None:
+        """Say that the process ends by its own decision, and that what is in flight has not killed it."""
         with suppress(psycopg.Error):
             self._pipeline.applier.forgive()
-
-
-def _say_why(name: str) -> None:
-    log.info("stopping after the batch in flight", extra={"signal": name})
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:

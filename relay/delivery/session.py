@@ -7,7 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
@@ -35,6 +35,7 @@ from relay.source.differences import Difference
 from relay.source.server import Sight
 from relay.store.presence import instances
 from relay.store.sinks import BEFORE_FIRST, Claim, State
+from relay.threads import pool
 from relay.transactions import Routed
 
 log = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ class Session:
         self._stopping = asyncio.Event()
         self._woken = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._target: Executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name} target")
-        self._source: Executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name} source")
+        self._target: Executor = pool(1, f"{name} target")
+        self._source: Executor = pool(1, f"{name} source")
 
     def wake(self) -> None:
         """There is something to take, or to look at."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, Thread
+from threading import Event
 
 from relay.config import Settings
 from relay.delivery.checkpoint import Moved
@@ -19,6 +19,7 @@ from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import Sight
 from relay.store import sinks
 from relay.store.sinks import Claim, State
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -21,6 +20,7 @@ from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handler_settings import KafkaHandler
 from relay.handlers.messages import Message
 from relay.handlers.window import Sending, Window
+from relay.threads import Thread
 
 _REFUSED = frozenset(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 
 import psycopg
 
@@ -12,6 +12,7 @@ from relay.batch import Batch, Outcome
 from relay.faults import describe
 from relay.store import engines
 from relay.store.connections import connect
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 
 from relay.batch import Batch, Outcome
 from relay.events import POSTGRES_EPOCH
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from relay.batch import JobName, TaskOutcome, Work
 from relay.faults import TaskFault
 from relay.pipeline.apply import Applier
+from relay.threads import pool
 
 Result = TaskOutcome | TaskFault
 """What became of one task; a fault has left no trace in the target."""
@@ -29,7 +29,7 @@ class InlineEngine:
     def __init__(self, applier: Applier, workers: int) -> None:
         self.lanes: int | None = workers
         self._applier = applier
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="apply")
+        self._threads = pool(workers, "apply")
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """Apply the tasks side by side, guarded ones in turn; results are in the order of the tasks."""

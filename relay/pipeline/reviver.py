@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event
 
 from relay.faults import RelayError, TaskFault
 from relay.patience import say_once, until_it_works
 from relay.pipeline.apply import Applier
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

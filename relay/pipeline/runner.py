@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cached_property
 from threading import Event
@@ -39,6 +39,7 @@ from relay.pipeline.plan import Planner
 from relay.spark.session import Session
 from relay.store import arrays
 from relay.store.connections import open_pool
+from relay.threads import pool
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ Floors = Callable[[Iterable[int]], Mapping[int, Lsn]]
 class Pipeline:
     """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process.
 
-    A Spark session that is passed in is shared: it must be started, and stays open at the end. `floors` tells how far
+    A Spark session that is passed in is shared, and stays open at the end. `floors` tells how far
     partitions must have come, of those that the target could have forgotten in a crash.
     """
 
@@ -108,7 +109,7 @@ class Pipeline:
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
-        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="spark-batch")
+        self._threads = pool(IN_FLIGHT, "spark-batch")
         self._later: Flight | None = None
         self._smooth = True
         self._retrying = until_it_works(self._stopping, self._say)
@@ -125,7 +126,7 @@ class Pipeline:
     def start(self) -> None:
         """Start the Spark session in the background, unless the first large batch is to start it."""
         eager = self._settings.spark.eager and self._settings.needs_spark
-        if (eager or self._limit == 0) and self._own_session:
+        if eager or self._limit == 0:
             self.session.start()
 
     def guard(self) -> None:
@@ -176,7 +177,7 @@ class Pipeline:
                 todo = self._with_floors(self._planner.work(batch, lanes))
             guarded = self._guarded_events > 0
             reason = GUARDED if guarded else reason
-            name = JobName.of(batch, attempt)
+            name = JobName.of(self._settings.group, batch, attempt)
             look = ahead if attempt == 1 and not guarded else None
             results = self._results(engine, todo, guarded, name, batch, look)
             if any(isinstance(result, TaskFault) and result.died for result in results):
@@ -267,14 +268,14 @@ class Pipeline:
             log.debug("cannot plan ahead", extra={"batch": batch.number, "fault": describe(error)})
             return
         tasks = following(planned, ends(before))
-        name = JobName.of(batch, 1)
+        name = JobName.of(self._settings.group, batch, 1)
         self._later = Flight(batch, tasks, self._threads.submit(engine.run, tasks, False, name))
 
     def _end_later(self) -> None:
         """Let the later batch end within the time for it; what it commits is recognised when it is delivered again."""
         flight, self._later = self._later, None
         if flight is not None and wait([flight.results], self._settings.shutdown_timeout).not_done:
-            self._spark.abandon(JobName.of(flight.batch, 1))
+            self._spark.abandon(JobName.of(self._settings.group, flight.batch, 1))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _with_floors(self, tasks: Sequence[Work]) -> Sequence[Work]:
@@ -320,8 +321,7 @@ class Pipeline:
             return self._spark, LARGE
         if self.session.get():
             return self._spark, LARGE
-        if self._own_session:
-            self.session.start()
+        self.session.start()
         return self._inline, "session not ready"
 
     def _hashtext(self, hosts: Sequence[str]) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import UTC, datetime
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -18,6 +18,7 @@ from relay.retention import floor, partitions
 from relay.store import actions, sinks
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import selectors
 from collections.abc import Callable
-from threading import Thread
 
 import psycopg
 
 from relay.faults import describe
 from relay.source.bell import Bell
 from relay.store.connections import connect
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

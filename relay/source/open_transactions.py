@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -17,6 +17,7 @@ from psycopg.rows import class_row
 
 from relay.faults import describe
 from relay.store.connections import connect
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Lock
 
 import numpy as np
 import psycopg
@@ -63,6 +63,7 @@ from relay.source.recovery import (
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
 from relay.source.translation import Encoding
 from relay.store.connections import pin_text_form
+from relay.threads import Thread
 from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -35,6 +35,7 @@ from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import connect
 from relay.store.sinks import BEFORE_FIRST, Claim, Position, State
 from relay.store.spark_batches import Begun, Contents
+from relay.threads import Thread
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -18,6 +18,7 @@ from relay.faults import ConfigurationError, describe
 from relay.store import admission
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME, PREFIX
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

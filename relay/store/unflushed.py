@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from threading import Condition, Event, Thread
+from threading import Condition, Event
 from typing import Any
 
 import psycopg
@@ -22,6 +22,7 @@ from relay.faults import RelayError, TaskFault, TransientFault
 from relay.patience import say_once, until_it_works
 from relay.store import offsets
 from relay.store.connections import connect
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

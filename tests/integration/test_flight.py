@@ -204,7 +204,7 @@ def test_after_a_dead_letter_one_batch_goes_alone(
     ahead = {
         job.name.group: job.ahead for job in engine.jobs if "attempt 1" in job.name.description
     }
-    assert not ahead["relay batch 3"]
+    assert not ahead["relay default batch 3"]
     assert any(ahead.values())
 
 

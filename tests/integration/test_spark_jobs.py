@@ -29,7 +29,7 @@ def test_a_job_is_named_after_its_batch_and_its_rows_tell_what_they_carry(
     assert started
     for number, job in enumerate(started, 1):
         properties = job["Properties"]
-        assert properties["spark.jobGroup.id"] == f"relay batch {number}"
+        assert properties["spark.jobGroup.id"] == f"relay default batch {number}"
         form = (
             rf"batch {number}: [0-9,]+ events, [0-9A-F]+/[0-9A-F]+–[0-9A-F]+/[0-9A-F]+, attempt 1"
         )

@@ -66,13 +66,14 @@ def test_a_death_shows() -> None:
 
 def test_a_job_is_named_after_its_batch_and_attempt() -> None:
     commits = task((0x16B3748, 0), (0x16B9000, 1)).transactions
-    name = JobName.of(Batch(17, commits, Lsn(0x16B9000), 12_345, 0), 1)
-    assert name.group == "relay batch 17"
+    name = JobName.of("orders", Batch(17, commits, Lsn(0x16B9000), 12_345, 0), 1)
+    assert name.group == "relay orders batch 17"
     assert name.description == "batch 17: 12,345 events, 0/16B3748–0/16B9000, attempt 1"
     window = Window(3, 9_000, [], {})
     polled = Batch(18, Transactions.none(), Lsn(0), 500, 0, window=window)
     assert (
-        JobName.of(polled, 2).description == "batch 18: 500 events, c_offset up to 9000, attempt 2"
+        JobName.of("orders", polled, 2).description
+        == "batch 18: 500 events, c_offset up to 9000, attempt 2"
     )
 
 

@@ -1,0 +1,245 @@
+"""The groups of one process, each a Service in a thread of its own: start, signals and the end of all of them.
+
+Sources: Python documentation, "signal — Set handlers for asynchronous events", and "queue", whose SimpleQueue.put() is
+reentrant.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from queue import SimpleQueue
+from threading import Event, Lock, Timer
+from types import FrameType
+
+import psycopg
+
+from relay.config import Settings
+from relay.configurations import Configuration, require_apart
+from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
+from relay.garbage import collect_seldom, return_large_blocks
+from relay.logs import of_group
+from relay.preflight import require_when_reachable
+from relay.retention.floor import identity
+from relay.service import Service
+from relay.spark.session import Session
+from relay.store.connections import connect
+from relay.threads import Thread
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORGIVE_SECONDS = 2.0
+"""How long the process waits at most, before it ends itself, to say that this is no death."""
+
+
+class GroupsFailed(RelayError):
+    """Groups of a process that has several have failed; each line names its group and the file."""
+
+    def __init__(self, lines: Iterable[str], exit_status: int) -> None:
+        super().__init__("\n".join(lines))
+        self.exit_status = exit_status
+
+
+class Services:
+    """The groups that this process relays.
+
+    A group whose databases cannot be reached yet waits for them, while the others relay. When a group fails, the
+    others finish what is in flight and the process ends, so that whoever watches it knows.
+    """
+
+    def __init__(
+        self, configurations: Sequence[Configuration], accept_configuration: bool = False
+    ) -> None:
+        """Raises ConfigurationError if the configurations cannot be relayed by one process."""
+        require_apart(configurations)
+        self._news: SimpleQueue[_Group | signal.Signals] = SimpleQueue()
+        self._stopping = Event()
+        self._session = _shared_session([each.settings for each in configurations])
+        shared = _Shared(self._stopping, self._session, accept_configuration)
+        self._groups = [_Group(each, shared, self._news) for each in configurations]
+        self._failed: list[_Group] = []
+        self._last_resort = Timer(
+            max(each.settings.shutdown_timeout for each in configurations), self._give_up
+        )
+        self._last_resort.daemon = True
+
+    @property
+    def running(self) -> list[tuple[str, Service]]:
+        """The groups that relay, with their services. One that still waits for its databases is not among them."""
+        found = [(each.name, each.service) for each in self._groups]
+        return [(name, service) for name, service in found if service is not None]
+
+    def run_in_foreground(self) -> None:
+        """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when a group cannot go on."""
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        collect_seldom()
+        return_large_blocks()
+        is_one = len(self._groups) == 1
+        for group in self._groups:
+            group.start(named=not is_one)
+        self._watch()
+        self._last_resort.cancel()
+        if self._session is not None:
+            self._session.close()
+        self._raise_faults()
+
+    def _watch(self) -> None:
+        """Wait until all groups have ended, and stop those that are left when one ends or a signal comes."""
+        left = set(self._groups)
+        while left:
+            news = self._news.get()
+            if isinstance(news, _Group):
+                left.discard(news)
+                self._note_end(news)
+            elif self.running:
+                log.info("stopping after the batch in flight", extra={"signal": news.name})
+            left -= self._stop()
+
+    def _note_end(self, group: _Group) -> None:
+        if group.error is None:
+            return
+        self._failed.append(group)
+        if len(self._groups) > 1:
+            log.error(
+                "a group has failed; all groups of this process stop",
+                extra={"group": group.name, "fault": "; ".join(group.fault_lines())},
+            )
+
+    def _stop(self) -> set[_Group]:
+        """Let all groups end after the batch in flight; returns those that have not begun, which need no waiting."""
+        self._stopping.set()
+        if not self._last_resort.is_alive():
+            self._last_resort.start()
+        unbegun = set()
+        for group in self._groups:
+            if group.service is None:
+                unbegun.add(group)
+            else:
+                group.service.stop()
+        return unbegun
+
+    def _raise_faults(self) -> None:
+        errors = [each.error for each in self._failed if each.error is not None]
+        if not errors:
+            return
+        for error in errors:
+            if len(self._groups) == 1 or not isinstance(error, RelayError | psycopg.Error):
+                raise error
+        status = errors[0].exit_status if isinstance(errors[0], RelayError) else 1
+        raise GroupsFailed((line for each in self._failed for line in each.fault_lines()), status)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        # The main thread may be anywhere, in the midst of a log line too: it acts when it looks at the queue.
+        self._news.put(signal.Signals(number))
+
+    def _give_up(self) -> None:
+        log.error(
+            "the batch in flight did not end within shutdown_timeout; it will be delivered again"
+        )
+        # A target that does not answer must not keep the process.
+        forgiving = [Thread(service.forgive, daemon=True) for _, service in self.running]
+        for thread in forgiving:
+            thread.start()
+        for thread in forgiving:
+            thread.join(_FORGIVE_SECONDS)
+        logging.shutdown()
+        # The target rolls back what is unfinished, and nothing of it was acknowledged.
+        os._exit(1)
+
+
+class _Shared:
+    """What the groups of a process share."""
+
+    def __init__(
+        self, stopping: Event, session: Session | None, accept_configuration: bool
+    ) -> None:
+        self.stopping = stopping
+        self.session = session
+        self.accept_configuration = accept_configuration
+        self._targets: dict[tuple[str, str], Configuration] = {}
+        self._lock = Lock()
+
+    def claim(self, configuration: Configuration) -> None:
+        """Raise ConfigurationError if another group of this process has the same name and target.
+
+        Addresses may differ and lead to one database, so the databases are asked.
+        """
+        settings = configuration.settings
+        with connect(settings.target_dsn) as conn:
+            key = (identity(conn), settings.group)
+        with self._lock:
+            other = self._targets.setdefault(key, configuration)
+        if other is not configuration:
+            raise ConfigurationError(
+                f"{other.name} and {configuration.name}: both have the group {settings.group!r} in the same target: "
+                "name another group in one of them"
+            )
+
+
+class _Group:
+    """A group and the thread that relays it; `service` is there once its databases could be reached."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        shared: _Shared,
+        news: SimpleQueue[_Group | signal.Signals],
+    ) -> None:
+        self.name = configuration.settings.group
+        self.service: Service | None = None
+        self.error: BaseException | None = None
+        self._configuration = configuration
+        self._shared = shared
+        self._news = news
+
+    def start(self, named: bool) -> None:
+        """Relay in a thread, which tells its end. Its log lines name the group where it is `named`."""
+        Thread(self._run, name=f"relay {self.name}", args=(named,), daemon=True).start()
+
+    def fault_lines(self) -> list[str]:
+        """What ended it, for a person; each line names it."""
+        error = self.error
+        text = (
+            f"the database refuses: {first_line(error)}"
+            if isinstance(error, psycopg.Error)
+            else str(error)
+        )
+        return [f"group {self.name} ({self._configuration.name}): {t}" for t in text.splitlines()]
+
+    def _run(self, named: bool) -> None:
+        if named:
+            of_group(self.name)
+        try:
+            self._relay(named)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._news.put(self)
+
+    def _relay(self, named: bool) -> None:
+        settings, shared = self._configuration.settings, self._shared
+        try:
+            require_when_reachable(settings, shared.stopping)
+        except Unreachable:
+            if shared.stopping.is_set():
+                return
+            raise
+        if named:
+            shared.claim(self._configuration)
+        service = Service(settings, shared.session, shared.accept_configuration)
+        # Whoever stops sees the service, or the service sees that it is to stop.
+        self.service = service
+        if not shared.stopping.is_set():
+            service.run()
+
+
+def _shared_session(all_settings: Sequence[Settings]) -> Session | None:
+    """The Spark session of several groups; a single one has its own. A process has one JVM."""
+    needing = [each for each in all_settings if each.needs_spark]
+    if len(all_settings) == 1 or not needing:
+        return None
+    return Session(needing[0].spark)

@@ -1,0 +1,37 @@
+"""Threads that have the context of whoever makes them, so that their log lines say of which group they are.
+
+Source: Python documentation, "contextvars — Context Variables": a thread starts with an empty context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
+from typing import Any
+
+
+class Thread(threading.Thread):
+    """A thread that runs in the context in which it was made."""
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        name: str | None = None,
+        args: Iterable[Any] = (),
+        daemon: bool | None = None,
+    ) -> None:
+        super().__init__(target=copy_context().run, name=name, args=(target, *args), daemon=daemon)
+
+
+def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
+    """A pool whose threads have the context in which it was made."""
+    return ThreadPoolExecutor(
+        workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),)
+    )
+
+
+def _enter(context: Context) -> None:
+    for variable, value in context.items():
+        variable.set(value)
