@@ -146,7 +146,7 @@ def seek(settings: Settings, move: Move, partition: int | None) -> None:
         _move(target, settings, cursors, chosen, move.goal, move.sinks)
         # Before the commit, so that what is to be read again is held.
         with reach_source(settings) as source:
-            floor.accept(source, target, settings.group, ["", *move.sinks])
+            floor.accept(source, target, settings, ["", *move.sinks])
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

@@ -380,7 +380,7 @@ class _Installation:
     def _retain(self) -> None:
         """Positions for retention, and the right to remove events."""
         source, of = self.source, self.settings.source
-        floor.note(source, self.target, self.settings.group)
+        floor.note(source, self.target, self.settings.group, of.table)
         if self.settings.retention.keep and floor.retain(source, of):
             self.done.append(
                 f"right of the role relay to remove events of {of.table} that are read"

@@ -160,7 +160,7 @@ def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | N
         actions.record(target, settings.group, name, action, reason, detail)
         # Before the commit, so that what is to be read again is held.
         with reach_source(settings) as source:
-            floor.accept(source, target, settings.group, [name])
+            floor.accept(source, target, settings, [name])
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> int:

@@ -12,7 +12,7 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.install import administrators
-from relay.source.index import drop_index
+from relay.source.index import drop_all_indexes
 from relay.source.slot import drop_publication, drop_slot, slot_state
 from relay.store import migrations, presence, streams
 
@@ -92,7 +92,7 @@ def remove(
                 "uninstall: what there is has changed meanwhile: run `relay uninstall` again"
             )
         with _stopped(removal, source, target):
-            _drop(settings, removal, source, target)
+            _drop(removal, source, target)
     return removal.lines()
 
 
@@ -172,14 +172,14 @@ def _stopped(removal: Removal, source: Connection, target: Connection) -> Iterat
         yield
 
 
-def _drop(settings: Settings, removal: Removal, source: Connection, target: Connection) -> None:
+def _drop(removal: Removal, source: Connection, target: Connection) -> None:
     with ExitStack() as transactions:
         databases = [source] if source is target else [source, target]
         for conn in databases:
             transactions.enter_context(conn.transaction())
         for name in removal.publications:
             drop_publication(source, name)
-        drop_index(source, settings)
+        drop_all_indexes(source)
         for conn in databases:
             conn.execute("drop schema if exists relay cascade")
         # A slot does not come back with a rollback: last.

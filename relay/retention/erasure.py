@@ -36,7 +36,7 @@ def erase(
     `source` may delete from the outbox. With `force` also what is not applied yet. Raises ConfigurationError while
     something is not, psycopg.Error.
     """
-    floor.note(source, target, settings.group)
+    floor.note(source, target, settings.group, settings.source.table)
     if not force:
         _require_applied(settings, source, target, host)
     report = Report()
@@ -56,7 +56,7 @@ def _require_applied(settings: Settings, source: Connection, target: Connection,
         sql.SQL(
             """
             select r.group_id, r.reader from relay.readers as r
-             where r.given_up_at is null and r.snapshot is not null
+             where r.given_up_at is null and r.snapshot is not null and coalesce(r.outbox, {outbox}) = {outbox}
                and exists (select from {table} as o where o.{host} = %s
                               and not pg_visible_in_snapshot(o.c_xid, r.snapshot))
              order by 1, 2 limit 1
@@ -85,6 +85,7 @@ def _names(settings: Settings) -> dict[str, sql.Composable]:
     return {
         "table": sql.Identifier(*of.table_name),
         "host": sql.Identifier(of.mapping["host_id"]),
+        "outbox": sql.Literal(of.table),
     }
 
 

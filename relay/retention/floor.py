@@ -41,15 +41,17 @@ _POSITIONS = """
 """
 
 _NOTE = """
-    insert into relay.readers as r (group_id, target, reader, snapshot, by_reference)
-    select %(group)s, %(target)s, n.reader, n.snapshot::pg_snapshot, n.by_reference::bigint[]
+    insert into relay.readers as r (group_id, target, reader, snapshot, by_reference, outbox)
+    select %(group)s, %(target)s, n.reader, n.snapshot::pg_snapshot, n.by_reference::bigint[], %(outbox)s
       from unnest(%(readers)s::text[], %(snapshots)s::text[], %(by_reference)s::text[])
            as n (reader, snapshot, by_reference)
     on conflict (group_id, target, reader) do update
-       set snapshot = excluded.snapshot, by_reference = excluded.by_reference, noted_at = now(),
+       set snapshot = excluded.snapshot, by_reference = excluded.by_reference, outbox = excluded.outbox,
+           noted_at = now(),
            moved_at = case when r.snapshot::text is distinct from excluded.snapshot::text then now() else r.moved_at end
      where r.given_up_at is null
-       and (r.snapshot::text, r.by_reference) is distinct from (excluded.snapshot::text, excluded.by_reference)
+       and (r.snapshot::text, r.by_reference, r.outbox)
+           is distinct from (excluded.snapshot::text, excluded.by_reference, excluded.outbox)
         or r.given_up_at is null and r.noted_at < now() - interval '1 minute'
 """
 
@@ -82,10 +84,10 @@ def identity(target: Connection) -> str:
     return str(found[0])
 
 
-def note(source: Connection, target: Connection, group: str) -> list[str]:
+def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
     """Note in the source how far the readers of a group are; returns the names of those that are noted.
 
-    A reader that was given up stays so. Those that are no longer there are forgotten. Raises psycopg.Error.
+    `outbox` is the table that they read. A reader that was given up stays so. Those that are no longer there are forgotten. Raises psycopg.Error.
     """
     with target.transaction():
         found = target.execute(_POSITIONS, {"group": group}).fetchall()
@@ -97,6 +99,7 @@ def note(source: Connection, target: Connection, group: str) -> list[str]:
             {
                 "group": group,
                 "target": of,
+                "outbox": outbox,
                 "readers": names,
                 "snapshots": [snapshot for _, snapshot, _ in found],
                 "by_reference": [
@@ -111,7 +114,7 @@ def note(source: Connection, target: Connection, group: str) -> list[str]:
     return names
 
 
-def note_reader(source: Connection, name: str, snapshot: str) -> None:
+def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> None:
     """Note how far a reader is that belongs to no group: a Spark query.
 
     Raises ConfigurationError if it was given up.
@@ -130,6 +133,7 @@ def note_reader(source: Connection, name: str, snapshot: str) -> None:
         {
             "group": "",
             "target": "",
+            "outbox": outbox,
             "readers": [name],
             "snapshots": [snapshot],
             "by_reference": ["{}"],
@@ -145,9 +149,12 @@ def readers(source: Connection, settings: Settings) -> list[Reader]:
                (select o.c_ts from {table} as o
                  where o.c_xid >= pg_snapshot_xmin(r.snapshot) and not pg_visible_in_snapshot(o.c_xid, r.snapshot)
                  order by o.c_xid limit 1) as unread_since
-          from relay.readers as r order by 1, 2, 3
+          from relay.readers as r where coalesce(r.outbox, {outbox}) = {outbox} order by 1, 2, 3
         """
-    ).format(table=sql.Identifier(*settings.source.table_name))
+    ).format(
+        table=sql.Identifier(*settings.source.table_name),
+        outbox=sql.Literal(settings.source.table),
+    )
     with source.cursor(row_factory=class_row(Reader)) as cursor:
         return cursor.execute(statement).fetchall()
 
@@ -189,13 +196,15 @@ def given_up_readers(source: Connection) -> list[str]:
     return [str(name) for (name,) in rows]
 
 
-def accept(source: Connection, target: Connection, group: str, names: Sequence[str]) -> None:
+def accept(
+    source: Connection, target: Connection, settings: Settings, names: Sequence[str]
+) -> None:
     """Readers that were given up go on, at a position that an operator has chosen. Raises psycopg.Error."""
     source.execute(
         "delete from relay.readers where group_id = %s and target = %s and reader = any (%s)",
-        (group, identity(target), list(names)),
+        (settings.group, identity(target), list(names)),
     )
-    note(source, target, group)
+    note(source, target, settings.group, settings.source.table)
 
 
 def retain(source: Connection, of: Source) -> bool:

@@ -115,21 +115,25 @@ class Schedule:
 
     def turn(self, source: Connection, target: Connection) -> None:
         """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
-        noted = floor.note(source, target, self._settings.group)
+        of = self._settings
+        noted = floor.note(source, target, of.group, of.source.table)
         self._stop_given_up(source, target)
         now = time.monotonic()
         if now < self._next_rotation:
             return
         self._next_rotation = now + self._rotate_seconds
         self._prune(target)
-        (mine,) = source.execute("select pg_try_advisory_lock(%s, 0)", (_LOCK,)).fetchone() or (0,)
+        lock = (_LOCK, of.source.table)
+        (mine,) = source.execute(
+            "select pg_try_advisory_lock(%s, hashtext(%s))", lock
+        ).fetchone() or (0,)
         if not mine:
             return
         try:
             self._rotate(source, target, noted)
         finally:
             if not source.broken:
-                source.execute("select pg_advisory_unlock(%s, 0)", (_LOCK,))
+                source.execute("select pg_advisory_unlock(%s, hashtext(%s))", lock)
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock()

@@ -15,6 +15,8 @@ from relay.events import INSERTED_BY
 
 Connection = psycopg.Connection[Any]
 
+_SUFFIX = "_relay_c_xid"
+
 
 def has_index(conn: Connection, settings: Settings) -> bool:
     """Whether there is a whole index that begins with c_xid."""
@@ -70,6 +72,22 @@ def drop_index(conn: Connection, settings: Settings) -> bool:
     return True
 
 
+def drop_all_indexes(conn: Connection) -> None:
+    """Drop the indexes of all outboxes of the database that relay has made. Raises psycopg.Error."""
+    found = conn.execute(
+        """
+        select n.nspname, i.relname
+          from pg_index as x join pg_class as i on i.oid = x.indexrelid join pg_class as t on t.oid = x.indrelid
+               join pg_namespace as n on n.oid = i.relnamespace
+               join pg_attribute as a on a.attrelid = t.oid and a.attnum = x.indkey[0]
+         where a.attname = %s and i.relname = left(t.relname, 40) || %s and not i.relispartition
+        """,
+        (INSERTED_BY, _SUFFIX),
+    ).fetchall()
+    for names in found:
+        conn.execute(sql.SQL("drop index {}").format(sql.Identifier(*names)))
+
+
 def _name(settings: Settings) -> str:
     _, table = settings.source.table_name
-    return f"{table[:40]}_relay_c_xid"
+    return f"{table[:40]}{_SUFFIX}"

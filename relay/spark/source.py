@@ -196,7 +196,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove what the query has read, if it has a name."""
         if self._options.reader is not None:
-            note_reader(self._connected(), self._options.reader, end["snapshot"])
+            outbox = ".".join(self._options.table.name)
+            note_reader(self._connected(), self._options.reader, end["snapshot"], outbox)
         self._noted = True
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ create table if not exists relay.readers (
     moved_at     timestamptz not null default now(),
     noted_at     timestamptz not null default now(),
     given_up_at  timestamptz,
+    outbox       text,
     primary key (group_id, target, reader)
 );
 
@@ -24,6 +25,8 @@ comment on column relay.readers.snapshot is
     'everything that it sees is read; null where the outbox is not read as a table (source.mode: wal)';
 comment on column relay.readers.by_reference is
     'c_offset of events that only the outbox has: dead letters that were too large to be received';
+comment on column relay.readers.outbox is
+    'the table that it reads; null where nobody said, which holds rows of every outbox';
 comment on column relay.readers.given_up_at is
     'since when rows are removed that it has not read (retention.max_lag)';
 
@@ -37,19 +40,22 @@ create table if not exists relay.retained (
 comment on column relay.retained.every is
     'how long the range of a new partition is; null where the outbox is not partitioned';
 
--- What may be removed: rows with a c_xid below "xid" (any where it is null), those without c_xid unless "beginning", and none
--- of "offsets". A group that has a slot and has not noted its readers yet holds everything.
-create or replace function relay.retention_floor(out xid xid8, out beginning boolean, out offsets bigint[])
+-- What may be removed of an outbox: rows with a c_xid below "xid" (any where it is null), those without c_xid unless
+-- "beginning", and none of "offsets". A group that has a slot and has not noted its readers yet holds everything.
+create or replace function relay.retention_floor(outbox text, out xid xid8, out beginning boolean, out offsets bigint[])
 language sql stable set search_path = pg_catalog, pg_temp
 as $$
     select case when unknown then '0'::xid8 else least_xid end, unknown or from_beginning, held
       from (select min(pg_snapshot_xmin(snapshot)) as least_xid,
                    coalesce(bool_or(pg_snapshot_xmax(snapshot) <= '1'::xid8), false) as from_beginning,
                    (select coalesce(array_agg(number), '{}') from relay.readers, unnest(by_reference) as number
-                     where given_up_at is null) as held,
+                     where given_up_at is null
+                       and (readers.outbox is null or readers.outbox = retention_floor.outbox)) as held,
                    exists (select from relay.streams as s
                             where not exists (select from relay.readers as r where r.group_id = s.group_id)) as unknown
-              from relay.readers where given_up_at is null) as readers
+              from relay.readers
+             where given_up_at is null
+               and (readers.outbox is null or readers.outbox = retention_floor.outbox)) as of_outbox
 $$;
 
 -- The partitions of a table with their ranges, the default partition with none.
@@ -81,15 +87,15 @@ begin
 end
 $$;
 
--- Whether a table has rows that somebody has still to read.
-create or replace function relay.is_held(partition regclass, offset_column text) returns boolean
+-- Whether a partition of an outbox has rows that somebody has still to read.
+create or replace function relay.is_held(outbox text, partition regclass, offset_column text) returns boolean
 language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 declare
     floor record;
     held  boolean;
 begin
-    select * into floor from relay.retention_floor();
+    select * into floor from relay.retention_floor(outbox);
     execute format('select coalesce((select c_xid from %s where c_xid is not null order by c_xid desc limit 1) >= $1, false)',
                    partition) into held using floor.xid;
     if not held and floor.beginning then
@@ -268,13 +274,13 @@ begin
     select * into found from relay.retained_outbox(outbox);
     select p.partition into chosen from relay.partitions(found.relation) as p
      where p.partition = to_regclass(drop_partition.partition) and not p.is_default and p.upper <= older_than;
-    if chosen is null or relay.is_held(chosen, found.offset_column) then
+    if chosen is null or relay.is_held(outbox, chosen, found.offset_column) then
         return false;
     end if;
     -- In the order in which publishers lock. Nobody can insert between the second look and the end.
     execute format('lock table only %s in access exclusive mode', found.relation);
     execute format('lock table only %s in access exclusive mode', chosen);
-    if relay.is_held(chosen, found.offset_column) then
+    if relay.is_held(outbox, chosen, found.offset_column) then
         return false;
     end if;
     execute format('drop table %s', chosen);
@@ -295,7 +301,7 @@ declare
     deleted bigint;
 begin
     select * into found from relay.retained_outbox(outbox);
-    select * into floor from relay.retention_floor();
+    select * into floor from relay.retention_floor(outbox);
     chosen := found.relation;
     if (select relkind = 'p' from pg_class where oid = found.relation) then
         select max(p.partition::oid) filter (where p.is_default)::regclass, least(older_than, min(p.lower))
@@ -330,7 +336,17 @@ declare
     owner    name := (select relowner::regrole::name from pg_class where oid = relation);
     called   text;
     creating boolean;
+    other    record;
 begin
+    -- A function has one owner, whose rights must not be lent to the triggers of another one's table.
+    select r.outbox, c.relowner::regrole::name into other
+      from relay.retained as r join pg_class as c on c.oid = to_regclass(r.outbox)::oid
+     where c.relowner <> (select relowner from pg_class where oid = relation) limit 1;
+    if found then
+        raise object_not_in_prerequisite_state using message = format(
+            'retention.keep: %s belongs to %s, and %s, whose rows relay removes too, to %s: give both tables to one role, '
+            'or take retention out of one of the configurations', retain.outbox, owner, other.outbox, other.relowner);
+    end if;
     if not exists (select from pg_attribute where attrelid = relation and attname = 'c_ts' and not attisdropped) then
         execute format('alter table %s add column c_ts timestamptz not null default now()', relation);
     end if;
@@ -349,7 +365,7 @@ begin
             execute format('grant execute on function relay.%s to relay', called);
         end if;
     end loop;
-    foreach called in array array['retention_floor()', 'retained_outbox(text)', 'is_held(regclass, text)', 'partitions(regclass)',
+    foreach called in array array['retention_floor(text)', 'retained_outbox(text)', 'is_held(text, regclass, text)', 'partitions(regclass)',
                                   'partition_name(regclass, timestamptz, interval)', 'add_default(regclass, text)',
                                   'add_partition(regclass, timestamptz, timestamptz, interval)'] loop
         execute format('grant execute on function relay.%s to %I', called, owner);
@@ -367,7 +383,7 @@ begin
     if to_regrole('relay') is not null then
         grant select, insert, update, delete on relay.readers to relay;
         grant select on relay.retained to relay;
-        grant execute on function relay.partitions(regclass), relay.retention_floor() to relay;
+        grant execute on function relay.partitions(regclass), relay.retention_floor(text) to relay;
     end if;
 end
 $$;

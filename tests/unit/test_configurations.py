@@ -135,7 +135,7 @@ def test_a_variable_that_one_file_takes_is_no_mistake_of_another(
 def test_an_administrator_connects_to_one_database() -> None:
     found = load_all(written(one=ORDERS, other=PAYMENTS.replace("/app", "/billing")))
     require_one(found, "target", "--target-admin-dsn")
-    with pytest.raises(ConfigurationError, match="^--admin-dsn: .* several sources"):
+    with pytest.raises(ConfigurationError, match=r"^--admin-dsn: .* several sources"):
         require_one(found, "source", "--admin-dsn")
 
 
