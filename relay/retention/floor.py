@@ -87,7 +87,8 @@ def identity(target: Connection) -> str:
 def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
     """Note in the source how far the readers of a group are; returns the names of those that are noted.
 
-    `outbox` is the table that they read. A reader that was given up stays so. Those that are no longer there are forgotten. Raises psycopg.Error.
+    `outbox` is the table that they read. A reader that was given up stays so. Those that are no longer there are
+    forgotten. Raises psycopg.Error.
     """
     with target.transaction():
         found = target.execute(_POSITIONS, {"group": group}).fetchall()
