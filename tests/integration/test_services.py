@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import yaml
 from relay.admin.uninstall import plan_removal, remove
 from relay.config import Settings
 from relay.install import initialise
-from tests.outbox import Outbox, wait_until
+from relay.retention.schedule import Schedule
+from relay.store.connections import connect
+from tests.outbox import Outbox, relaying, wait_until
 from tests.postgres import Server
 from tests.process import Running, relay, running
 
@@ -187,6 +191,25 @@ def test_a_database_that_is_away_keeps_no_other_group(shop: Shop) -> None:
         assert groups_of(relayed, "waiting for the database") == ["payments"]
         assert relayed.terminate() == 0
     shop.assert_exact("orders")
+
+
+def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.dsn), tmp_path)
+    content = yaml.safe_load(shop.files["orders"].read_text())
+    settings = Settings(**content | {"retention": {"keep": "7d", "max_lag": "8d"}})
+    shop.publish("payments", 0, 3)
+    shop.publish("orders", 0, 3)
+    with relaying(settings):
+        shop.wait_seen("orders", 3)
+        wait_until(lambda: not outbox.column("select 1 from relay.applied_commits limit 1"))
+    later = datetime.now(UTC) + timedelta(days=9)
+    with closing(connect(outbox.dsn)) as source, closing(connect(outbox.dsn)) as target:
+        Schedule(settings, lambda: None, lambda: later).turn(source, target)
+    assert outbox.value("select count(*) from orders_outbox") == 0
+    assert outbox.value("select count(*) from payments_outbox") == 3
+    assert not outbox.column("select 1 from relay.readers where given_up_at is not null")
 
 
 def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Path) -> None:
