@@ -97,7 +97,7 @@ class Services:
                 self._note_end(news)
             elif self.running:
                 log.info("stopping after the batch in flight", extra={"signal": news.name})
-            left -= self._stop()
+            left -= self._stop(left)
 
     def _note_end(self, group: _Group) -> None:
         if group.error is None:
@@ -109,13 +109,13 @@ class Services:
                 extra={"group": group.name, "fault": "; ".join(group.fault_lines())},
             )
 
-    def _stop(self) -> set[_Group]:
-        """Let all groups end after the batch in flight; returns those that have not begun, which need no waiting."""
+    def _stop(self, left: set[_Group]) -> set[_Group]:
+        """Let groups end after the batch in flight; returns those that have not begun, which need no waiting."""
         self._stopping.set()
         if not self._last_resort.is_alive():
             self._last_resort.start()
         unbegun = set()
-        for group in self._groups:
+        for group in left:
             if group.service is None:
                 unbegun.add(group)
             else:
@@ -169,8 +169,12 @@ class _Shared:
         Addresses may differ and lead to one database, so the databases are asked.
         """
         settings = configuration.settings
-        with connect(settings.target_dsn) as conn:
-            key = (identity(conn), settings.group)
+        try:
+            with connect(settings.target_dsn) as conn:
+                key = (identity(conn), settings.group)
+        except psycopg.Error:
+            # The service waits for its databases by itself.
+            return
         with self._lock:
             other = self._targets.setdefault(key, configuration)
         if other is not configuration:

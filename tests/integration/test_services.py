@@ -195,6 +195,27 @@ def test_a_database_that_is_away_keeps_no_other_group(shop: Shop) -> None:
     shop.assert_exact("orders")
 
 
+@pytest.mark.rare
+def test_groups_share_one_spark_session(outbox: Outbox, tmp_path: Path) -> None:
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.dsn), tmp_path)
+    for file in shop.files.values():
+        content = yaml.safe_load(file.read_text())
+        spark = {"batch": {"inline_max_events": 0}, "spark": {"master": "local[2]"}}
+        file.write_text(yaml.safe_dump(content | spark))
+    for group in shop.files:
+        shop.publish(group, 0, 30)
+    with running(shop.first, *shop.options) as relayed:
+        for group in shop.files:
+            shop.wait_seen(group, 30)
+        said = [line["message"] for line in relayed.lines()]
+        assert said.count("the Spark session is ready") == 1
+        assert relayed.terminate() == 0
+    for group in shop.files:
+        shop.assert_exact(group)
+        engines = "select distinct engine from relay.engines where group_id = %s"
+        assert outbox.column(engines, (group,)) == ["spark"]
+
+
 def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
     outbox: Outbox, tmp_path: Path
 ) -> None:

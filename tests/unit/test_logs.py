@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from relay import logs
+from relay import logs, threads
 from relay.logs import LogFormat
 
 log = logging.getLogger("relay.test")
@@ -171,3 +171,29 @@ def test_a_line_that_repeats_comes_at_once_and_then_with_the_sum(
     lines.note(1, handler="shop", fault="HTTP 503")
     said = [(vars(record)["fault"], vars(record)["attempts"]) for record in caplog.records]
     assert said == [("HTTP 503", 2), ("HTTP 503", 6), ("HTTP 404", 1), ("HTTP 503", 3)]
+
+
+def test_lines_of_a_group_and_of_the_threads_that_it_makes_name_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.JSON, "info")
+
+    def relay(group: str) -> None:
+        logs.of_group(group)
+        with threads.pool(1, "apply") as pool:
+            pool.submit(log.info, "pool")
+        nested = threads.Thread(log.info, args=("thread",))
+        nested.start()
+        nested.join()
+        log.info("own", extra={"group": "given"})
+
+    for group in ("orders", "payments"):
+        thread = threads.Thread(relay, args=(group,))
+        thread.start()
+        thread.join()
+    log.info("process")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    found = [(line["message"], line.get("group")) for line in lines]
+    assert found[:3] == [("pool", "orders"), ("thread", "orders"), ("own", "given")]
+    assert found[3:5] == [("pool", "payments"), ("thread", "payments")]
+    assert found[-1] == ("process", None)
