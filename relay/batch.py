@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relay.events import Lsn
+from relay.trace_context import Trail
 from relay.transactions import Places, Transactions
 
 
@@ -129,13 +130,17 @@ class JobName:
 
 @dataclass(frozen=True, slots=True)
 class DeadTransaction:
-    """A business transaction that went to the dead letters; `fault` is safe in a log."""
+    """A business transaction that went to the dead letters; `fault` is safe in a log.
+
+    `trace_id` is the publisher's trace, sampled or not.
+    """
 
     transaction_id: str | None
     end_lsn: Lsn
     events: int
     handler: str | None
     fault: str
+    trace_id: str | None = None
 
     @property
     def fields(self) -> dict[str, object]:
@@ -146,6 +151,7 @@ class DeadTransaction:
             "events": self.events,
             "handler": self.handler,
             "fault": self.fault,
+            "trace_id": self.trace_id,
         }
 
 
@@ -156,7 +162,8 @@ class TaskOutcome:
     `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
     says that nothing was done: another instance holds the partitions of a range, a difference is open in those of a
     task, or they have not reached its `after`. `braked` has a line for each sink that the task has stopped.
-    `reached` is the applied_lsn at which a task left its partitions, if the target may still lose the commit.
+    `reached` is the applied_lsn at which a task left its partitions, if the target may still lose the commit. `trail`
+    is there only with `observe.traces`.
     """
 
     partitions: tuple[int, ...]
@@ -167,6 +174,7 @@ class TaskOutcome:
     braked: tuple[str, ...] = ()
     busy: bool = False
     reached: Mapping[int, Lsn] = field(default_factory=dict)
+    trail: Trail | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class _Group(logging.Filter):
         if name is not None and not hasattr(record, "group"):
             record.group = name
         return True
+BATCH: ContextVar[int | None] = ContextVar("batch", default=None)
+"""The number of the batch that the current thread works on."""
 
 
 class LogFormat(StrEnum):
@@ -45,10 +47,24 @@ class LogFormat(StrEnum):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = {"batch": BATCH.get(), **_span(), **record.__dict__}
     return {
-        key: value
-        for key, value in record.__dict__.items()
-        if key not in _STANDARD and value is not None
+        key: value for key, value in fields.items() if key not in _STANDARD and value is not None
+    }
+
+
+def _span() -> dict[str, object]:
+    """The ids of the current span, where OpenTelemetry is in use."""
+    # Who has a span has imported this.
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return {}
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {
+        "trace_id": trace.format_trace_id(context.trace_id),
+        "span_id": trace.format_span_id(context.span_id),
     }
 
 

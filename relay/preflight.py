@@ -20,6 +20,7 @@ from relay.event_types.loading import registered
 from relay.events import FIELDS
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
 from relay.handlers import Sink
+from relay.observe.traces import require_exporter
 from relay.patience import say_changes, until_it_works
 from relay.retention import floor, partitions
 from relay.source import columns
@@ -79,6 +80,8 @@ def examine(settings: Settings) -> Iterator[Finding]:
         built = {}
     yield from _events(settings)
     yield from _routes(settings)
+    if settings.observe.traces:
+        yield _caught("traces", "there is an exporter for them", require_exporter)
     if settings.needs_spark and not settings.spark.remote:
         yield _caught("spark", "there is a Java for Spark", java_home)
     try:

@@ -16,8 +16,10 @@ from relay.delivery.sinks import Sinks
 from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
+from relay.logs import BATCH
 from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
+from relay.observe.traces import open_traces
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
@@ -45,7 +47,9 @@ class Service:
     ) -> None:
         self._settings = settings
         self._source = open_source(settings)
-        self._sinks = Sinks(settings, self._source.confirm, self.stop)
+        self._traces = open_traces(settings)
+        around = self._traces.around if self._traces else None
+        self._sinks = Sinks(settings, self._source.confirm, self.stop, around)
         self._unflushed = (
             None
             if settings.target.durable or settings.source.mode == "poll"
@@ -67,6 +71,7 @@ class Service:
             settings.shutdown_timeout,
             self.stop,
             self._summary.note_redelivered,
+            self._traces.redelivered if self._traces else None,
         )
         self._retention = Schedule(settings, self.stop)
         self._catch_up = CatchUp()
@@ -114,6 +119,8 @@ class Service:
             self._catch_up.close()
             self._summary.close()
             self._engines.close()
+            if self._traces:
+                self._traces.close()
         self._raise_faults()
         flushed = self._source.flushed
         log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
@@ -146,6 +153,7 @@ class Service:
 
     def _relay(self, batch: Batch) -> None:
         started = time.monotonic()
+        BATCH.set(batch.number)
         self._sinks.offer(batch)
         outcome = self._pipeline.run(batch, self._source.ahead)
         self._sinks.taken()
@@ -155,7 +163,11 @@ class Service:
                 self._unflushed.add(batch.end, outcome.reached)
             else:
                 self._sinks.durable(batch.end)
-        _report(batch, outcome, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        _report(batch, outcome, seconds)
+        if self._traces:
+            self._traces.note(batch, outcome, seconds)
+        BATCH.set(None)
         self._catch_up.note(batch)
         self._summary.note(batch, outcome)
         self._engines.note(batch, outcome)

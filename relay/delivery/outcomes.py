@@ -19,6 +19,7 @@ from relay.faults import NotReceived, describe
 from relay.logs import RepeatedLines
 from relay.store import dead_letters, deferred
 from relay.store.deferred import Wait
+from relay.trace_context import trace_id
 from relay.transactions import Undecoded
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Recorder:
                 len(rows.tuples),
                 self._sink,
                 describe(outcome.error),
+                trace_id(delivery.events.events),
             )
             log.warning("dead letter", extra=dead.fields)
 

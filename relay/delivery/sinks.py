@@ -23,6 +23,8 @@ from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
 from relay.events import Lsn
 from relay.faults import RelayError
+from relay.handler_settings import DeliveryHandler
+from relay.handlers import Sink
 from relay.pipeline.routed import Routing
 from relay.snapshots import Xids, full_xids
 from relay.source.server import Sight
@@ -59,8 +61,13 @@ class Sinks:
     """
 
     def __init__(
-        self, settings: Settings, confirm: Callable[[Lsn], None], failed: Callable[[], None]
+        self,
+        settings: Settings,
+        confirm: Callable[[Lsn], None],
+        failed: Callable[[], None],
+        around: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
     ) -> None:
+        """`around` is asked for each sink what delivers instead of it."""
         self._settings = settings
         self._confirm = confirm
         self._polls = settings.source.mode != "wal"
@@ -75,7 +82,14 @@ class Sinks:
         upcaster = Upcasting(registered(settings.events))
         built = handlers.build_sinks(settings.handlers, upcaster)
         self._workers = {
-            name: Worker(name, sink, configured, settings, self, failed)
+            name: Worker(
+                name,
+                around(name, sink, configured) if around else sink,
+                configured,
+                settings,
+                self,
+                failed,
+            )
             for name, (sink, configured) in built.items()
         }
         self._spark = [SparkWorker(name, settings) for name in settings.spark_handlers]

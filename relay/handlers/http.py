@@ -23,6 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from yarl import URL
 
+from relay import trace_context
 from relay.events import Event, Transaction
 from relay.fates import LONGEST_ASKED_SECONDS
 from relay.faults import ConfigurationError, Rejected, Undelivered
@@ -77,20 +78,23 @@ class Http:
             whole = list(events)
             # Of a transaction it is that of its first event, which a change of configuration does not alter.
             identity = cloudevents.identity(whole[0])
-            yield identity, {"content-type": cloudevents.BATCH}, cloudevents.batch(whole, source)
+            trace = trace_context.headers(whole[0])
+            body = cloudevents.batch(whole, source)
+            yield identity, {"content-type": cloudevents.BATCH, **trace}, body
             return
         for event in events:
             identity = cloudevents.identity(event)
+            trace = trace_context.headers(event)
             if self._settings.mode == "binary":
                 attributes = cloudevents.headers(cloudevents.attributes(event, source))
                 body = cloudevents.data(event)
-                yield identity, {"content-type": cloudevents.DATA, **attributes}, body
+                yield identity, {"content-type": cloudevents.DATA, **attributes, **trace}, body
             elif self._settings.mode == "batch":
                 body = cloudevents.batch([event], source)
-                yield identity, {"content-type": cloudevents.BATCH}, body
+                yield identity, {"content-type": cloudevents.BATCH, **trace}, body
             else:
                 body = cloudevents.structured(event, source)
-                yield identity, {"content-type": cloudevents.STRUCTURED}, body
+                yield identity, {"content-type": cloudevents.STRUCTURED, **trace}, body
 
     async def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:
         identity = cloudevents.header(identity)

@@ -153,4 +153,5 @@ def _headers(message: Message) -> list[tuple[str, str | bytes | None]]:
     return [
         ("content-type", message.content_type),
         *((f"ce_{name}", value) for name, value in attributes.items()),
+        *message.trace.items(),
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from relay import trace_context
 from relay.events import Event, Transaction
 from relay.faults import Rejected, Undelivered
 from relay.handler_settings import BrokerHandler
@@ -17,7 +19,10 @@ _PORTION_BYTES = 4_000_000
 
 
 class Message(NamedTuple):
-    """An event for a broker. `identity` is the same in every attempt; a structured body has the `attributes` in it."""
+    """An event for a broker. `identity` is the same in every attempt; a structured body has the `attributes` in it.
+
+    `trace` are headers of the message whatever the mode.
+    """
 
     topic: str
     key: str | None
@@ -25,6 +30,7 @@ class Message(NamedTuple):
     content_type: str
     attributes: dict[str, str]
     body: bytes
+    trace: trace_context.Headers = MappingProxyType({})
 
 
 class Broker(Protocol):
@@ -87,11 +93,13 @@ class Publishing:
         topic = _name(self._topic, event)
         key = None if self._key is None else _name(self._key, event)
         identity = cloudevents.identity(event)
+        trace = trace_context.headers(event)
         if self._structured:
             body = cloudevents.structured(event, self._source)
-            return Message(topic, key, identity, cloudevents.STRUCTURED, {}, body)
+            return Message(topic, key, identity, cloudevents.STRUCTURED, {}, body, trace)
         attributes = cloudevents.attributes(event, self._source)
-        return Message(topic, key, identity, cloudevents.DATA, attributes, cloudevents.data(event))
+        body = cloudevents.data(event)
+        return Message(topic, key, identity, cloudevents.DATA, attributes, body, trace)
 
 
 def _name(template: Template, event: Event) -> str:

@@ -200,4 +200,5 @@ def _headers(message: Message) -> dict[str, str]:
         "Nats-Msg-Id": message.identity,
         "content-type": message.content_type,
         **cloudevents.headers(message.attributes),
+        **message.trace,
     }

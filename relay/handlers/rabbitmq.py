@@ -157,13 +157,14 @@ class _Channel:
         if self._fault is not None:
             raise self._fault
         message = sending.messages[index]
+        attributes = {f"cloudEvents:{key}": value for key, value in message.attributes.items()}
         self._channel.basic_publish(
             self._exchange,
             message.topic,
             message.body,
             pika.BasicProperties(
                 content_type=message.content_type,
-                headers={f"cloudEvents:{key}": value for key, value in message.attributes.items()},
+                headers={**attributes, **message.trace},
                 message_id=message.identity,
                 delivery_mode=pika.DeliveryMode.Persistent,
             ),

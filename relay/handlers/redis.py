@@ -100,6 +100,7 @@ class Redis:
                 fields: dict[Any, Any] = {
                     "id": message.identity,
                     **message.attributes,
+                    **message.trace,
                     "data": message.body,
                 }
                 pipeline.xadd(message.topic, fields, maxlen=self._max_length)

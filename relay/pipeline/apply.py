@@ -38,6 +38,7 @@ from relay.paths import JSON_FIELDS
 from relay.pipeline.brake import Brake, run_of
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
 from relay.pipeline.routed import Routing
+from relay.pipeline.tracing import Tracing, joined, judged
 from relay.pipeline.waiting import Waiting
 from relay.snapshots import Xids, full_xids
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
@@ -45,6 +46,7 @@ from relay.store import brakes, dead_letters, deferred, offsets, snapshots
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
 from relay.store.unflushed import require_kept
+from relay.trace_context import Traced, Trail, trace_id
 from relay.transactions import Mask, Transactions, Undecoded
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,16 @@ class Redelivery(NamedTuple):
     tried: int
     applied: int
     dead: list[DeadTransaction]
+    trail: Trail | None = None
+
+
+class _Delivered(NamedTuple):
+    """What became of transactions: what is dead, how many events wait, and what is to be said of stopped sinks."""
+
+    dead: list[DeadTransaction]
+    waiting: int
+    braked: list[str]
+    trail: Trail | None = None
 
 
 class Applier:
@@ -91,6 +103,9 @@ class Applier:
         self._settings = settings
         self._rows = OutboxRows(settings)
         self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
+        self._tracing = (
+            Tracing(self._routing, self._handling.names) if settings.observe.traces else None
+        )
 
     def connect(self) -> None:
         """Open a connection now instead of with the first task. Raises psycopg.Error."""
@@ -146,6 +161,11 @@ class Applier:
             raise
 
     def _attempt(self, task: Work, run: Run) -> TaskOutcome:
+        began = time.time_ns()
+        outcome = self._commit(task, run)
+        return replace(outcome, trail=outcome.trail.since(began)) if outcome.trail else outcome
+
+    def _commit(self, task: Work, run: Run) -> TaskOutcome:
         with self._pool.transaction() as conn:
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
@@ -162,14 +182,14 @@ class Applier:
                 reached = self._reached(cursors)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             brake = Brake(self._limits, locked.streaks)
-            dead, waiting, braked = self._deliver(conn, fresh, locked.holding, run, brake)
+            delivered = self._deliver(conn, fresh, locked.holding, run, brake)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
                 noted = np.unique(full_xids(fresh.facts["xid"], task.next_xid))
             offsets.advance(conn, self._group, moved, noted, self._durable)
         events = fresh.events
-        outcome = _outcome(task, events, task.events - events, waiting, dead, braked)
+        outcome = _outcome(task, events, task.events - events, [delivered])
         return replace(outcome, reached=self._reached(cursors, moved))
 
     def _reached(
@@ -197,24 +217,20 @@ class Applier:
         if not floors:
             return TaskOutcome(task.partitions)
         noted = snapshots.noted_in(conn, self._group, floors)
-        events = waiting = 0
-        dead: list[DeadTransaction] = []
-        braked: list[str] = []
+        events = 0
+        all_delivered: list[_Delivered] = []
         for transactions in self._portions(self._of_range(task, floors, noted)):
             events += transactions.events
             left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
-            dead += buried
+            all_delivered.append(_Delivered(buried, 0, []))
             if not len(left):
                 continue
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(floors), hosts)
             brake = Brake(self._limits, locked.streaks)
-            buried, parked, stopped = self._deliver(conn, left, locked.holding, run, brake)
-            waiting += parked
-            dead += buried
-            braked += stopped
+            all_delivered.append(self._deliver(conn, left, locked.holding, run, brake))
         offsets.polled(conn, self._group, _ends(task, floors), task.upto, self._durable)
-        return _outcome(task, events, 0, waiting, dead, braked)
+        return _outcome(task, events, 0, all_delivered)
 
     def _of_range(
         self, task: Range, floors: Mapping[int, int], noted: Mapping[int, Xids]
@@ -282,11 +298,8 @@ class Applier:
         holding: set[str],
         run: Run,
         brake: Brake,
-    ) -> tuple[list[DeadTransaction], int, list[str]]:
-        """Run the handlers of transactions, but park those that have to wait.
-
-        Returns what was dead-lettered, how many events wait, and what is to be said of sinks that are stopped now.
-        """
+    ) -> _Delivered:
+        """Run the handlers of transactions, but park those that have to wait."""
         waits = self._waiting.split(conn, transactions, holding)
         flowing = transactions.besides(waits)
         left = transactions.take(flowing) if waits else transactions
@@ -311,7 +324,13 @@ class Applier:
         deferred.park(conn, self._group, parked)
         self._report(fates)
         waiting = [place for place, wait in waits.items() if not wait.blocked]
-        return dead, int(transactions.facts["events"][waiting].sum()), braked
+        trail = self._trail(transactions, lambda place: judged(fates.get(place), place in waits))
+        return _Delivered(dead, int(transactions.facts["events"][waiting].sum()), braked, trail)
+
+    def _trail(
+        self, transactions: Transactions, judge: Callable[[int], Traced | None]
+    ) -> Trail | None:
+        return None if self._tracing is None else self._tracing.trail(transactions, judge)
 
     def _count(
         self, conn: Connection, transactions: Transactions, fates: Fates, brake: Brake
@@ -375,6 +394,11 @@ class Applier:
             return deferred.seconds_to_next(conn, self._group)
 
     def _revive(self, run: Run) -> Redelivery:
+        began = time.time_ns()
+        found = self._retry(run)
+        return found._replace(trail=found.trail.since(began)) if found.trail else found
+
+    def _retry(self, run: Run) -> Redelivery:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
@@ -383,12 +407,11 @@ class Applier:
             transactions = deferred.transactions(
                 conn, due, limits.max_bytes, limits.spool_directory
             )
-            applied, dead = self._take_up(conn, due, transactions, run)
-        return Redelivery(len(due), applied, dead)
+            return self._take_up(conn, due, transactions, run)
 
     def _take_up(
         self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: Run
-    ) -> tuple[int, list[DeadTransaction]]:
+    ) -> Redelivery:
         histories = {
             place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
         }
@@ -428,7 +451,11 @@ class Applier:
         self._deliver_to_sinks(conn, transactions, undelivered)
         deferred.wait_again(conn, again)
         deferred.settle(conn, done)
-        return len(due) - len(fates), dead
+        trail = self._trail(
+            transactions,
+            lambda place: judged(fates.get(place), False, histories[place].attempts),
+        )
+        return Redelivery(len(due), len(due) - len(fates), dead, trail)
 
     def _deliver_to_sinks(
         self, conn: Connection, transactions: Transactions, undelivered: Iterable[int]
@@ -504,20 +531,22 @@ class Applier:
             len(events),
             failure.handler,
             describe(failure.error),
+            trace_id(events),
         )
 
 
-def _outcome(
-    task: Work,
-    events: int,
-    skipped: int,
-    waiting: int,
-    dead: Sequence[DeadTransaction],
-    braked: Sequence[str],
-) -> TaskOutcome:
+def _outcome(task: Work, events: int, skipped: int, delivered: Sequence[_Delivered]) -> TaskOutcome:
+    dead = tuple(item for each in delivered for item in each.dead)
     lost = sum(item.events for item in dead)
+    waiting = sum(each.waiting for each in delivered)
     return TaskOutcome(
-        task.partitions, events - lost - waiting, skipped, waiting, tuple(dead), tuple(braked)
+        task.partitions,
+        events - lost - waiting,
+        skipped,
+        waiting,
+        dead,
+        tuple(line for each in delivered for line in each.braked),
+        trail=joined(each.trail for each in delivered),
     )
 
 

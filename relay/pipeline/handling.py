@@ -83,6 +83,11 @@ class Handling:
         }
         self._losses: Counter[str] = Counter()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The transactional handlers."""
+        return tuple(self._inside)
+
     def forgive(self) -> None:
         """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
         if "_suspects" in self.__dict__:

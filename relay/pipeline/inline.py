@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import copy_context
 
 from relay.batch import JobName, TaskOutcome, Work
 from relay.faults import TaskFault
@@ -35,7 +36,15 @@ class InlineEngine:
         """Apply the tasks side by side, guarded ones in turn; results are in the order of the tasks."""
         if guarded or len(tasks) == 1:
             return [attempt(self._applier, task, guarded) for task in tasks]
-        return list(self._threads.map(lambda task: attempt(self._applier, task, False), tasks))
+        # Log lines of a thread name the batch too.
+        contexts = [copy_context() for _ in tasks]
+        return list(
+            self._threads.map(
+                lambda context, task: context.run(attempt, self._applier, task, False),
+                contexts,
+                tasks,
+            )
+        )
 
     def close(self) -> None:
         """Let the threads end."""

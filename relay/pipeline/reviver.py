@@ -10,6 +10,7 @@ from relay.faults import RelayError, TaskFault
 from relay.patience import say_once, until_it_works
 from relay.pipeline.apply import Applier
 from relay.threads import Thread
+from relay.trace_context import Trail
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,18 @@ class Reviver:
         patience: float,
         failed: Callable[[], None],
         applied: Callable[[int], None],
+        traced: Callable[[Trail | None], None] | None = None,
     ) -> None:
         """`patience` is how many seconds `close` waits for what is in flight.
 
-        `applied` is called with how many transactions were applied, after each commit.
+        `applied` is called with how many transactions were applied, after each commit, and `traced` with those that
+        are traced.
         """
         self._applier = applier
         self._patience = patience
         self._failed = failed
         self._applied = applied
+        self._traced = traced
         self._guarded = False
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="reviver", daemon=True)
@@ -67,7 +71,9 @@ class Reviver:
 
     def _revive(self) -> float:
         """Take up what there is; returns how many seconds nothing else will be due."""
-        tried, applied, dead = self._applier.revive(self._guarded)
+        tried, applied, dead, trail = self._applier.revive(self._guarded)
+        if self._traced is not None:
+            self._traced(trail)
         for each in dead:
             log.warning("dead letter", extra=each.fields)
         if tried:
