@@ -35,6 +35,8 @@ class _Group(logging.Filter):
         if name is not None and not hasattr(record, "group"):
             record.group = name
         return True
+
+
 BATCH: ContextVar[int | None] = ContextVar("batch", default=None)
 """The number of the batch that the current thread works on."""
 

@@ -53,8 +53,8 @@ FLUSH_SECONDS = 5.0
 """How long the process waits at most, at its end, for spans to be sent."""
 MOST_LINKS = 128
 """How many publishers a batch's span is linked to at most."""
-MOST_READ = 1_000
-"""How many events of a delivery are looked at for their context."""
+MOST_READ = 128
+"""How many events of a delivery are looked at for their context, before it begins."""
 _REPEAT_SECONDS = 300.0
 _EPOCH = POSTGRES_EPOCH.timestamp()
 
@@ -84,8 +84,13 @@ class Traces:
     def note(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Make the spans of a batch that has just become durable, so many seconds after it was taken."""
         trails = [task.trail for task in outcome.tasks if task.trail is not None]
-        if not trails:
-            return
+        if trails:
+            with _harmless():
+                self._applied(batch, outcome, trails, seconds)
+
+    def _applied(
+        self, batch: Batch, outcome: Outcome, trails: Sequence[Trail], seconds: float
+    ) -> None:
         now = time.time_ns()
         traced = [one for trail in trails for one in trail.traced]
         contexts = dict.fromkeys(origin.context for one in traced for origin in one.origins)
@@ -118,7 +123,8 @@ class Traces:
     def redelivered(self, trail: Trail | None) -> None:
         """Make the spans of transactions of `relay.deferred` that were retried."""
         if trail is not None:
-            self._processed(trail, {"relay.redelivery": True}, [])
+            with _harmless():
+                self._processed(trail, {"relay.redelivery": True}, [])
 
     def around(self, name: str, sink: Sink, settings: DeliveryHandler) -> Sink:
         """The same sink, whose deliveries have spans."""
@@ -164,7 +170,7 @@ class Traces:
             kind,
             {
                 **more,
-                **_of_events(origin, transaction.transaction_id),
+                **_of_events(origin, transaction.transaction_id, len(transaction) <= MOST_READ),
                 "messaging.operation.name": "send",
                 "messaging.operation.type": "send",
                 "relay.sink": name,
@@ -192,11 +198,13 @@ class _TracedSink:
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction. Raises what the sink raises."""
         spans: dict[TraceContext, Span] = {}
-        for context, origin in _origins(transaction.events).items():
-            spans[context] = self._traces.start_delivery(
-                self.name, self._kind, origin, transaction, self._attributes
-            )
-        sent = {context: _headers(span.get_span_context()) for context, span in spans.items()}
+        sent: dict[TraceContext, Headers] = {}
+        with _harmless():
+            for context, origin in _origins(transaction.events).items():
+                spans[context] = self._traces.start_delivery(
+                    self.name, self._kind, origin, transaction, self._attributes
+                )
+                sent[context] = _headers(spans[context].get_span_context())
 
         def headers(event: Event) -> Headers:
             context = parse(event.text("metadata"))
@@ -214,9 +222,10 @@ class _TracedSink:
             raise
         finally:
             now = time.time_ns()
-            for span in spans.values():
-                span.set_attributes(_of_commit(transaction.commit.ts, now))
-                span.end(now)
+            with _harmless():
+                for span in spans.values():
+                    span.set_attributes(_of_commit(transaction.commit.ts, now))
+                    span.end(now)
 
 
 class _Exporter(SpanExporter):
@@ -280,7 +289,6 @@ _DROPS = _Drops()
 def exporter() -> SpanExporter:
     """What sends spans: OTLP over HTTP, to where the OTEL_* variables say."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    logging.getLogger("urllib3").setLevel(logging.CRITICAL)
     queue = logging.getLogger("opentelemetry.sdk._shared_internal")
     queue.setLevel(logging.WARNING)
     queue.addFilter(_DROPS)
@@ -319,6 +327,15 @@ def _origins(events: Iterable[Event]) -> Mapping[TraceContext, Origin]:
 
 
 @contextmanager
+def _harmless() -> Iterator[None]:
+    """Relaying goes on, whatever goes wrong with spans."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("spans cannot be made", extra={"fault": describe(error)})
+
+
+@contextmanager
 def _current(spans: Iterable[Span]) -> Iterator[None]:
     """Let log lines, and what the client libraries are instrumented with, see the first of some spans."""
     first = next(iter(spans), None)
@@ -338,10 +355,12 @@ def _judge(span: Span, traced: Traced) -> None:
         span.set_attribute("relay.handler", traced.handler)
 
 
-def _of_events(origin: Origin, transaction_id: str | None) -> Attributes:
+def _of_events(origin: Origin, transaction_id: str | None, counted: bool = True) -> Attributes:
     found: Attributes = {}
     if transaction_id is not None:
         found["messaging.message.conversation_id"] = transaction_id
+    if not counted:
+        return found
     if origin.events > 1:
         found["messaging.batch.message_count"] = origin.events
     elif origin.event_id is not None:

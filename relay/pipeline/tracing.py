@@ -5,6 +5,7 @@ It runs where the task is applied, on executors too; the driver makes spans of w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -20,6 +21,8 @@ MOST_TRACED = 1_000
 MOST_ORIGINS = 128
 """How many contexts of one business transaction are traced at most."""
 
+_SAMPLED = re.compile(rb'-[0-9a-f]{16}-[0-9a-f][13579bdf]"')
+"""The end of each traceparent with the sampled flag: to parse all metadata would take ten times as long."""
 _FIELDS = ("metadata", "id")
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
@@ -40,10 +43,10 @@ class Tracing:
 
         `judge` says what became of the one at an index, None where it was not tried.
         """
-        found = self._origins(transactions)
+        found, left_out = self._origins(transactions)
         if not found:
             return None
-        indices = list(found)[:MOST_TRACED]
+        indices = list(found)
         some = transactions.take(indices)
         reached = {name: self._routing.reached(some, name) for name in self._handlers}
         traced = []
@@ -63,24 +66,30 @@ class Tracing:
                     handlers=names,
                 )
             )
-        return Trail(tuple(traced), len(found) - len(indices))
+        return Trail(tuple(traced), left_out) if traced else None
 
-    def _origins(self, transactions: Transactions) -> dict[int, tuple[Origin, ...]]:
-        """The sampled contexts of the events of each transaction, by index."""
+    def _origins(self, transactions: Transactions) -> tuple[dict[int, tuple[Origin, ...]], int]:
+        """The sampled contexts of the first MOST_TRACED transactions that have any, and how many more there are."""
         decoder = self._routing.decoder(transactions.columns)
-        ends = np.cumsum(transactions.facts["events"])
+        facts = transactions.facts["events"]
+        index_of = np.repeat(np.arange(len(facts)), facts).tolist()
         found: dict[int, dict[TraceContext, Origin]] = {}
+        left_out: set[int] = set()
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
             columns = zip(*decoder.columns(rows, _FIELDS), strict=True)
             for row, (metadata, event_id) in enumerate(columns, first):
-                context = parse(metadata)
-                if context is None or not context.sampled:
+                if metadata is None or not _SAMPLED.search(metadata):
                     continue
-                index = int(np.searchsorted(ends, row, side="right"))
-                add(found.setdefault(index, {}), context, event_id and text(event_id))
+                index = index_of[row]
+                if index not in found and len(found) >= MOST_TRACED:
+                    left_out.add(index)
+                    continue
+                context = parse(metadata)
+                if context is not None and context.sampled:
+                    add(found.setdefault(index, {}), context, event_id and text(event_id))
             first += len(rows)
-        return {index: tuple(origins.values()) for index, origins in found.items()}
+        return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
 def judged(fate: Fate | None, waits: bool, attempts: int = 0) -> Traced | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from relay.observe import spans as module
 from relay.replay import DeadLetters
 from relay.spark.session import Session
 from relay.store.dead_letters import Filter
+from tests.brokers import KafkaCluster, started
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 from tests.traces import Collector, Shop, is_child, of, traceparent
@@ -291,6 +294,93 @@ def test_an_exporter_that_fails_concerns_nobody(
     assert len(lines) == 1
 
 
+class _Hanging(_Broken):
+    def __init__(self) -> None:
+        self.released = Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.released.wait(60)
+        return SpanExportResult.SUCCESS
+
+
+def test_a_collector_that_hangs_delays_neither_events_nor_for_long_the_end(
+    outbox: Outbox, webhook: Webhook, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = _Hanging()
+    monkeypatch.setattr(module, "exporter", lambda: hanging)
+    monkeypatch.setattr(module, "FLUSH_SECONDS", 0.3)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with relaying(outbox.settings(**posting(webhook))):
+        for number in range(3):
+            shop.place(host(1), number)
+            wait_until(lambda number=number: len(webhook.taken) > number)  # type: ignore[misc]
+        outbox.wait_handled()
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    hanging.released.set()
+    outbox.assert_exact()
+
+
+def test_spans_that_cannot_be_made_concern_nobody(
+    outbox: Outbox,
+    webhook: Webhook,
+    shop: Shop,
+    exported: InMemorySpanExporter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(module, "parent", broken)
+    with relaying(outbox.settings(**posting(webhook))):
+        shop.place(host(1), 1)
+        shop.place(host(1), -1)
+        wait_until(lambda: len(webhook.taken) == 2)
+        outbox.wait_handled()
+    outbox.assert_exact()
+    assert not of(exported.get_finished_spans(), "send")
+
+
+def test_a_large_transaction_has_one_span(
+    outbox: Outbox, webhook: Webhook, exported: InMemorySpanExporter
+) -> None:
+    more: dict[str, Any] = {"metadata": {"traceparent": PARENT}}
+    config = posting(webhook, each="transaction")
+    config["batch"] = {"max_bytes": 50_000}
+    with relaying(outbox.settings(**config)):
+        outbox.publish(host(1), *(event(number, **more) for number in range(3_000)))
+        wait_until(lambda: len(webhook.taken) == 1)
+        outbox.wait_handled()
+    spans = exported.get_finished_spans()
+    (processed,), (sent,) = of(spans, "process"), of(spans, "send")
+    assert tracing(webhook) == [traceparent(sent.context)]
+    assert processed.attributes is not None
+    assert processed.attributes["messaging.batch.message_count"] == 3_000
+
+
+@pytest.mark.brokers
+def test_a_message_carries_the_span_of_its_delivery(
+    outbox: Outbox, shop: Shop, exported: InMemorySpanExporter, tmp_path: Path
+) -> None:
+    with started(KafkaCluster, tmp_path / "broker") as broker:
+        kafka = {**broker.handler, "topic": "shop.{event_type}"}
+        to_kafka: dict[str, Any] = {
+            "handlers": {"kafka": kafka},
+            "routes": [{"handlers": ["kafka"]}],
+        }
+        with relaying(outbox.settings(**to_kafka, **ON)):
+            order = shop.place(host(1), 1)
+            wait_until(lambda: broker.count() == 1)
+        (message,) = broker.messages()
+    (sent,) = exported.get_finished_spans()
+    assert is_child(sent, order)
+    assert sent.kind is SpanKind.PRODUCER
+    assert sent.attributes is not None
+    assert sent.attributes["messaging.system"] == "kafka"
+    assert sent.attributes["messaging.destination.template"] == "shop.{event_type}"
+    assert dict(message.headers())["traceparent"].decode() == traceparent(sent.context)
+
+
 def test_a_process_sends_its_spans_to_a_collector(
     outbox: Outbox, webhook: Webhook, shop: Shop, tmp_path: Path
 ) -> None:
@@ -343,8 +433,10 @@ def test_a_process_without_a_collector_relays_and_ends(
             assert process.terminate() == 0
             text = process.log.read_text()
             said = [line for line in process.lines() if "traces" in line["message"]]
+            foreign = [line for line in process.lines() if not line["logger"].startswith("relay")]
     assert len(said) == 1
     assert said[0]["message"].startswith("traces cannot be sent")
+    assert foreign == []
     assert "s3cret" not in text
     assert "Traceback" not in text
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import format_span_id, format_trace_id
 
 from relay import logs, threads
 from relay.logs import LogFormat
@@ -197,3 +199,23 @@ def test_lines_of_a_group_and_of_the_threads_that_it_makes_name_it(
     assert found[:3] == [("pool", "orders"), ("thread", "orders"), ("own", "given")]
     assert found[3:5] == [("pool", "payments"), ("thread", "payments")]
     assert found[-1] == ("process", None)
+
+
+def test_lines_inside_a_batch_and_a_span_name_both(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(LogFormat.JSON, "info")
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    token = logs.BATCH.set(17)
+    try:
+        with tracer.start_as_current_span("send hook") as span:
+            log.info("inside")
+            log.info("of another", extra={"batch": 3, "trace_id": "given"})
+    finally:
+        logs.BATCH.reset(token)
+    log.info("outside")
+    inside, other, outside = map(json.loads, capsys.readouterr().err.splitlines())
+    context = span.get_span_context()
+    assert inside["batch"] == 17
+    assert inside["trace_id"] == format_trace_id(context.trace_id)
+    assert inside["span_id"] == format_span_id(context.span_id)
+    assert (other["batch"], other["trace_id"]) == (3, "given")
+    assert not {"batch", "trace_id", "span_id"} & set(outside)

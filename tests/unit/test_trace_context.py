@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import get_current_span
 from pydantic import TypeAdapter
 
 from relay.events import Event
 from relay.handler_settings import Handler, NatsHandler
 from relay.handlers import cloudevents, kafka, nats
 from relay.handlers.messages import Message, Publishing
+from relay.observe.spans import parent
 from relay.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from tests.sinks import made, transaction
 
@@ -84,6 +86,13 @@ def test_nothing_but_printable_ascii_gets_into_headers(parent: str, state: str) 
         found = parse(json.dumps({"traceparent": each, "tracestate": state}))
         if found is not None:
             assert all(value.isascii() and value.isprintable() for value in found.headers.values())
+
+
+@given(st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=100))
+def test_any_state_can_be_the_parent_of_a_span(state: str) -> None:
+    context = TraceContext(TRACE, SPAN, 1, state)
+    found = get_current_span(parent(context)).get_span_context()
+    assert (found.trace_id, found.span_id) == (int(TRACE, 16), int(SPAN, 16))
 
 
 def test_the_first_event_says_in_which_trace_a_transaction_was_published() -> None:
