@@ -64,7 +64,7 @@ Attributes = dict[str, AttributeValue]
 class Traces:
     """Makes spans and sends them, in threads of its own. What cannot be sent is dropped.
 
-    Spans are made only for events whose publisher's trace is sampled, unless OTEL_TRACES_SAMPLER says otherwise.
+    Spans are made only for events whose publisher's trace is sampled; OTEL_TRACES_SAMPLER can leave some of them out.
     """
 
     def __init__(self, group: str, table: str) -> None:

@@ -56,13 +56,12 @@ class Tracing:
             # What goes to sinks only is traced where it is delivered.
             if verdict is None or not (names or verdict.disposition == "dead"):
                 continue
-            one = some.part(number, number + 1)
-            (transaction_id,), committed = one.ids, int(one.facts["ts"][0])
+            transaction_id = some.ids[number]
             traced.append(
                 verdict._replace(
                     origins=found[index],
                     transaction_id=None if transaction_id is None else text(transaction_id),
-                    committed=committed,
+                    committed=int(some.facts["ts"][number]),
                     handlers=names,
                 )
             )

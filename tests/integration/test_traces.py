@@ -368,7 +368,7 @@ def test_a_message_carries_the_span_of_its_delivery(
             "handlers": {"kafka": kafka},
             "routes": [{"handlers": ["kafka"]}],
         }
-        with relaying(outbox.settings(**to_kafka, **ON)):
+        with relaying(outbox.settings(**{**to_kafka, **ON})):
             order = shop.place(host(1), 1)
             wait_until(lambda: broker.count() == 1)
         (message,) = broker.messages()

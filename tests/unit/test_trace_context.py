@@ -15,8 +15,9 @@ from pydantic import TypeAdapter
 
 from relay.events import Event
 from relay.handler_settings import Handler, NatsHandler
-from relay.handlers import cloudevents, kafka, nats
+from relay.handlers import cloudevents, kafka, nats, rabbitmq, redis
 from relay.handlers.messages import Message, Publishing
+from relay.handlers.window import Unanswered, Window
 from relay.observe.spans import parent
 from relay.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from tests.sinks import made, transaction
@@ -141,6 +142,49 @@ def test_messages_carry_the_context_beside_the_cloud_event(mode: str) -> None:
     assert nats._headers(first)["traceparent"] == "of 1"
     assert not any("traceparent" in key for key in first.attributes)
     assert headers(made(1)) == {}
+
+
+class _Said:
+    """Stands for a client: notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def pipeline(self, transaction: bool) -> _Said:
+        return self
+
+    def execute_command(self, *words: Any) -> None:
+        pass
+
+    def xadd(self, *words: Any, **_: Any) -> None:
+        self.calls.append(words)
+
+    def basic_publish(self, *words: Any, **_: Any) -> None:
+        self.calls.append(words)
+
+    async def execute(self, raise_on_error: bool) -> list[Any]:
+        return []
+
+
+def test_entries_of_redis_and_messages_of_rabbitmq_carry_the_context() -> None:
+    message = Message("t", None, "1", "x/y", {"type": "t"}, b"{}", {"traceparent": PARENT})
+    said = _Said()
+
+    async def send() -> None:
+        stream = redis.Redis.__new__(redis.Redis)
+        client: Any = said
+        stream._client, stream._max_length = client, None
+        await stream._execute([redis._Append([message])])
+        channel = rabbitmq._Channel.__new__(rabbitmq._Channel)
+        channel._fault, channel._exchange, channel._number = None, "", 0
+        channel._channel, channel.unanswered = client, Unanswered()
+        window = Window(1.0)
+        await channel.publish(window.sending([message]), 0)
+
+    asyncio.run(send())
+    (_, fields), (*_, properties) = said.calls
+    assert fields["traceparent"] == PARENT
+    assert properties.headers == {"cloudEvents:type": "t", "traceparent": PARENT}
 
 
 def test_a_cloud_event_is_the_same_with_a_context() -> None:
