@@ -16,10 +16,9 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -42,7 +41,7 @@ from relay.events import POSTGRES_EPOCH, Event, Transaction
 from relay.faults import describe
 from relay.handler_settings import BrokerHandler, DeliveryHandler, HttpHandler
 from relay.handlers import Sink
-from relay.logs import RepeatedLines
+from relay.observe.otlp import Reporting, exporter
 from relay.pipeline.tracing import add
 from relay.store.groups import INSTANCE
 from relay.trace_context import Headers, Origin, TraceContext, Traced, Trail, carrying, parse
@@ -55,7 +54,6 @@ MOST_LINKS = 128
 """How many publishers a batch's span is linked to at most."""
 MOST_READ = 128
 """How many events of a delivery are looked at for their context, before it begins."""
-_REPEAT_SECONDS = 300.0
 _EPOCH = POSTGRES_EPOCH.timestamp()
 
 Attributes = dict[str, AttributeValue]
@@ -72,7 +70,7 @@ class Traces:
         resource = Resource.create(_resource())
         # Other code of the process, as handlers in Python, may have a provider of its own.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter())))
+        self._provider.add_span_processor(BatchSpanProcessor(Reporting(exporter())))
         self._tracer = self._provider.get_tracer("relay", __version__)
         self._table = table
         self._common: Attributes = {
@@ -226,73 +224,6 @@ class _TracedSink:
                 for span in spans.values():
                     span.set_attributes(_of_commit(transaction.commit.ts, now))
                     span.end(now)
-
-
-class _Exporter(SpanExporter):
-    """An exporter whose failures are logged once, and concern nobody else."""
-
-    def __init__(self, wrapped: SpanExporter) -> None:
-        self._wrapped = wrapped
-        self._failed = False
-        self._lines = RepeatedLines(
-            log,
-            logging.WARNING,
-            "traces cannot be sent: see what OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS say",
-            "spans",
-            _REPEAT_SECONDS,
-        )
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans."""
-        try:
-            result = self._wrapped.export(spans)
-        except Exception:
-            result = SpanExportResult.FAILURE
-        if result is not SpanExportResult.SUCCESS:
-            self._failed = True
-            self._lines.note(len(spans))
-        elif self._failed:
-            self._failed = False
-            log.info("traces are sent again")
-        return result
-
-    def shutdown(self) -> None:
-        """End."""
-        self._wrapped.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is kept here."""
-        return self._wrapped.force_flush(timeout_millis)
-
-
-class _Drops(logging.Filter):
-    """Says in relay's words that the queue of spans is full, and nothing else of what the library logs."""
-
-    _lines = RepeatedLines(
-        log,
-        logging.WARNING,
-        "spans are dropped, the queue is full: sample less, or raise OTEL_BSP_MAX_QUEUE_SIZE",
-        "spans",
-        _REPEAT_SECONDS,
-    )
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Note a line, and let nobody see it."""
-        if str(record.msg).startswith("Queue full"):
-            self._lines.note(1)
-        return False
-
-
-_DROPS = _Drops()
-
-
-def exporter() -> SpanExporter:
-    """What sends spans: OTLP over HTTP, to where the OTEL_* variables say."""
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    queue = logging.getLogger("opentelemetry.sdk._shared_internal")
-    queue.setLevel(logging.WARNING)
-    queue.addFilter(_DROPS)
-    return OTLPSpanExporter()
 
 
 def parent(context: TraceContext) -> Context:

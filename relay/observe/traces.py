@@ -26,7 +26,7 @@ def open_traces(settings: Settings) -> Traces | None:
 def require_exporter() -> None:
     """Raise ConfigurationError if the extra is missing, or one of its variables cannot be used."""
     with _named():
-        from relay.observe.spans import exporter
+        from relay.observe.otlp import exporter
 
         exporter().shutdown()
 
