@@ -72,7 +72,7 @@ class Traces:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(Reporting(exporter())))
         self._tracer = self._provider.get_tracer("relay", __version__)
-        self._table = table
+        self._group, self._table = group, table
         self._common: Attributes = {
             "messaging.system": "postgresql",
             "messaging.destination.name": table,
@@ -99,7 +99,7 @@ class Traces:
                 **self._common,
                 "messaging.batch.message_count": batch.events,
                 "relay.batch.number": batch.number,
-                "relay.batch.job": JobName.of(batch, 1).group,
+                "relay.batch.job": JobName.of(self._group, batch, 1).group,
                 "relay.engine": outcome.engine,
                 "relay.engine.reason": outcome.reason,
                 "relay.events.applied": outcome.applied,
