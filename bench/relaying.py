@@ -53,7 +53,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """relay with one handler, inline or on Spark; everything else is the default but `source.mode` and what is given."""
+    """relay with one handler, inline or on Spark; `source.mode` is wal, and what is not given is the default."""
 
     name: str
     handler: Mapping[str, Any]

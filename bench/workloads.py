@@ -31,7 +31,7 @@ from relay.embedded import Cluster
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
 DEFAULT_CONFIGURATION: dict[str, int] = {}
 MANY = 64
-"""Partitions of 64 hosts. Of 8 partitions one has twice the hosts of another, and a batch ends with its longest task."""
+"""Partitions of 64 hosts. Of 8, one has twice the hosts of another, and a batch ends with its longest task."""
 INSERT_SELECT = """
     insert into projection select id, host_id, user_id, aggregate_id, (payload->>'amount')::numeric, payload
     from outbox_message_t
