@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ import psycopg
 import typer
 
 from relay import __version__
+from relay.cli_console import console
 from relay.cli_deferred import deferred
 from relay.cli_dlq import dlq
 from relay.cli_options import (
@@ -19,6 +22,7 @@ from relay.cli_options import (
     AdminOption,
     ConfigOption,
     JsonOption,
+    ReasonOption,
     TargetAdminFileOption,
     TargetAdminOption,
     YesOption,
@@ -31,7 +35,7 @@ from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
-from relay.configurations import for_each, load, load_all, require_one
+from relay.configurations import Configuration, for_each, load, load_all, observed, require_one
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError, RelayError, first_line
 from relay.logs import LogFormat, configure
@@ -52,6 +56,7 @@ app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
+app.command()(console)
 app.command()(partition)
 app.command()(restore)
 app.command()(erase)
@@ -207,7 +212,19 @@ def run(
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)
-    Services(load_all(config), accept_configuration).run_in_foreground()
+    configurations = load_all(config)
+    with _console_of(configurations):
+        Services(configurations, accept_configuration).run_in_foreground()
+
+
+def _console_of(configurations: Sequence[Configuration]) -> AbstractContextManager[object]:
+    """What serves the console of some groups beside relay; nothing where none is configured."""
+    console = observed(configurations).console
+    if console is None:
+        return nullcontext()
+    from relay.console.server import Server
+
+    return Server([each.settings for each in configurations], console)
 
 
 @app.command()
@@ -444,6 +461,7 @@ def offsets_seek(
             help="Only this one; transactions that span others are then delivered in part."
         ),
     ] = None,
+    reason: ReasonOption = None,
     yes: YesOption = False,
 ) -> None:
     """Let a stopped group go on at another position: what comes after it is delivered, again if need be."""
@@ -466,7 +484,7 @@ def offsets_seek(
         )
     if not yes:
         typer.confirm("Go on?", abort=True)
-    seek(settings, move, partition)
+    seek(settings, move, partition, reason)
 
 
 @offsets.command("repartition")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import psycopg
 import typer
 
-from relay.cli_options import ConfigOption, JsonOption, YesOption, warn
+from relay.cli_options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli_tables import print_table, printable
 from relay.configurations import load
 from relay.faults import ConfigurationError
@@ -31,7 +31,6 @@ HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one th
 KindOption = Annotated[str | None, typer.Option("--kind", help=f"One of {', '.join(KINDS)}.")]
 KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
-ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
 

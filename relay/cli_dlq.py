@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, TextIO
 import psycopg
 import typer
 
-from relay.cli_options import ConfigOption, JsonOption, YesOption, out, warn
+from relay.cli_options import ConfigOption, JsonOption, ReasonOption, YesOption, out, warn
 from relay.cli_tables import print_facts, print_table, printable, printable_json
 from relay.config import Settings
 from relay.configurations import load
@@ -47,7 +47,6 @@ ExceptionOption = Annotated[
 StatusOption = Annotated[
     str | None, typer.Option("--status", help="dead, replaying, replayed or discarded.")
 ]
-ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
 
@@ -196,7 +195,7 @@ def dlq_show(
         for action in dead_letters.actions(opened.conn, number):
             at = action.acted_at.isoformat(" ", "seconds")
             print(
-                f"{at} {action.action} by {printable(action.acted_by)}: "
+                f"{at} {action.action} by {printable(action.who)}: "
                 f"{printable(action.reason or 'no reason given')}"
             )
 

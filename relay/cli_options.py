@@ -21,7 +21,7 @@ ConfigOption = Annotated[
         "-c",
         metavar="FILE",
         help="The configuration, a file or a folder of *.yaml; default $RELAY_CONFIG, else relay.yaml. init, check, "
-        "run and status take several.",
+        "run, status and console take several.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
@@ -50,6 +50,7 @@ TargetAdminFileOption = Annotated[
     Path | None,
     typer.Option("--target-admin-dsn-file", metavar="FILE", help="The same, from a file."),
 ]
+ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 

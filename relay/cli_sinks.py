@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from relay.cli_options import ConfigOption, JsonOption, YesOption, warn
+from relay.cli_options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli_tables import print_table
 from relay.configurations import load
 
@@ -18,7 +18,6 @@ sink = typer.Typer(
 )
 
 NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")]
-ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 
 
 @sink.command("list")

@@ -138,12 +138,14 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
     return Move(goal, again, skipped, given_up, along)
 
 
-def seek(settings: Settings, move: Move, partition: int | None) -> None:
+def seek(settings: Settings, move: Move, partition: int | None, reason: str | None = None) -> None:
     """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
     with reach_target(settings) as target, _stopped(target, settings), target.transaction():
         cursors = offsets.initialised(target, settings.group)
         chosen = _chosen(settings, cursors, partition)
-        _move(target, settings, cursors, chosen, move.goal, move.sinks)
+        given_up = _move(target, settings, cursors, chosen, move.goal, move.sinks)
+        detail = {"goes on": move.goal.text, "partition": partition, **given_up._asdict()}
+        actions.record(target, settings.group, "", "offsets seek", reason, detail)
         # Before the commit, so that what is to be read again is held.
         with reach_source(settings) as source:
             floor.accept(source, target, settings, ["", *move.sinks])

@@ -113,7 +113,9 @@ class Deferrals:
         )
 
     def _user(self) -> str:
-        ((user,),) = self._conn.execute("select session_user").fetchall()
+        ((user,),) = self._conn.execute(
+            "select coalesce(nullif(current_setting('relay.operator', true), ''), session_user)"
+        ).fetchall()
         return str(user)
 
     def _record(

@@ -107,6 +107,20 @@ class DeadLetters:
                 queued.extend(numbers)
         return queued
 
+    def edit(self, letter: int, payload: str, reason: str | None) -> None:
+        """Give an event of a dead transaction another payload; the first one is kept beside it.
+
+        Raises ConfigurationError for what is not JSON, and where there is no such dead letter.
+        """
+        with self._conn.transaction():
+            number = dead_letters.transaction_of(self._conn, self._group, letter)
+            if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
+                raise ConfigurationError(
+                    f"dead letter {letter}: there is none that is dead: it was replayed, discarded or purged"
+                )
+            dead_letter_edits.load_one(self._conn, letter, payload)
+            dead_letter_edits.apply(self._conn, self._group, [number], reason)
+
     def outcome(self, numbers: Sequence[int]) -> Replayed:
         """Wait until none of the replayed transactions is queued any more."""
         asked = list(numbers)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -56,11 +59,16 @@ class Sink:
         }
 
 
-def listed(settings: Settings, away: Callable[[Unreachable], None] | None = None) -> list[Sink]:
+def listed(
+    settings: Settings,
+    away: Callable[[Unreachable], None] | None = None,
+    deadline: float = math.inf,
+) -> list[Sink]:
     """The configured sinks, and those that have a position and are no longer configured.
 
-    `away` is called if the source cannot be reached: then nothing is counted. Raises ConfigurationError if a database
-    cannot be reached or the group is not initialised.
+    `away` is called if the source cannot be reached: then nothing is counted. Nor is what begins after `deadline`, of
+    the monotonic clock, or what the session's statement_timeout ends. Raises ConfigurationError if a database cannot be
+    reached or the group is not initialised.
     """
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
@@ -72,11 +80,13 @@ def listed(settings: Settings, away: Callable[[Unreachable], None] | None = None
     try:
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
-            unread = {
-                each.sink: rows.unread_after(source, each.position, done[each.sink])
-                for each in stored
-                if each.position.snapshot is not None and not _is_fed(each, running)
-            }
+            for each in stored:
+                if each.position.snapshot is None or _is_fed(each, running):
+                    continue
+                if time.monotonic() > deadline:
+                    break
+                with suppress(psycopg.errors.QueryCanceled):
+                    unread[each.sink] = rows.unread_after(source, each.position, done[each.sink])
     except Unreachable as error:
         if away is None:
             raise

@@ -14,14 +14,24 @@ from psycopg.types.json import Jsonb
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action; `sink` is empty where it concerns the target."""
+    """One action; `sink` is empty where it concerns the target.
 
+    `acted_by` is the role of the session, `operator` who acted through the console; None where a command did it.
+    """
+
+    id: int
     sink: str
     action: str
     reason: str | None
     detail: dict[str, Any] | None
     acted_by: str
+    operator: str | None
     acted_at: datetime
+
+    @property
+    def who(self) -> str:
+        """For a person: who acted, and as which role."""
+        return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
 
 
 def record(
@@ -40,15 +50,20 @@ def record(
 
 
 def recent(
-    conn: psycopg.Connection[Any], group: str, limit: int, sink: str | None = None
+    conn: psycopg.Connection[Any],
+    group: str,
+    limit: int,
+    sink: str | None = None,
+    before: int | None = None,
 ) -> list[Action]:
-    """The last actions on the group, or on one of its sinks, newest first."""
+    """The last actions on the group, or on one of its sinks, newest first; `before` the one of that id."""
     with conn.cursor(row_factory=class_row(Action)) as cursor:
         return cursor.execute(
             """
-            select sink, action, reason, detail, acted_by, acted_at from relay.actions
+            select id, sink, action, reason, detail, acted_by, operator, acted_at from relay.actions
              where group_id = %(group)s and (%(sink)s::text is null or sink = %(sink)s)
+               and (%(before)s::bigint is null or id < %(before)s)
              order by id desc limit %(limit)s
             """,
-            {"group": group, "sink": sink, "limit": limit},
+            {"group": group, "sink": sink, "limit": limit, "before": before},
         ).fetchall()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import psycopg
@@ -108,12 +110,27 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
 
 Configure = Callable[[psycopg.Connection[Any]], None]
 
+_wanted: ContextVar[Mapping[str, str]] = ContextVar("wanted", default=MappingProxyType({}))
+
 
 class _LsnDumper(Dumper):
     oid = _PG_LSN
 
     def dump(self, obj: Lsn) -> Buffer:
         return str(obj).encode()
+
+
+@contextmanager
+def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sessions that `connect` opens within have these settings of PostgreSQL, such as statement_timeout.
+
+    For what calls functions that connect by themselves. A thread that is started within does not take them over.
+    """
+    before = _wanted.set({**_wanted.get(), **settings})
+    try:
+        yield
+    finally:
+        _wanted.reset(before)
 
 
 def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
@@ -126,6 +143,8 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
     )
     try:
         conn.execute(f"{_SESSION}; {_DURABLE}".encode())
+        if wanted := _wanted.get():
+            _set(conn, wanted)
     except BaseException:
         conn.close()
         raise
@@ -138,11 +157,14 @@ def pin_text_form(conn: psycopg.Connection[Any]) -> None:
     A SET in the session overrides the defaults of server, database and role, the `options` of the connection string,
     and PGDATESTYLE and PGTZ, which libpq sends after those options. Handlers' connections keep what their user set.
     """
-    settings = sql.SQL(", ").join(
-        sql.SQL("set_config({}, {}, false)").format(name, value)
-        for name, value in TEXT_FORM.items()
+    _set(conn, TEXT_FORM)
+
+
+def _set(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
+    calls = sql.SQL(", ").join(
+        sql.SQL("set_config({}, {}, false)").format(name, value) for name, value in settings.items()
     )
-    conn.execute(sql.SQL("select {}").format(settings))
+    conn.execute(sql.SQL("select {}").format(calls))
 
 
 def open_pool(

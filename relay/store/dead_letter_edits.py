@@ -27,9 +27,7 @@ def load(conn: Connection, file: Path) -> None:
 
     Raises ConfigurationError with file and line.
     """
-    conn.execute(
-        "create temporary table relay_edits (line bigint, id bigint, payload jsonb) on commit drop"
-    )
+    _create(conn)
     remaining = _lines(file)
     while lines := list(islice(remaining, _LINES_AT_ONCE)):
         try:
@@ -39,6 +37,19 @@ def load(conn: Connection, file: Path) -> None:
                 _store_one(conn, file, line)
     conn.execute("create index on pg_temp.relay_edits (id, line)")
     conn.execute("analyze pg_temp.relay_edits")
+
+
+def load_one(conn: Connection, letter: int, payload: str) -> None:
+    """As `load`, the payload of one event. Raises ConfigurationError for what is not JSON."""
+    _create(conn)
+    try:
+        with conn.transaction():
+            conn.execute(
+                "insert into pg_temp.relay_edits values (1, %s, %s::jsonb)", (letter, payload)
+            )
+    except psycopg.DataError as error:
+        what = error.diag.message_primary or "is not text that PostgreSQL takes"
+        raise ConfigurationError(f"payload: is not JSON: {what}") from None
 
 
 def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None) -> None:
@@ -65,6 +76,12 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
           from edited group by dead_transaction order by dead_transaction
         """,
         {"group": group, "dead": list(dead), "reason": reason},
+    )
+
+
+def _create(conn: Connection) -> None:
+    conn.execute(
+        "create temporary table relay_edits (line bigint, id bigint, payload jsonb) on commit drop"
     )
 
 

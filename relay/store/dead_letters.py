@@ -173,8 +173,8 @@ def _ascii(text: str) -> str:
 class Filter:
     """Which dead transactions: those with an event that all of this holds of. None says nothing.
 
-    `event_type`, `handler` and `sink` ('' for the target) are exact, `exception` is a part of the text, times are
-    those of the dead-lettering.
+    `event_type`, `handler` and `sink` ('' for the target) are exact, `exception` is a part of the text, `kind` what
+    it begins with, such as `CheckViolation [23514]`, times are those of the dead-lettering.
     """
 
     ids: Sequence[int] = ()
@@ -187,6 +187,7 @@ class Filter:
     exception: str | None = None
     status: str | None = None
     sink: str | None = None
+    kind: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
         """The condition on a letter `d`, and its parameters."""
@@ -201,6 +202,10 @@ class Filter:
             "exception": ("strpos(d.exception, %(exception)s) > 0", self.exception),
             "status": ("d.status = %(status)s", self.status),
             "sink": ("d.sink = %(sink)s", self.sink),
+            "kind": (
+                "split_part(split_part(d.exception, chr(10), 1), ':', 1) = %(kind)s",
+                self.kind,
+            ),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
         conditions = [sql.SQL(condition) for condition, _ in given.values()]
@@ -258,12 +263,21 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Something that was done about a dead transaction."""
+    """Something that was done about a dead transaction.
+
+    `acted_by` is the role of the session, `operator` who acted through the console; None where a command did it.
+    """
 
     action: str
     reason: str | None
     acted_by: str
+    operator: str | None
     acted_at: datetime
+
+    @property
+    def who(self) -> str:
+        """For a person: who acted, and as which role."""
+        return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
 
 
 _SHOWN = (
@@ -630,7 +644,7 @@ def actions(conn: psycopg.Connection[Any], number: int) -> list[Done]:
     with conn.cursor(row_factory=class_row(Done)) as cursor:
         return cursor.execute(
             """
-            select action, reason, acted_by, acted_at from relay.dead_letter_actions
+            select action, reason, acted_by, operator, acted_at from relay.dead_letter_actions
              where dead_transaction = %s order by id
             """,
             (number,),

@@ -88,8 +88,10 @@ class Found:
     holding: int
 
 
-def listed(conn: Connection, group: str, wanted: Filter, limit: int) -> list[Deferred]:
-    """Deferred transactions, oldest first."""
+def listed(
+    conn: Connection, group: str, wanted: Filter, limit: int, after: int = 0
+) -> list[Deferred]:
+    """Deferred transactions, oldest first; those after the one of that id."""
     where, parameters = wanted.where()
     with conn.cursor(row_factory=class_row(Deferred)) as cursor:
         return cursor.execute(
@@ -98,10 +100,10 @@ def listed(conn: Connection, group: str, wanted: Filter, limit: int) -> list[Def
                 select d.id, d.sink, d.transaction_id, d.hosts, d.keys, d.events, {kind} as kind, d.handler, d.reason,
                        d.attempts, coalesce(d.first_failed_at, d.deferred_at) as since,
                        case when {kind} in ('retry', 'scheduled') then least(d.retry_at, '9999-01-01') end as next
-                  from relay.deferred d where {where} order by d.id limit %(limit)s
+                  from relay.deferred d where {where} and d.id > %(after)s order by d.id limit %(limit)s
                 """
             ).format(kind=KIND, where=where),
-            {**parameters, "group": group, "limit": limit},
+            {**parameters, "group": group, "limit": limit, "after": after},
         ).fetchall()
 
 

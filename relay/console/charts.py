@@ -1,0 +1,151 @@
+"""Charts as SVG, drawn on the server: a line over the last hours, with its axes, for a page without scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from relay.console.measured import Point, Series
+
+WIDTH, HEIGHT = 560, 150
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 10, 24
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_ROWS = 12
+_TICKS = 4
+_BINARY = ((1024.0**4, "TB"), (1024.0**3, "GB"), (1024.0**2, "MB"), (1024.0, "kB"))
+_DECIMAL = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark on an axis, and its text."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What the template draws: a line for each run of known points, the area below it, and both axes.
+
+    `rows` are times and values for those who read a table instead.
+    """
+
+    name: str
+    title: str
+    description: str
+    lines: Sequence[str]
+    areas: Sequence[str]
+    across: Sequence[Tick]
+    upward: Sequence[Tick]
+    rows: Sequence[tuple[str, str]]
+    last: str
+
+
+def chart(series: Series) -> Chart | None:
+    """The chart of a series; None where nothing is known yet."""
+    known = [point for point in series.points if point.value is not None]
+    if not known:
+        return None
+    begin, end = series.points[0].at, max(series.points[-1].at, series.points[0].at + 1.0)
+    values = [point.value or 0.0 for point in known]
+    top = _ceiling(max(values), series.unit)
+
+    def x(at: float) -> float:
+        return _LEFT + (at - begin) / (end - begin) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return HEIGHT - _BOTTOM - value / top * (HEIGHT - _TOP - _BOTTOM)
+
+    runs = [[(x(point.at), y(point.value or 0.0)) for point in run] for run in _runs(series.points)]
+    return Chart(
+        series.name,
+        series.title,
+        f"{series.title} from {_time(begin)} to {_time(end)} UTC: last {amount(values[-1], series.unit)}, "
+        f"least {amount(min(values), series.unit)}, most {amount(max(values), series.unit)}",
+        [_path(run) for run in runs],
+        [_path([(run[0][0], y(0)), *run, (run[-1][0], y(0))]) + "Z" for run in runs],
+        [Tick(round(x(at), 1), _time(at)) for at in _spread(begin, end)],
+        [
+            Tick(round(y(top * part / 2), 1), amount(top * part / 2, series.unit))
+            for part in range(3)
+        ],
+        [
+            (_time(point.at), amount(point.value, series.unit))
+            for point in _thinned(series.points)
+            if point.value is not None
+        ],
+        amount(values[-1], series.unit),
+    )
+
+
+def amount(value: float | None, unit: str) -> str:
+    """A value for a person: bytes in kB to TB, the rest in thousands."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return _scaled(value, _BINARY, " ", "B")
+    if unit == "seconds":
+        return duration(value)
+    number = _scaled(value, _DECIMAL, " ", "")
+    return f"{number}{unit.removeprefix('events')}" if number[-1:].isalpha() else f"{number} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, unit in ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _scaled(value: float, scale: Sequence[tuple[float, str]], space: str, smallest: str) -> str:
+    for size, prefix in scale:
+        if value >= size:
+            return f"{value / size:.3g}{space}{prefix}"
+    return f"{value:.3g}{space}{smallest}".strip()
+
+
+def _ceiling(value: float, unit: str) -> float:
+    """A round value at or above the greatest one."""
+    if value <= 0:
+        return 1.0
+    base = 1024.0 if unit == "bytes" else 1000.0
+    scale = base ** math.floor(math.log(value, base))
+    exponent = 10.0 ** math.floor(math.log10(value / scale))
+    return next(
+        (step * exponent * scale for step in _STEPS if step * exponent * scale >= value),
+        10 * exponent * scale,
+    )
+
+
+def _runs(points: Sequence[Point]) -> list[list[Point]]:
+    """The points without gaps between them."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if point.value is not None:
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _path(corners: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{across:.1f} {up:.1f}" for across, up in corners)
+
+
+def _spread(begin: float, end: float) -> list[float]:
+    return [begin + (end - begin) * part / _TICKS for part in range(_TICKS + 1)]
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    step = max(1, math.ceil(len(points) / _ROWS))
+    return points[::-step][::-1]
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M")

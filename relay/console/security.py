@@ -1,0 +1,195 @@
+"""Who may use the console, and which requests come from its own pages."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from relay.observe.settings import Console
+
+COOKIE = "relay_console"
+"""The cookie of a browser that has logged in."""
+SESSION_SECONDS = 12 * 3600
+"""How long a login lasts."""
+OPERATOR_HEADER = "relay-operator"
+"""The header in which a program that sends the token says for whom it acts."""
+NAME_CHARACTERS = 100
+
+_FAILURES = 10
+_WINDOW_SECONDS = 60.0
+_ADDRESSES = 1_000
+_OWN_SITE = frozenset({"same-origin", "none"})
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a request. `browser`: the login is a cookie, which a browser sends along with every request.
+
+    `form_token` is what a form of this caller's pages carries, and no other site knows.
+    """
+
+    name: str
+    browser: bool
+    form_token: str
+
+
+class TooManyFailures(Exception):
+    """An address has sent too many wrong tokens; `seconds` says when it may try again."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+class Signer:
+    """Signs texts that come back from a browser, each for one purpose. Safe in several threads."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = hmac.digest(secret, b"relay console", sha256)
+
+    def mac(self, purpose: str, text: str) -> str:
+        """The signature of a text."""
+        mac = hmac.digest(self._key, f"{purpose}\n{text}".encode(), sha256)
+        return base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+    def sign(self, purpose: str, value: object) -> str:
+        """A JSON value as a text with its signature, made of what a cookie may hold."""
+        body = base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+        return f"{body}.{self.mac(purpose, body)}"
+
+    def read(self, purpose: str, signed: str) -> Any:
+        """The value that was signed; None for anything else."""
+        body, _, mac = signed.partition(".")
+        if not equal(mac, self.mac(purpose, body)):
+            return None
+        return json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+
+
+class Failures:
+    """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._counted: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def require_few(self, address: str) -> None:
+        """Raise TooManyFailures if the address has to wait."""
+        with self._lock:
+            since, count = self._counted.get(address, (0.0, 0))
+            left = since + _WINDOW_SECONDS - self._clock()
+        if count >= _FAILURES and left > 0:
+            raise TooManyFailures(left)
+
+    def note(self, address: str) -> None:
+        """The address has sent a wrong token."""
+        now = self._clock()
+        with self._lock:
+            since, count = self._counted.pop(address, (now, 0))
+            self._counted[address] = (
+                (now, 1) if now - since > _WINDOW_SECONDS else (since, count + 1)
+            )
+            if len(self._counted) > _ADDRESSES:
+                self._counted.popitem(last=False)
+
+
+class Guard:
+    """Recognises callers by the token, by a cookie made of it, or by the header of a reverse proxy."""
+
+    def __init__(self, console: Console) -> None:
+        self._token = console.token.get_secret_value() if console.token else None
+        self._user_header = console.user_header
+        # Without a token nothing but forms is signed; those of a process that has ended are refused.
+        self.signer = Signer(self._token.encode() if self._token else secrets.token_bytes(32))
+        self._failures = Failures()
+
+    @property
+    def has_login(self) -> bool:
+        """Whether a person may log in with the token."""
+        return self._token is not None
+
+    def caller(self, request: Request) -> Caller | None:
+        """Who makes a request; None if that is nobody who may. Raises TooManyFailures."""
+        bearer = _bearer(request.headers)
+        if bearer is not None:
+            return self._of_token(request, bearer)
+        if self._token is None:
+            return self._proxied(request)
+        return self._of_cookie(request)
+
+    def log_in(self, request: Request, token: str, name: str) -> str | None:
+        """The cookie of whoever knows the token; None for a wrong one. Raises TooManyFailures."""
+        if not self._is_token(request, token):
+            return None
+        session = {"name": printable(name), "until": int(time.time()) + SESSION_SECONDS}
+        return self.signer.sign("session", {**session, "id": secrets.token_urlsafe(9)})
+
+    def _of_token(self, request: Request, token: str) -> Caller | None:
+        if not self._is_token(request, token):
+            return None
+        proxied = self._user(request)
+        name = proxied or printable(request.headers.get(OPERATOR_HEADER, "")) or "token"
+        return Caller(name, False, self._form_token(f"bearer {name}"))
+
+    def _proxied(self, request: Request) -> Caller | None:
+        name = self._user(request)
+        return Caller(name, False, self._form_token(f"proxied {name}")) if name else None
+
+    def _of_cookie(self, request: Request) -> Caller | None:
+        cookie = request.cookies.get(COOKIE, "")
+        session = self.signer.read("session", cookie)
+        if session is None or session["until"] < time.time():
+            return None
+        return Caller(session["name"], True, self._form_token(cookie))
+
+    def _user(self, request: Request) -> str:
+        return printable(request.headers.get(self._user_header, "")) if self._user_header else ""
+
+    def _form_token(self, bound_to: str) -> str:
+        return self.signer.mac("form", bound_to)
+
+    def _is_token(self, request: Request, given: str) -> bool:
+        if self._token is None:
+            return False
+        address = request.client.host if request.client else ""
+        self._failures.require_few(address)
+        if equal(given, self._token):
+            return True
+        self._failures.note(address)
+        return False
+
+
+def equal(given: str, wanted: str) -> bool:
+    """Whether two texts are the same, in a time that does not tell where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+
+
+def printable(name: str) -> str:
+    """A name without what a terminal or a log would act on, and not longer than a name is."""
+    return "".join(each for each in name.strip() if each.isprintable())[:NAME_CHARACTERS]
+
+
+def is_from_here(request: Request) -> bool:
+    """Whether no other site made a browser send the request."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None and site not in _OWN_SITE:
+        return False
+    origin = request.headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == request.headers.get("host")
+
+
+def _bearer(headers: Mapping[str, str]) -> str | None:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None

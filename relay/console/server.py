@@ -1,0 +1,93 @@
+"""Serves the console from a thread of its own, beside whatever else the process does."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from threading import Thread
+from typing import Self
+
+from relay.config import Settings
+from relay.faults import ConfigurationError
+from relay.observe.settings import Console
+
+log = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2
+_END_SECONDS = 5.0
+"""How long the process waits at most for requests that are being answered."""
+_BACKLOG = 128
+_REQUESTS = 64
+"""Requests that are answered side by side; more are refused with status 503."""
+
+
+class Server:
+    """The console of some groups, from `start` to `close`."""
+
+    def __init__(self, groups: Sequence[Settings], console: Console) -> None:
+        """Raises ConfigurationError if what the extra `console` brings is missing."""
+        try:
+            import uvicorn
+
+            from relay.console.app import create_app
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "relay":
+                raise
+            raise ConfigurationError(
+                f"observe.console: {error.name} is not installed: install relay-outbox[console]"
+            ) from None
+        self._listen = console.listen
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(groups, console),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                limit_concurrency=_REQUESTS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._socket: socket.socket | None = None
+        # A request that waits for a database must not keep the process.
+        self._thread = Thread(target=self._serve, name="relay console", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        assert self._socket is not None  # noqa: S101
+        return int(self._socket.getsockname()[1])
+
+    def start(self) -> None:
+        """Listen, and answer requests from now on. Raises ConfigurationError if the address cannot be had."""
+        host, port = self._listen
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigurationError(
+                f"observe.console.listen: cannot listen on {host}:{port}: {error.strerror}: choose another address"
+            ) from None
+        self._thread.start()
+        log.info("the console is served", extra={"address": f"{host}:{self.port}"})
+
+    def close(self) -> None:
+        """Answer nothing more; waits a few seconds at most."""
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+        if self._socket is not None:
+            self._socket.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        assert self._socket is not None  # noqa: S101
+        self._server.run(sockets=[self._socket])

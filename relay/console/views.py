@@ -1,0 +1,124 @@
+"""Renders pages: the templates, what all of them show, and how values are written for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from fastapi import Request
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from relay import __version__
+from relay.console.charts import HEIGHT, WIDTH, amount, duration
+from relay.console.security import Guard
+
+_SAID = "relay_said"
+_SAID_SECONDS = 60
+SECTIONS = (
+    ("", "Overview"),
+    ("sinks", "Sinks"),
+    ("dead-letters", "Dead letters"),
+    ("deferred", "Deferred"),
+    ("partitions", "Partitions"),
+    ("actions", "Actions"),
+)
+"""The pages of a group that the navigation has: path and title."""
+
+
+class Views:
+    """The pages of the console. Everything that a template prints is escaped."""
+
+    def __init__(self, guard: Guard, groups: Sequence[str]) -> None:
+        self._guard = guard
+        self._groups = groups
+        self._templates = Environment(
+            loader=PackageLoader("relay.console"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters |= {
+            "when": when,
+            "ago": ago,
+            "amount": amount,
+            "duration": duration,
+            "number": number,
+        }
+        self._templates.globals |= {
+            "address": address,
+            "sections": SECTIONS,
+            "version": __version__,
+            "chart_width": WIDTH,
+            "chart_height": HEIGHT,
+        }
+
+    def page(
+        self, request: Request, template: str, status: int = 200, **values: Any
+    ) -> HTMLResponse:
+        """A page of a group, or one of no group, with what was said about the last action."""
+        caller = getattr(request.state, "caller", None)
+        said = self._guard.signer.read("said", request.cookies.get(_SAID, ""))
+        shown = {
+            "group": request.path_params.get("group"),
+            "groups": self._groups,
+            "user": caller,
+            "said": said,
+            "now": datetime.now(UTC),
+            **values,
+        }
+        answer = HTMLResponse(self._templates.get_template(template).render(shown), status)
+        if said is not None:
+            answer.delete_cookie(_SAID, httponly=True, samesite="strict")
+        return answer
+
+    def error(self, request: Request, status: int, title: str, detail: str) -> Response:
+        """The page that says why there is no other."""
+        return self.page(request, "error.html", status, title=title, detail=detail)
+
+    def done(self, request: Request, to: str, text: str, warnings: Sequence[str] = ()) -> Response:
+        """Go on to a page, which says what was done."""
+        answer = RedirectResponse(to, 303)
+        answer.set_cookie(
+            _SAID,
+            self._guard.signer.sign("said", {"text": text[:500], "warnings": list(warnings)[:5]}),
+            max_age=_SAID_SECONDS,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+
+def address(
+    group: str, page: str = "", values: Mapping[str, Any] | None = None, **more: Any
+) -> str:
+    """The URL of a page of a group; of values, those that are empty are left out."""
+    given = {
+        name: value
+        for name, value in {**(values or {}), **more}.items()
+        if value is not None and value != []
+    }
+    query = urlencode(given, doseq=True)
+    return f"/groups/{quote(group, safe='')}/{page}" + (f"?{query}" if query else "")
+
+
+def when(moment: datetime | None) -> str:
+    """A time in UTC, to the second."""
+    return "-" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def ago(moment: datetime | None) -> str:
+    """How long ago a time is."""
+    if moment is None:
+        return "-"
+    seconds = (datetime.now(UTC) - moment).total_seconds()
+    return f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+
+
+def number(value: int | None) -> str:
+    """A count with its thousands apart."""
+    return "-" if value is None else f"{value:,}"
