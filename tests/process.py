@@ -79,8 +79,10 @@ class Running:
 
 
 @contextmanager
-def running(config: Path, *arguments: str, **environment: str) -> Iterator[Running]:
-    """A `relay run` in the background; killed at the end if it still runs."""
+def running(
+    config: Path, *arguments: str, command: str = "run", **environment: str
+) -> Iterator[Running]:
+    """A `relay run`, or another command, in the background; killed at the end if it still runs."""
     log = config.with_suffix(".log")
     with log.open("ab") as stream:
         begun = stream.tell()
@@ -89,13 +91,12 @@ def running(config: Path, *arguments: str, **environment: str) -> Iterator[Runni
                 sys.executable,
                 "-m",
                 "relay",
-                "run",
+                command,
                 "--config",
                 str(config),
                 "--log-format",
                 "json",
-                "--log-level",
-                "debug",
+                *(["--log-level", "debug"] if command == "run" else []),
                 *arguments,
             ],
             stderr=stream,

@@ -51,7 +51,7 @@ router = APIRouter(
 )
 
 Limit = Annotated[int, Query(ge=1, le=MOST)]
-_GROUP = "/groups/{group:path}"
+_GROUP = "/groups/{group}"
 
 
 @router.get("/groups", tags=["group"])

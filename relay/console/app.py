@@ -47,7 +47,15 @@ _HEADERS = {
 
 
 def create_app(groups: Sequence[Settings], console: Console) -> FastAPI:
-    """The console of some groups, which `console` guards."""
+    """The console of some groups, which `console` guards.
+
+    Raises ConfigurationError for a group whose name cannot be part of an address.
+    """
+    for each in groups:
+        if "/" in each.group:
+            raise ConfigurationError(
+                f"group: {each.group!r} has a /, which no address of the console can have: name it without"
+            )
     app = FastAPI(
         title="relay",
         version=__version__,

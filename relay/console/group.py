@@ -12,6 +12,8 @@ import psycopg
 
 from relay import cursors, status
 from relay.admin import sinks
+from relay.admin.sinks import Move as SinkMove
+from relay.admin.sinks import Sink
 from relay.config import Settings
 from relay.console import measured
 from relay.console.measured import Series
@@ -36,6 +38,8 @@ from relay.store.actions import Action
 from relay.store.connections import sessions_with
 from relay.store.dead_letter_pages import Acted, Kind, Listed
 from relay.store.dead_letters import Done
+from relay.store.dead_letters import Filter as DeadFilter
+from relay.store.dead_letters import Found as DeadFound
 from relay.store.deferred_selection import Deferred
 
 Connection = psycopg.Connection[Any]
@@ -106,8 +110,8 @@ class Replayed:
 class Group:
     """A group of the console.
 
-    Everything raises ConfigurationError for what cannot be done, Unreachable where a database is away, and psycopg.Error.
-    `by` is who acts, `reason` why: both are kept with the action.
+    Everything raises ConfigurationError for what cannot be done, Unreachable where a database is away, and
+    psycopg.Error. `by` is who acts, `reason` why: both are kept with the action.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -181,14 +185,14 @@ class Group:
             cursors.seek(self._settings, move, partition, reason)
         return move.goal.text
 
-    def sinks(self) -> list[sinks.Sink]:
+    def sinks(self) -> list[Sink]:
         """The sinks. What one has still to read is not counted where that takes long, or the source is away."""
         with _reading(COUNT_SECONDS):
             return sinks.listed(
                 self._settings, away=lambda _: None, deadline=time.monotonic() + COUNT_SECONDS
             )
 
-    def sink(self, name: str) -> sinks.Sink:
+    def sink(self, name: str) -> Sink:
         """One sink. Raises Missing."""
         for each in self.sinks():
             if each.name == name:
@@ -205,7 +209,7 @@ class Group:
         with _acting(by):
             return sinks.set_paused(self._settings, name, False, reason)
 
-    def plan_sink_seek(self, name: str, to: str) -> sinks.Move:
+    def plan_sink_seek(self, name: str, to: str) -> SinkMove:
         """Where a sink would go on, and what would be given up for that."""
         with _reading(ACT_SECONDS):
             return sinks.plan_seek(self._settings, name, to, "to")
@@ -254,7 +258,7 @@ class Group:
             return deferrals.cancel(deferrals.find(wanted), reason)
 
     def dead_letters(
-        self, wanted: dead_letters.Filter, limit: int = PAGE, before: int | None = None
+        self, wanted: DeadFilter, limit: int = PAGE, before: int | None = None
     ) -> Page[Listed]:
         """Dead transactions, newest first."""
         wanted = self._printed(wanted)
@@ -296,12 +300,12 @@ class Group:
         with _acting(by), reach_target(self._settings) as target:
             DeadLetters(self._settings, target).edit(letter, payload, reason)
 
-    def find_dead(self, wanted: dead_letters.Filter) -> dead_letters.Found:
+    def find_dead(self, wanted: DeadFilter) -> DeadFound:
         """How many dead transactions a filter selects."""
         with _reading(), reach_target(self._settings) as target:
             return DeadLetters(self._settings, target).find(self._printed(wanted))
 
-    def replay(self, wanted: dead_letters.Filter, by: str, reason: str) -> Replayed:
+    def replay(self, wanted: DeadFilter, by: str, reason: str) -> Replayed:
         """Queue dead transactions to be applied or delivered again."""
         with _acting(by), reach_target(self._settings) as target:
             letters = DeadLetters(self._settings, target)
@@ -316,7 +320,7 @@ class Group:
                 warnings.append("no instance is running: they are tried when one starts")
         return Replayed(queued, warnings)
 
-    def discard(self, wanted: dead_letters.Filter, by: str, reason: str) -> int:
+    def discard(self, wanted: DeadFilter, by: str, reason: str) -> int:
         """Give dead transactions up; returns how many."""
         with _acting(by), reach_target(self._settings) as target:
             letters = DeadLetters(self._settings, target)
@@ -336,7 +340,7 @@ class Group:
             found = dead_letter_pages.acted(target, self.name, limit + 1, before)
         return _page(found, limit, lambda each: each.id)
 
-    def _printed(self, wanted: dead_letters.Filter) -> dead_letters.Filter:
+    def _printed(self, wanted: DeadFilter) -> DeadFilter:
         """The filter with ids as PostgreSQL prints them."""
         source, host, transaction = self._settings.source, wanted.host_id, wanted.transaction_id
         return replace(

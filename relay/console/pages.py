@@ -125,7 +125,7 @@ def start(request: Request) -> Response:
     return RedirectResponse(address(next(iter(request.app.state.groups))), 303)
 
 
-@router.get("/groups/{group:path}/partitions")
+@router.get("/groups/{group}/partitions")
 def partitions(
     request: Request, views: Shown, shown: InGroup, after: int = -1, limit: int = 100
 ) -> Response:
@@ -136,7 +136,7 @@ def partitions(
     )
 
 
-@router.get("/groups/{group:path}/partitions/seek")
+@router.get("/groups/{group}/partitions/seek")
 def partitions_seek(
     request: Request, views: Shown, shown: InGroup, to: str, partition: str = ""
 ) -> Response:
@@ -147,7 +147,7 @@ def partitions_seek(
     )
 
 
-@router.post("/groups/{group:path}/partitions/seek")
+@router.post("/groups/{group}/partitions/seek")
 def partitions_moved(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted
 ) -> Response:
@@ -157,13 +157,13 @@ def partitions_moved(
     return views.done(request, address(shown.name, "partitions"), f"The group goes on {text}.")
 
 
-@router.get("/groups/{group:path}/sinks")
+@router.get("/groups/{group}/sinks")
 def sinks(request: Request, views: Shown, shown: InGroup) -> Response:
     """The sinks."""
     return views.page(request, "sinks.html", sinks=shown.sinks(), refresh=_OFTEN)
 
 
-@router.get("/groups/{group:path}/sink")
+@router.get("/groups/{group}/sink")
 def sink(
     request: Request, views: Shown, shown: InGroup, name: str, hours: float = HISTORY_HOURS
 ) -> Response:
@@ -183,7 +183,7 @@ def sink(
     )
 
 
-@router.get("/groups/{group:path}/sink/seek")
+@router.get("/groups/{group}/sink/seek")
 def sink_seek(
     request: Request, views: Shown, shown: InGroup, name: str, to: str, rebuild: bool = False
 ) -> Response:
@@ -194,13 +194,13 @@ def sink_seek(
     )
 
 
-@router.get("/groups/{group:path}/sink/drop")
+@router.get("/groups/{group}/sink/drop")
 def sink_drop(request: Request, views: Shown, shown: InGroup, name: str) -> Response:
     """Ask before a sink is forgotten."""
     return views.page(request, "confirm_drop.html", sink=shown.sink(name))
 
 
-@router.post("/groups/{group:path}/sink/{action}")
+@router.post("/groups/{group}/sink/{action}")
 def sink_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
@@ -227,7 +227,7 @@ def sink_action(
     return views.done(request, to, text)
 
 
-@router.get("/groups/{group:path}/deferred")
+@router.get("/groups/{group}/deferred")
 def deferred(
     request: Request, views: Shown, shown: InGroup, after: int = 0, limit: int = PAGE
 ) -> Response:
@@ -247,7 +247,7 @@ def deferred(
     )
 
 
-@router.get("/groups/{group:path}/deferred/{action}")
+@router.get("/groups/{group}/deferred/{action}")
 def deferred_ask(request: Request, views: Shown, shown: InGroup, action: str) -> Response:
     """Say what would be tried or given up, and ask."""
     given, wanted = _deferred_filter(request)
@@ -257,7 +257,7 @@ def deferred_ask(request: Request, views: Shown, shown: InGroup, action: str) ->
     return views.page(request, "confirm_deferred.html", action=action, found=found, given=given)
 
 
-@router.post("/groups/{group:path}/deferred/{action}")
+@router.post("/groups/{group}/deferred/{action}")
 def deferred_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
@@ -273,7 +273,7 @@ def deferred_action(
     raise HTTPException(404, "there is no such action")
 
 
-@router.get("/groups/{group:path}/dead-letters")
+@router.get("/groups/{group}/dead-letters")
 def dead_letters(
     request: Request,
     views: Shown,
@@ -301,7 +301,7 @@ def dead_letters(
     )
 
 
-@router.get("/groups/{group:path}/dead-letters/{action}")
+@router.get("/groups/{group}/dead-letters/{action}")
 def dead_letters_ask(request: Request, views: Shown, shown: InGroup, action: str) -> Response:
     """Say what would be replayed or discarded, and ask."""
     given, wanted = _dead_filter(request, status="dead")
@@ -311,7 +311,7 @@ def dead_letters_ask(request: Request, views: Shown, shown: InGroup, action: str
     return views.page(request, "confirm_dead.html", action=action, found=found, given=given)
 
 
-@router.post("/groups/{group:path}/dead-letters/{action}")
+@router.post("/groups/{group}/dead-letters/{action}")
 def dead_letters_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
@@ -330,7 +330,7 @@ def dead_letters_action(
     raise HTTPException(404, "there is no such action")
 
 
-@router.get("/groups/{group:path}/dead-letter")
+@router.get("/groups/{group}/dead-letter")
 def dead_letter(
     request: Request, views: Shown, shown: InGroup, id: int, after: int | None = None
 ) -> Response:
@@ -351,7 +351,7 @@ def dead_letter(
     )
 
 
-@router.get("/groups/{group:path}/dead-letter/payload")
+@router.get("/groups/{group}/dead-letter/payload")
 def payload(shown: InGroup, id: int) -> Response:
     """A whole payload, to be saved as a file."""
     return Response(
@@ -361,7 +361,7 @@ def payload(shown: InGroup, id: int) -> Response:
     )
 
 
-@router.post("/groups/{group:path}/dead-letter/edit")
+@router.post("/groups/{group}/dead-letter/edit")
 def edit(request: Request, views: Shown, shown: InGroup, by: By, form: Posted) -> Response:
     """Give a dead event another payload."""
     letter = _number(form.get("id", ""))
@@ -372,7 +372,7 @@ def edit(request: Request, views: Shown, shown: InGroup, by: By, form: Posted) -
     return views.done(request, to, f"Dead letter {letter} has the new payload. Replay it now.")
 
 
-@router.get("/groups/{group:path}/actions")
+@router.get("/groups/{group}/actions")
 def actions(
     request: Request, views: Shown, shown: InGroup, about: str = "group", before: int | None = None
 ) -> Response:
@@ -386,7 +386,7 @@ def actions(
     )
 
 
-@router.get("/groups/{group:path}/")
+@router.get("/groups/{group}/")
 def overview(
     request: Request, views: Shown, shown: InGroup, hours: float = HISTORY_HOURS
 ) -> Response:

@@ -56,9 +56,7 @@ class Views:
             "chart_height": HEIGHT,
         }
 
-    def page(
-        self, request: Request, template: str, status: int = 200, **values: Any
-    ) -> HTMLResponse:
+    def page(self, request: Request, template: str, code: int = 200, **values: Any) -> HTMLResponse:
         """A page of a group, or one of no group, with what was said about the last action."""
         caller = getattr(request.state, "caller", None)
         said = self._guard.signer.read("said", request.cookies.get(_SAID, ""))
@@ -70,7 +68,7 @@ class Views:
             "now": datetime.now(UTC),
             **values,
         }
-        answer = HTMLResponse(self._templates.get_template(template).render(shown), status)
+        answer = HTMLResponse(self._templates.get_template(template).render(shown), code)
         if said is not None:
             answer.delete_cookie(_SAID, httponly=True, samesite="strict")
         return answer

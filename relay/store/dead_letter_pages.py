@@ -134,9 +134,9 @@ def letters(conn: Connection, number: int, limit: int, after: int = 0) -> list[d
             sql.SQL(
                 """
                 select d.id, d.status, d.sink, d.handler, left(d.exception, {most}) as exception, d.attempts, d.host_id,
-                       d.user_id, d.transaction_id, d.transaction_ordinal, d.transaction_count, d.event_id, d.event_type,
-                       d.aggregate_type, d.aggregate_id, d.aggregate_version, d.event_ts, d.deliver_at, d.c_offset,
-                       d.commit_lsn::text as commit_lsn, d.created_dt, d.by_reference,
+                       d.user_id, d.transaction_id, d.transaction_ordinal, d.transaction_count, d.event_id,
+                       d.event_type, d.aggregate_type, d.aggregate_id, d.aggregate_version, d.event_ts,
+                       d.deliver_at, d.c_offset, d.commit_lsn::text as commit_lsn, d.created_dt, d.by_reference,
                        {payload} as payload, coalesce(octet_length(d.payload::text), 0) as payload_bytes,
                        {original} as original_payload, {metadata} as metadata,
                        left(d.refused::text, {most}) as refused

@@ -355,7 +355,7 @@ def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | N
     changed = conn.execute(
         """
         update relay.sinks
-           set paused_at = case when %(paused)s then now() end, 
+           set paused_at = case when %(paused)s then now() end,
                paused_by = case when %(paused)s
                                 then coalesce(nullif(current_setting('relay.operator', true), ''), session_user) end,
                reason = case when %(paused)s then %(reason)s end

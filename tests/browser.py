@@ -1,0 +1,152 @@
+"""Chromium without a screen, driven by ChromeDriver as W3C WebDriver describes it."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.outbox import wait_until
+
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--disable-dev-shm-usage"),
+)
+_PORT = re.compile(r"started successfully on port (\d+)")
+
+
+class Browser:
+    """One window. Elements are named by CSS selectors; every call waits until there is one."""
+
+    def __init__(self, session: httpx.Client) -> None:
+        self._session = session
+
+    def open(self, address: str) -> None:
+        """Load a page."""
+        self._post("url", url=address)
+
+    def click(self, selector: str) -> None:
+        """Click an element."""
+        self._post(f"element/{self._element(selector)}/click")
+
+    def type(self, selector: str, text: str) -> None:
+        """Replace what a field holds."""
+        element = self._element(selector)
+        self._post(f"element/{element}/clear")
+        self._post(f"element/{element}/value", text=text)
+
+    def press(self, key: str) -> None:
+        """Press a key, wherever the focus is."""
+        keys = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
+        self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": keys}])
+
+    def text(self, selector: str = "body") -> str:
+        """What a person reads in an element."""
+        return str(self._get(f"element/{self._element(selector)}/text"))
+
+    def wait_text(self, text: str, selector: str = "body", timeout: float = 30.0) -> None:
+        """Wait until an element shows a text."""
+        wait_until(lambda: text in self.script(_SHOWN, selector), timeout, 0.1)
+
+    def script(self, script: str, *arguments: Any) -> Any:
+        """What a function's body returns."""
+        return self._post("execute/sync", script=script, args=list(arguments))
+
+    def command(self, name: str, **parameters: Any) -> Any:
+        """A command of the DevTools protocol."""
+        return self._post("goog/cdp/execute", cmd=name, params=parameters)
+
+    def looks(self, width: int, height: int, dark: bool = False, phone: bool = False) -> None:
+        """Set the size of the page, and which colours the reader prefers."""
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def screenshot(self, file: Path) -> None:
+        """Write what is shown as a PNG."""
+        file.write_bytes(base64.b64decode(self._get("screenshot")))
+
+    def complaints(self) -> Sequence[str]:
+        """What the browser has said of errors and refused scripts since the last time."""
+        entries = self._post("se/log", type="browser")
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+    def _element(self, selector: str) -> str:
+        found = self._post("element", using="css selector", value=selector)
+        return str(found[_ELEMENT])
+
+    def _get(self, path: str) -> Any:
+        return _value(self._session.get(path))
+
+    def _post(self, path: str, **body: Any) -> Any:
+        return _value(self._session.post(path, json=body))
+
+
+_SHOWN = "const e = document.querySelector(arguments[0]); return e ? e.innerText : '';"
+
+
+def _value(answer: httpx.Response) -> Any:
+    value = answer.json()["value"]
+    assert answer.status_code == 200, value
+    return value
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser with a profile of its own. Skips the test where Chromium or ChromeDriver is missing."""
+    driver, binary = shutil.which("chromedriver"), shutil.which("chromium")
+    if driver is None or binary is None:
+        pytest.skip("Debian's chromium and chromium-driver are not installed")
+    with (
+        tempfile.TemporaryDirectory() as profile,
+        subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{_port(process)}", timeout=60) as client:
+                yield from _in_session(client, binary, profile)
+        finally:
+            process.kill()
+
+
+def _in_session(client: httpx.Client, binary: str, profile: str) -> Iterator[Browser]:
+    wanted: Mapping[str, Any] = {
+        "browserName": "chrome",
+        "timeouts": {"implicit": 15_000, "pageLoad": 30_000, "script": 15_000},
+        "goog:loggingPrefs": {"browser": "ALL"},
+        "goog:chromeOptions": {
+            "binary": binary,
+            "args": [*_FLAGS, f"--user-data-dir={profile}"],
+        },
+    }
+    made = _value(client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}))
+    path = f"/session/{made['sessionId']}"
+    with httpx.Client(
+        base_url=f"{client.base_url}{path.removeprefix('/')}/", timeout=60
+    ) as session:
+        yield Browser(session)
+    client.delete(path)
+
+
+def _port(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := _PORT.search(line):
+            return int(found[1])
+    raise AssertionError("chromedriver has ended")

@@ -1,0 +1,72 @@
+"""A console that is served, and what a browser or a program sends to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from relay.config import Settings
+from relay.console.server import Server
+
+TOKEN = "a-token-of-the-tests"
+
+
+def console_of(**more: Any) -> dict[str, Any]:
+    """The section of the configuration, on a free port."""
+    return {"console": {"listen": "127.0.0.1:0", "token": TOKEN, **more}}
+
+
+@contextmanager
+def served(*groups: Settings) -> Iterator[str]:
+    """The address of a console of some groups, which the first one configures."""
+    console = groups[0].observe.console
+    assert console is not None
+    with Server(groups, console) as server:
+        yield f"http://127.0.0.1:{server.port}"
+
+
+class Visitor:
+    """A person with a browser that has logged in: follows redirects, keeps cookies, sends the forms of pages."""
+
+    def __init__(self, address: str, name: str = "anna", token: str = TOKEN) -> None:
+        self.client = httpx.Client(base_url=address, follow_redirects=True, timeout=30)
+        self.login = self.client.post("/login", data={"name": name, "token": token, "next": "/"})
+
+    def page(self, path: str) -> str:
+        """The HTML of a page."""
+        answer = self.client.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def send(self, path: str, **fields: str) -> httpx.Response:
+        """Send a form with the token of the session."""
+        found = re.search(r'name="form_token" value="([^"]+)"', self.page("/"))
+        assert found is not None
+        return self.client.post(path, data={"form_token": found[1], **fields})
+
+
+class Program:
+    """A program that uses the API with the token."""
+
+    def __init__(self, address: str, group: str = "default", **headers: str) -> None:
+        self.client = httpx.Client(
+            base_url=f"{address}/api/v1/groups/{group}",
+            headers={"authorization": f"Bearer {TOKEN}", "relay-operator": "robot", **headers},
+            timeout=30,
+        )
+
+    def get(self, path: str, **query: Any) -> Any:
+        """What a resource answers."""
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, reason: str = "because", **body: Any) -> Any:
+        """What an action answers."""
+        answer = self.client.post(path, json={"reason": reason, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()

@@ -1,0 +1,616 @@
+"""The console and its API against a real database: who may, what they see, what they do."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from relay.config import Settings
+from relay.faults import ConfigurationError
+from tests.console import TOKEN, Program, Visitor, console_of, served
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import relay, running
+from tests.webhook import Answer, Webhook
+
+G = "/groups/default"
+
+
+@pytest.fixture
+def settings(outbox: Outbox) -> Settings:
+    """A group whose projection refuses negative amounts."""
+    return outbox.settings(observe=console_of())
+
+
+@pytest.fixture
+def address(settings: Settings) -> Iterator[str]:
+    """Where its console is."""
+    with served(settings) as found:
+        yield found
+
+
+def with_hook(outbox: Outbox, url: str, **more: Any) -> Settings:
+    """A group with a sink `hook` beside the projection."""
+    handlers = outbox.config()["handlers"] | {"hook": {"type": "http", "url": url}}
+    settings = outbox.settings(
+        handlers=handlers,
+        routes=[{"handlers": ["projection", "hook"]}],
+        observe=console_of(),
+        **more,
+    )
+    outbox.install_again(settings)
+    return settings
+
+
+def kill_some(outbox: Outbox, settings: Settings, count: int = 1, **payload: Any) -> list[int]:
+    """Let transactions die of a negative amount; returns their dead letters."""
+    for number in range(count):
+        outbox.publish(host(number), event(-1, payload={"amount": -1, **payload}))
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") >= count)
+    return outbox.column("select id from relay.dead_letter_queue order by id")
+
+
+def acted(outbox: Outbox) -> list[tuple[Any, ...]]:
+    """What was done to the group: sink, action, reason, operator."""
+    return outbox.conn.execute(
+        "select sink, action, reason, operator from relay.actions order by id"
+    ).fetchall()
+
+
+def test_nobody_gets_in_without_the_token(settings: Settings, address: str) -> None:
+    """Every page and resource is refused, but for the login and what a browser needs to show it."""
+    from relay.console.app import create_app
+
+    client = httpx.Client(base_url=address)
+    assert settings.observe.console is not None
+    app = create_app([settings], settings.observe.console)
+    paths = [
+        (
+            method,
+            re.sub(r"\{(id)(:\w+)?\}", "1", re.sub(r"\{group(:\w+)?\}", "default", route.path)),
+        )
+        for router in app.routes
+        for route in getattr(getattr(router, "original_router", None), "routes", [router])
+        for method in getattr(route, "methods", None) or ()
+    ]
+    assert len(paths) > 40
+    for method, path in paths:
+        if path == "/login":
+            continue
+        answer = client.request(method, path)
+        if path.startswith("/api/"):
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert answer.json()["status"] == 401
+        else:
+            assert answer.status_code == 303, (method, path)
+            assert answer.headers["location"].startswith("/login?next=")
+    for token in ("x", "wrong", TOKEN + "x", "é"):
+        header = f"Bearer {token}".encode()
+        refused = client.get("/api/v1/groups", headers={"authorization": header})  # type: ignore[dict-item]
+        assert refused.status_code == 401
+    assert Visitor(address, token="wrong").login.status_code == 401
+    assert Visitor(address, name=" ").login.status_code == 401
+    forged = client.get("/", cookies={"relay_console": "eyJuYW1lIjoieCJ9.AAAA"})
+    assert forged.status_code == 303
+    assert client.get("/static/console.css").status_code == 200
+    assert client.get("/static/../app.py").status_code in (303, 404)
+
+
+def test_a_browser_may_load_and_run_nothing_from_elsewhere(address: str) -> None:
+    """Each answer has the policy, and no page has a script or a style of its own."""
+    visitor = Visitor(address)
+    for path in (
+        "/",
+        f"{G}/sinks",
+        f"{G}/dead-letters",
+        f"{G}/partitions",
+        "/nowhere",
+        "/static/console.js",
+    ):
+        answer = visitor.client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-store"
+        assert not re.search(
+            r"<style|\sstyle=|<script(?! src=\"/static)|\son\w+=|https?://", answer.text
+        )
+    cookie = visitor.login.history[0].headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert TOKEN not in cookie
+
+
+def test_other_sites_cannot_act(outbox: Outbox, address: str) -> None:
+    """A form of another site is refused, also one that knows everything but the session's own token."""
+    visitor = Visitor(address)
+    path, fields = f"{G}/dead-letters/discard", {"reason": "x"}
+    assert visitor.client.post(path, data=fields).status_code == 403
+    assert visitor.client.post(path, data={**fields, "form_token": "guess"}).status_code == 403
+    other = Visitor(address, name="other")
+    token = re.search(r'form_token" value="([^"]+)"', other.page("/"))
+    assert token is not None
+    theirs = visitor.client.post(path, data={**fields, "form_token": token[1]})
+    assert theirs.status_code == 403
+    for headers in (
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+    ):
+        assert visitor.client.post(path, data=fields, headers=headers).status_code == 403
+        login = visitor.client.post("/login", data={"name": "x", "token": TOKEN}, headers=headers)
+        assert login.status_code == 403
+        program = Program(address, **headers)
+        assert program.client.post("/sinks/x/pause", json={"reason": "x"}).status_code == 403
+    # A browser's login is none for the API, and a form is no request of a program.
+    cookie = visitor.client.post(
+        "/api/v1/groups/default/deferred/run", json={"reason": "x", "all": True}
+    )
+    assert cookie.status_code == 401
+    form = Program(address).client.post("/deferred/run", data={"reason": "x"})
+    assert form.status_code == 415
+    assert acted(outbox) == []
+
+
+def test_who_guesses_tokens_has_to_wait(address: str) -> None:
+    """After ten wrong tokens an address is refused for a while, with the right one too."""
+    client = httpx.Client(base_url=address)
+    statuses = [
+        client.get("/api/v1/groups", headers={"authorization": "Bearer x"}).status_code
+        for _ in range(11)
+    ]
+    assert statuses == [401] * 10 + [429]
+    late = client.post("/login", data={"name": "anna", "token": TOKEN})
+    assert late.status_code == 429
+    assert int(late.headers["retry-after"]) > 0
+
+
+def test_a_proxy_says_who_it_is(outbox: Outbox) -> None:
+    """Its header counts alone where there is no token, and otherwise only with the token."""
+    header = {"x-forwarded-user": "bea"}
+    alone = outbox.settings(
+        observe={"console": {"listen": "127.0.0.1:0", "user_header": "X-Forwarded-User"}}
+    )
+    with served(alone) as address:
+        assert httpx.get(address + G + "/").status_code == 401
+        assert httpx.get(address + "/login").status_code == 404
+        page = httpx.get(address + G + "/", headers=header)
+        assert page.status_code == 200
+        assert "bea" in page.text
+        refused = httpx.post(address + f"{G}/deferred/run", data={"reason": "x"}, headers=header)
+        assert refused.status_code == 403
+    both = outbox.settings(observe=console_of(user_header="X-Forwarded-User"))
+    with served(both) as address:
+        assert httpx.get(address + G + "/", headers=header).status_code == 303
+        with_token = httpx.get(
+            address + G + "/", headers={**header, "authorization": f"Bearer {TOKEN}"}
+        )
+        assert "bea" in with_token.text
+
+
+def test_what_a_payload_holds_is_text(outbox: Outbox, settings: Settings, address: str) -> None:
+    """Scripts in a payload, an exception or a search are shown, and not run."""
+    (letter,) = kill_some(outbox, settings, note="</pre><script>alert(1)</script>")
+    outbox.conn.execute(
+        "update relay.dead_letter_queue set exception = '<img src=x onerror=alert(2)>: x', handler = '<b>h</b>'"
+    )
+    visitor = Visitor(address, name="<i>anna</i>")
+    page = visitor.page(f"{G}/dead-letter?id={letter}")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    for path in (
+        f"{G}/dead-letter?id={letter}",
+        f"{G}/dead-letters",
+        f"{G}/dead-letters?exception=<script>x",
+    ):
+        page = visitor.page(path)
+        assert not re.search(r"<script>|<img|<b>h|<i>anna", page)
+    saved = visitor.client.get(f"{G}/dead-letter/payload?id={letter}")
+    assert saved.headers["content-type"] == "application/json"
+    assert saved.headers["content-disposition"].startswith("attachment")
+    assert saved.json()["note"].startswith("</pre>")
+
+
+def test_a_dead_letter_is_edited_and_replayed(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """In the pages: found by its fault, mended, applied; each step says who did it, and why."""
+    first, second = kill_some(outbox, settings, 2)
+    visitor = Visitor(address)
+    found = visitor.page(f"{G}/dead-letters?kind=CheckViolation+[23514]&handler=projection")
+    assert f"dead-letter?id={first}" in found
+    assert f"dead-letter?id={first}" not in visitor.page(
+        f"{G}/dead-letters?exception=nothing+like+it"
+    )
+    refused = visitor.send(f"{G}/dead-letter/edit", id=str(first), payload="{", reason="a digit")
+    assert refused.status_code == 409
+    assert "is not JSON" in refused.text
+    no_reason = visitor.send(f"{G}/dead-letter/edit", id=str(first), payload="{}", reason=" ")
+    assert no_reason.status_code == 409
+    edited = visitor.send(
+        f"{G}/dead-letter/edit",
+        id=str(first),
+        payload='{"amount": 12345678901234567890.25}',
+        reason="a digit",
+    )
+    assert "has the new payload" in edited.text
+    assert "Payload as published" in edited.text
+    replayed = visitor.send(f"{G}/dead-letters/replay?ids={first}", reason="mended")
+    assert "1 transaction is queued" in replayed.text
+    assert "no instance is running" in replayed.text
+    discarded = visitor.send(f"{G}/dead-letters/discard?ids={second}", reason="a test's")
+    assert "1 transaction is discarded" in discarded.text
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from projection") == 1)
+    assert str(outbox.value("select amount from projection")) == "12345678901234567890.25"
+    assert outbox.column("select status from relay.dead_letter_queue order by id") == [
+        "replayed",
+        "discarded",
+    ]
+    done = outbox.conn.execute(
+        "select action, reason, operator, acted_by = session_user from relay.dead_letter_actions order by id"
+    ).fetchall()
+    assert done == [
+        ("edit", "a digit", "anna", True),
+        ("replay", "mended", "anna", True),
+        ("discard", "a test's", "anna", True),
+        ("replayed", None, None, True),
+    ]
+    log = visitor.page(f"{G}/actions?about=dead-letters")
+    assert "mended" in log
+    assert "anna (as " in log
+
+
+def test_a_sink_is_paused_moved_and_resumed(outbox: Outbox) -> None:
+    """In the pages, while relay runs: nothing arrives, then what was published, then all of it again."""
+    with Webhook() as hook:
+        settings = with_hook(outbox, hook.url)
+        with served(settings) as address, relaying(settings):
+            visitor = Visitor(address)
+            visitor.send(f"{G}/sink/pause", name="hook", reason="maintenance")
+            wait_until(lambda: outbox.value("select paused_by from relay.sinks") == "anna")
+            time.sleep(1.5)  # the worker looks at its row once a second
+            outbox.publish(host(1), event())
+            outbox.wait_handled()
+            page = visitor.page(f"{G}/sink?name=hook")
+            assert '<p class="big" id="unread">1</p>' in page
+            assert "by anna: maintenance" in page
+            assert not hook.requests
+            visitor.send(f"{G}/sink/resume", name="hook", reason="over")
+            wait_until(lambda: len(hook.requests) == 1)
+            asked = visitor.page(f"{G}/sink/seek?name=hook&to=beginning&rebuild=true")
+            assert "It goes on with the oldest event" in asked
+            visitor.send(
+                f"{G}/sink/seek", name="hook", to="beginning", rebuild="true", reason="lost it"
+            )
+            wait_until(lambda: len(hook.requests) == 2)
+            refused = visitor.send(f"{G}/sink/seek", name="hook", to="0/1", reason="x")
+            assert refused.status_code == 409
+            assert "is a position in the WAL" in refused.text
+            gone = visitor.send(f"{G}/sink/drop", name="hook", reason="x")
+            assert "is configured: take it out first" in gone.text
+            running_group = visitor.client.get(f"{G}/partitions/seek?to=beginning")
+            assert running_group.status_code == 409
+            assert "A running group cannot be moved" in visitor.page(f"{G}/partitions")
+    assert acted(outbox) == [
+        ("hook", "sink pause", "maintenance", "anna"),
+        ("hook", "sink resume", "over", "anna"),
+        ("hook", "sink rebuild", "lost it", "anna"),
+    ]
+
+
+def test_the_api_does_the_same(outbox: Outbox) -> None:
+    """Every action of the API has its effect, and its row among the actions."""
+    with Webhook(lambda headers, body: Answer(503)) as hook:
+        settings = with_hook(outbox, hook.url)
+        first, second, third = kill_some(outbox, settings, 3)
+        with served(settings) as address:
+            api = Program(address)
+            assert api.get("/status")["status"]["dead_letters"] == 3
+            assert api.post("/sinks/hook/pause") == {"changed": True}
+            assert api.post("/sinks/hook/pause") == {"changed": False}
+            assert api.get("/sinks/hook/status")["state"] == "paused"
+            assert [each["name"] for each in api.get("/sinks")] == ["hook"]
+            assert api.post("/sinks/hook/resume") == {"changed": True}
+            planned = api.post("/sinks/hook/seek", to="end", dry_run=True)
+            assert planned["done"] is False
+            assert api.post("/sinks/hook/seek", to="end")["done"] is True
+            assert api.post("/sinks/hook/rebuild")["goes_on"] == "with the oldest event"
+            moved = api.post("/partitions/seek", to="end")
+            assert (moved["done"], moved["again"]) == (True, 0)
+            page = api.get("/dead-letters", limit=2)
+            assert [each["id"] for each in page["rows"]] == [third, second]
+            (last,) = api.get("/dead-letters", limit=2, before=page["next"])["rows"]
+            assert last["id"] == first
+            assert api.get("/dead-letters/kinds")[0] == {
+                "handler": "projection",
+                "kind": "CheckViolation [23514]",
+                "events": 3,
+            }
+            detail = api.get(f"/dead-letters/{first}")
+            assert "violates check constraint" in detail["events"][0]["exception"]
+            api.post(f"/dead-letters/{first}/payload", payload='{"amount": 7}')
+            assert api.get(f"/dead-letters/{first}/payload") == {"payload": '{"amount": 7}'}
+            assert api.post("/dead-letters/replay", filter={"ids": [first]})["transactions"] == 1
+            assert api.post("/dead-letters/discard", filter={"ids": [second]})["transactions"] == 1
+            waiting = api.get("/deferred")["rows"]
+            assert [each["kind"] for each in waiting] == ["replay"]
+            assert (
+                api.post("/deferred/run", filter={"ids": [waiting[0]["id"]]})["transactions"] == 1
+            )
+            assert api.post("/deferred/cancel", all=True)["transactions"] == 1
+            assert (
+                outbox.value("select status from relay.dead_letter_queue where id = %s", [first])
+                == "dead"
+            )
+            assert (
+                "cancelled by robot: because"
+                in api.get(f"/dead-letters/{first}")["events"][0]["exception"]
+            )
+            assert api.get("/partitions")["rows"]["rows"][0]["unread"] == 0
+            assert api.get("/stopped-handlers") == []
+            assert len(api.get("/history")) == 4
+            whole = api.client.post("/dead-letters/discard", json={"reason": "x"})
+            assert (whole.status_code, whole.json()["detail"]) == (
+                409,
+                "filter: say which, or all: true",
+            )
+            missing = api.client.get("/dead-letters/999")
+            assert missing.status_code == 404
+            assert missing.headers["content-type"] == "application/problem+json"
+            wrong = api.client.post("/sinks/hook/pause", json={"reason": " "})
+            assert (wrong.status_code, wrong.json()["detail"].partition(":")[0]) == (422, "reason")
+            unknown = api.client.get("/dead-letters", params={"handlr": "x"})
+            assert unknown.status_code == 422
+            assert Program(address, "nobody").client.get("/sinks").status_code == 404
+            done = {each["action"] for each in api.get("/actions")["rows"]}
+            assert {each["operator"] for each in api.get("/actions")["rows"]} == {"robot"}
+            of_dead = {each["action"] for each in api.get("/dead-letter-actions")["rows"]}
+    assert done == {
+        *("sink pause", "sink resume", "sink seek", "sink rebuild", "offsets seek"),
+        *("deferred run", "deferred cancel"),
+    }
+    assert of_dead == {"edit", "replay", "discard", "cancel"}
+
+
+def test_a_forgotten_sink_is_dropped(outbox: Outbox) -> None:
+    """One that is no longer configured can be forgotten, in the pages and in the API."""
+    with_hook(outbox, "http://127.0.0.1:9")
+    with served(outbox.settings(observe=console_of())) as address:
+        visitor = Visitor(address)
+        assert "Forget sink hook?" in visitor.page(f"{G}/sink/drop?name=hook")
+        assert "is forgotten" in visitor.send(f"{G}/sink/drop", name="hook", reason="no use").text
+    assert acted(outbox) == [("hook", "sink drop", "no use", "anna")]
+
+
+def test_the_api_is_described(address: str) -> None:
+    """The OpenAPI document names every route of the API, the token, and what each error looks like."""
+    document = httpx.get(
+        f"{address}/api/openapi.json", headers={"authorization": f"Bearer {TOKEN}"}
+    ).json()
+    assert document["openapi"].startswith("3.1")
+    assert not [path for path in document["paths"] if not path.startswith("/api/v1/")]
+    operations = [
+        (path, method, operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
+    assert len(operations) == 25
+    for path, method, operation in operations:
+        assert operation["summary"], path
+        assert operation["description"], path
+        assert operation["security"] == [{"HTTPBearer": []}]
+        assert "application/problem+json" in operation["responses"]["409"]["content"]
+        answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert answer, path
+        if method == "post":
+            body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            schema = document["components"]["schemas"][body.rpartition("/")[2]]
+            assert "reason" in schema["required"], path
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', str(document).replace("'", '"')))
+    assert references <= set(document["components"]["schemas"])
+
+
+def fill_up(outbox: Outbox) -> None:
+    """100,000 dead letters of a thousand hosts, 1,000 partitions and 50 sinks."""
+    outbox.conn.execute(
+        """
+        insert into relay.dead_letter_queue (group_id, dead_transaction, event_id, host_id, transaction_id, c_offset,
+                                             event_type, payload, handler, exception, created_dt)
+        select 'default', nextval('relay.dead_transactions'), gen_random_uuid(), lpad((n % 1000)::text, 36, '0'),
+               gen_random_uuid(), n, 'order.placed', jsonb_build_object('amount', -n, 'note', repeat('x', 300)),
+               'projection',
+               case when n % 1000 = 0 then 'ValueError: rare' else 'CheckViolation [23514]: refused ' || n end
+               || E'\\n  at somewhere', now() - n * interval '1 second'
+          from generate_series(1, 100000) n
+        """
+    )
+    outbox.conn.execute("analyze relay.dead_letter_queue")
+
+
+def test_it_stays_usable_when_there_is_much(outbox: Outbox) -> None:
+    """Pages have a bounded number of rows, and every one of them comes within its limit, by indexes."""
+    config = outbox.config()
+    handlers = config["handlers"] | {
+        f"hook-{n:02d}": {"type": "http", "url": "http://127.0.0.1:9"} for n in range(50)
+    }
+    settings = outbox.settings(
+        handlers=handlers,
+        routes=[{"handlers": list(handlers)}],
+        partitions=1000,
+        group="large",
+        source={"dsn": outbox.dsn, "mode": "poll"},
+        observe=console_of(),
+    )
+    outbox.install_again(settings)
+    fill_up(outbox)
+    outbox.conn.execute("update relay.dead_letter_queue set group_id = 'large'")
+    outbox.conn.execute("vacuum analyze relay.dead_letter_queue")
+    for number in range(20):
+        outbox.publish(host(number), event())
+    with served(settings) as address:
+        visitor = Visitor(address)
+        page = visitor.page("/groups/large/dead-letters")
+        assert "100,000" in page
+        assert page.count("<tr>") == 51
+        assert len(page) < 200_000
+        older = re.search(r'href="([^"]+)" rel="next"', page)
+        assert older is not None
+        second = visitor.page(older[1].replace("&amp;", "&"))
+        ids = [set(re.findall(r"dead-letter\?id=(\d+)", each)) for each in (page, second)]
+        assert [len(each) for each in ids] == [50, 50]
+        assert not ids[0] & ids[1]
+        rare = visitor.page("/groups/large/dead-letters?kind=ValueError&limit=500")
+        assert rare.count("<tr>") == 101
+        assert "Nothing matches" in visitor.page("/groups/large/dead-letters?exception=nowhere")
+        assert "Replay 100,000 dead transactions?" in visitor.page(
+            "/groups/large/dead-letters/replay"
+        )
+        partitions = visitor.page("/groups/large/partitions")
+        assert partitions.count("<tr>") == 101
+        assert "1,000 partitions" in partitions
+        assert visitor.page("/groups/large/partitions?after=899").count("<tr>") == 101
+        sinks = visitor.page("/groups/large/sinks")
+        assert sinks.count("<tr>") == 51
+        assert "100,000" in visitor.page("/groups/large/")
+        api = Program(address, "large")
+        assert len(api.get("/dead-letters", limit=500)["rows"]) == 500
+        assert api.client.get("/dead-letters", params={"limit": 501}).status_code == 422
+    plan = "\n".join(
+        outbox.column(
+            """
+            explain select distinct d.dead_transaction from relay.dead_letter_queue d
+             where d.group_id = 'large' and d.status = 'dead' and d.dead_transaction < 50000
+             order by d.dead_transaction desc limit 51
+            """
+        )
+    )
+    assert "dead_letter_queue_status" in plan or "dead_letter_queue_dead" in plan
+    assert "Seq Scan" not in plan
+
+
+def test_a_large_payload_is_cut(outbox: Outbox, settings: Settings, address: str) -> None:
+    """A page has the beginning of it; the whole can be saved. What is too large to be sent is refused."""
+    (letter,) = kill_some(outbox, settings, note="y" * 3_000_000)
+    visitor = Visitor(address)
+    page = visitor.page(f"{G}/dead-letter?id={letter}")
+    assert len(page) < 60_000
+    assert "of which the beginning is shown" in page
+    assert "Too large to edit here" in page
+    saved = visitor.client.get(f"{G}/dead-letter/payload?id={letter}")
+    assert len(saved.json()["note"]) == 3_000_000
+    too_large = visitor.client.post(f"{G}/dead-letter/edit", content=b"x" * 2_000_000)
+    assert too_large.status_code == 413
+    chunked = Program(address).client.post(
+        "/deferred/run",
+        content=iter([b" " * 100_000] * 20),
+        headers={"content-type": "application/json"},
+    )
+    assert chunked.status_code == 413
+
+
+def test_a_database_that_is_away_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Status 503 and a sentence, in the pages and in the API; no traceback, and no password."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dsn = f"postgresql://u:hush@127.0.0.1:{closed.getsockname()[1]}/x"
+        settings = Settings(source={"dsn": dsn}, observe=console_of())
+        with served(settings) as address:
+            visitor = Visitor(address)
+            page = visitor.client.get(f"{G}/dead-letters")
+            problem = Program(address).client.get("/sinks")
+    assert page.status_code == problem.status_code == 503
+    assert "cannot connect" in page.text
+    assert problem.json()["title"] == "Not available now"
+    told = page.text + problem.text + "".join(capfd.readouterr())
+    assert "hush" not in told
+    assert "Traceback" not in told
+
+
+def test_several_groups_have_one_console(outbox: Outbox) -> None:
+    """Its header leads from one to the other."""
+    first = outbox.settings(observe=console_of())
+    second = outbox.settings(
+        group="second other",
+        source={"dsn": outbox.dsn, "slot": f"{outbox.slot}_2", "publication": outbox.slot},
+    )
+    outbox.install_again(second)
+    with served(first, second) as address:
+        visitor = Visitor(address)
+        assert 'href="/groups/second%20other/"' in visitor.page("/")
+        assert "none reads the source" in visitor.page("/groups/second%20other/")
+        assert visitor.client.get("/groups/third/").status_code == 404
+        assert [
+            each["name"]
+            for each in httpx.get(
+                f"{address}/api/v1/groups", headers={"authorization": f"Bearer {TOKEN}"}
+            ).json()
+        ] == ["default", "second other"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def test_relay_run_serves_it_and_ends_with_it(outbox: Outbox, tmp_path: Path) -> None:
+    """A request that is not over does not keep the process; what is secret is in no log line."""
+    port = _free_port()
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", observe=console_of(listen=f"127.0.0.1:{port}")
+    )
+    with running(config) as process:
+        process.wait_said("the console is served")
+        visitor = Visitor(f"http://127.0.0.1:{port}")
+        assert visitor.login.status_code == 200
+        with socket.create_connection(("127.0.0.1", port)) as half:
+            half.sendall(b"POST /login HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nname=")
+            begun = time.monotonic()
+            assert process.terminate() == 0
+        assert time.monotonic() - begun < 15
+        assert TOKEN not in process.log.read_text()
+        assert "Traceback" not in process.log.read_text()
+
+
+def test_relay_console_serves_it_alone(outbox: Outbox, tmp_path: Path) -> None:
+    """In the foreground, without a relay: there is no history, and the stopped group can be moved."""
+    port = _free_port()
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", observe=console_of(listen=f"127.0.0.1:{port}")
+    )
+    none = relay("console", "--config", str(outbox.config_file(tmp_path / "none.yaml")))
+    assert (none.returncode, "observe.console: is not configured" in none.stderr) == (2, True)
+    with running(config, command="console") as process:
+        process.wait_said("the console is served")
+        visitor = Visitor(f"http://127.0.0.1:{port}")
+        assert "Nothing is measured in this process" in visitor.page(f"{G}/")
+        assert "0 events will be delivered again" in visitor.page(f"{G}/partitions/seek?to=end")
+        moved = visitor.send(f"{G}/partitions/seek", to="end", partition="", reason="try")
+        assert "The group goes on with what is published from now on." in moved.text
+        taken = relay("console", "--config", str(config))
+        assert f"cannot listen on 127.0.0.1:{port}" in taken.stderr
+        assert process.terminate() == 0
+    assert acted(outbox) == [("", "offsets seek", "try", "anna")]
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says what to install."""
+    from relay.console.server import Server
+
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    assert settings.observe.console is not None
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigurationError, match=r"install relay-outbox\[console\]"):
+        Server([settings], settings.observe.console)
