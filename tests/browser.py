@@ -115,7 +115,7 @@ def chromium() -> Iterator[Browser]:
     if driver is None or binary is None:
         pytest.skip("Debian's chromium and chromium-driver are not installed")
     with (
-        tempfile.TemporaryDirectory() as profile,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
         subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as process,
     ):
         try:
@@ -137,11 +137,12 @@ def _in_session(client: httpx.Client, binary: str, profile: str) -> Iterator[Bro
     }
     made = _value(client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}))
     path = f"/session/{made['sessionId']}"
-    with httpx.Client(
-        base_url=f"{client.base_url}{path.removeprefix('/')}/", timeout=60
-    ) as session:
-        yield Browser(session)
-    client.delete(path)
+    address = str(client.base_url).rstrip("/")
+    try:
+        with httpx.Client(base_url=f"{address}{path}/", timeout=60) as session:
+            yield Browser(session)
+    finally:
+        client.delete(path)
 
 
 def _port(process: subprocess.Popen[str]) -> int:
