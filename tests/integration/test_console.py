@@ -96,7 +96,7 @@ def test_nobody_gets_in_without_the_token(settings: Settings, address: str) -> N
             assert answer.headers["location"].startswith("/login?next=")
     for token in ("x", "wrong", TOKEN + "x", "é"):
         header = f"Bearer {token}".encode()
-        refused = client.get("/api/v1/groups", headers={"authorization": header})  # type: ignore[dict-item]
+        refused = client.get("/api/v1/groups", headers={b"authorization": header})
         assert refused.status_code == 401
     assert Visitor(address, token="wrong").login.status_code == 401
     assert Visitor(address, name=" ").login.status_code == 401
@@ -122,7 +122,7 @@ def test_a_browser_may_load_and_run_nothing_from_elsewhere(address: str) -> None
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
         assert "frame-ancestors 'none'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["referrer-policy"] == "same-origin"
         assert answer.headers["cache-control"] == "no-store"
         assert not re.search(
             r"<style|\sstyle=|<script(?! src=\"/static)|\son\w+=|https?://", answer.text
