@@ -69,7 +69,7 @@ def chart(series: Series) -> Chart | None:
         [_path([(run[0][0], y(0)), *run, (run[-1][0], y(0))]) + "Z" for run in runs],
         [Tick(round(x(at), 1), _time(at)) for at in _spread(begin, end)],
         [
-            Tick(round(y(top * part / 2), 1), amount(top * part / 2, series.unit))
+            Tick(round(y(top * part / 2), 1), _mark(top * part / 2, series.unit))
             for part in range(3)
         ],
         [
@@ -91,6 +91,13 @@ def amount(value: float | None, unit: str) -> str:
         return duration(value)
     number = _scaled(value, _DECIMAL, " ", "")
     return f"{number}{unit.removeprefix('events')}" if number[-1:].isalpha() else f"{number} {unit}"
+
+
+def _mark(value: float, unit: str) -> str:
+    """A value beside an axis, where the title has the unit."""
+    if unit in ("bytes", "seconds"):
+        return amount(value, unit)
+    return _scaled(value, _DECIMAL, " ", "")
 
 
 def duration(seconds: float) -> str:

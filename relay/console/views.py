@@ -44,6 +44,7 @@ class Views:
         self._templates.filters |= {
             "when": when,
             "ago": ago,
+            "age": age,
             "amount": amount,
             "duration": duration,
             "number": number,
@@ -115,6 +116,11 @@ def ago(moment: datetime | None) -> str:
         return "-"
     seconds = (datetime.now(UTC) - moment).total_seconds()
     return f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+
+
+def age(moment: datetime | None) -> str:
+    """How long something lasts that began then."""
+    return "-" if moment is None else duration((datetime.now(UTC) - moment).total_seconds())
 
 
 def number(value: int | None) -> str:

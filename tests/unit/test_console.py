@@ -55,7 +55,7 @@ def test_a_chart_has_words_and_a_table() -> None:
     assert chart(Series("lag", "Lag", "seconds", [Point(0.0, None)])) is None
     flat = chart(Series("lag", "Lag", "events", [Point(1.0, 0.0)]))
     assert flat is not None
-    assert flat.upward[-1].text == "1 events"
+    assert flat.upward[-1].text == "1"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,9 @@ def test_its_files_are_in_the_package() -> None:
     names = {each.name for each in (package / "static").iterdir()}
     assert names == {"console.css", "console.js", "icon.svg"}
     environment = Environment(loader=PackageLoader("relay.console"), autoescape=True)
-    environment.filters |= dict.fromkeys(("when", "ago", "amount", "duration", "number"), str)
+    environment.filters |= dict.fromkeys(
+        ("when", "ago", "age", "amount", "duration", "number"), str
+    )
     templates = environment.list_templates()
     assert "base.html" in templates
     for name in templates:
