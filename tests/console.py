@@ -34,12 +34,15 @@ class Visitor:
 
     def __init__(self, address: str, name: str = "anna", token: str = TOKEN) -> None:
         self.client = httpx.Client(base_url=address, follow_redirects=True, timeout=30)
+        self.seconds: dict[str, float] = {}
+        """How long each page took."""
         self.login = self.client.post("/login", data={"name": name, "token": token, "next": "/"})
 
     def page(self, path: str) -> str:
         """The HTML of a page."""
         answer = self.client.get(path)
         assert answer.status_code == 200, answer.text
+        self.seconds[path] = answer.elapsed.total_seconds()
         return answer.text
 
     def send(self, path: str, **fields: str) -> httpx.Response:

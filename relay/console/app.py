@@ -23,7 +23,7 @@ from relay.console.group import READ_SECONDS, Group, Missing
 from relay.console.models import Problem, said
 from relay.console.security import Guard, TooManyFailures, is_from_here
 from relay.console.views import Views
-from relay.faults import ConfigurationError, Unreachable, first_line, kind_of
+from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line, kind_of
 from relay.observe.settings import Console
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,14 @@ _HEADERS = {
 def create_app(groups: Sequence[Settings], console: Console) -> FastAPI:
     """The console of some groups, which `console` guards.
 
-    Raises ConfigurationError for a group whose name cannot be part of an address.
+    Raises ConfigurationError for a group whose name cannot be part of an address, or is that of another one.
     """
+    names = [each.group for each in groups]
     for each in groups:
+        if names.count(each.group) > 1:
+            raise ConfigurationError(
+                f"group: the console has two of the name {each.group!r}: give one another name"
+            )
         if "/" in each.group:
             raise ConfigurationError(
                 f"group: {each.group!r} has a /, which no address of the console can have: name it without"
@@ -74,6 +79,7 @@ def create_app(groups: Sequence[Settings], console: Console) -> FastAPI:
     app.include_router(pages.router)
     for fault in (
         ConfigurationError,
+        TransientFault,
         psycopg.Error,
         HTTPException,
         RequestValidationError,
@@ -184,7 +190,7 @@ def _answered(request: Request, error: Exception) -> Response:
     match error:
         case Missing():
             return _answer(request, 404, str(error))
-        case Unreachable():
+        case Unreachable() | TransientFault():
             return _answer(request, 503, str(error))
         case ConfigurationError():
             return _answer(request, 409, " ".join(str(error).splitlines()))

@@ -19,7 +19,7 @@ from relay.console import measured
 from relay.console.measured import Series
 from relay.cursors import Standing
 from relay.deferrals import Deferrals
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, Unreachable
 from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.preflight import reach_target
@@ -91,7 +91,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """Where partitions stand. `counted` is false where what is unread took too long to count."""
+    """Where partitions stand. `counted` is false where what is unread cannot be counted, or not soon."""
 
     rows: Page[Standing]
     total: int
@@ -160,7 +160,7 @@ class Group:
         try:
             with _reading(COUNT_SECONDS):
                 standing = cursors.positions(self._settings)
-        except psycopg.errors.QueryCanceled:
+        except (psycopg.Error, Unreachable):
             counted = False
             standing = [
                 Standing(each.partition_id, each.next_offset, str(each.applied_lsn), None, None)

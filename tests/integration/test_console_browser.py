@@ -148,8 +148,11 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         assert browser.complaints() == []
 
 
-def test_an_operator_pauses_a_sink(outbox: Outbox, browser: Browser) -> None:
+def test_an_operator_pauses_a_sink(
+    outbox: Outbox, browser: Browser, caplog: pytest.LogCaptureFixture
+) -> None:
     """The page of a paused sink shows its lag grow; when it is resumed, everything arrives."""
+    caplog.set_level("INFO", "relay")
     with Webhook() as hook:
         handlers = outbox.config()["handlers"] | {"hook": {"type": "http", "url": hook.url}}
         settings = outbox.settings(
@@ -165,7 +168,7 @@ def test_an_operator_pauses_a_sink(outbox: Outbox, browser: Browser) -> None:
             browser.type("#pause-reason", "the endpoint is moved")
             browser.click("#pause-form button")
             browser.wait_text("is paused", ".said")
-            time.sleep(1.5)  # the worker looks at its row once a second
+            wait_until(lambda: "a sink is paused" in caplog.text)
             for number in range(5):
                 outbox.publish(host(number), event())
             browser.wait_text("5", "#unread")
