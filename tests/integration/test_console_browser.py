@@ -16,6 +16,8 @@ from tests.console import TOKEN, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook
 
+pytestmark = pytest.mark.rare
+
 DESKTOP, PHONE = (1280, 860), (390, 844)
 IMAGES = "RELAY_CONSOLE_IMAGES"
 """The folder that screenshots are written to, such as docs/images; none where it is not set."""
