@@ -192,8 +192,6 @@ def test_an_operator_pauses_a_sink(
                 browser.looks(*PHONE, phone=True)
                 width = browser.script("return document.documentElement.scrollWidth")
                 assert width <= PHONE[0], each
-                if each == "sinks":
-                    _picture(browser, "phone-sinks")
             browser.open(f"{address}/groups/default/")
             _picture(browser, "phone")
             assert browser.complaints() == []
