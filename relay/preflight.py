@@ -206,6 +206,12 @@ def require_table(conn: Connection, settings: Settings) -> None:
         for field, column in source.mapping.items()
         if column and column not in there and (field in required or source.columns.get(field))
     ]
+    missing += [
+        f"source.headers.{name}: the table {source.table} has no column {column!r}: add it, or name the column that "
+        "holds it"
+        for name, column in source.headers.items()
+        if column not in there
+    ]
     if missing:
         raise ConfigurationError("\n".join(missing))
 

@@ -197,7 +197,7 @@ def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
             f"source.publication: {source.publication!r} leaves out the columns "
             f"{', '.join(column.name for column in missing)} of {source.table}: publish it without a list of columns "
             f"(`{alter} drop table {source.table}`, then `{alter} add table {source.table}`), or leave their fields "
-            "out of source.columns"
+            "out of source.columns and source.headers"
         )
 
 
