@@ -99,6 +99,8 @@ class Source(Section):
         default_factory=dict
     )
     """The outbox's column for each field `headers.*`; a list where they have the columns' names."""
+    message_prefix: Name | None = None
+    """Of the messages of pg_logical_emit_message that are the outbox, in place of a table."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
@@ -147,6 +149,28 @@ class Source(Section):
         header_fields.require_names(value)
         return value
 
+    @model_validator(mode="after")
+    def _messages_have_no_table(self) -> Source:
+        if self.message_prefix is None:
+            return self
+        if self.mode != "wal":
+            raise ValueError(
+                f"message_prefix: messages are in the WAL only, and mode says {self.mode}: set source.mode: wal"
+            )
+        given = {
+            "table": self.table != OWN_OUTBOX,
+            "profile": self.profile != "relay",
+            "columns": self.columns,
+            "headers": self.headers,
+            "offsets": self.offsets != "sequence",
+        }
+        for name in (key for key, is_given in given.items() if is_given):
+            raise ValueError(
+                f"message_prefix: the outbox is messages and no table, so {name} means nothing: leave one of the two "
+                "out"
+            )
+        return self
+
     @property
     def sql_types(self) -> Mapping[str, LiteralString]:
         """The PostgreSQL type of each event field, of `headers` too where there are any."""
@@ -167,7 +191,13 @@ class Source(Section):
     @property
     def owns_table(self) -> bool:
         """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
-        return self.table == OWN_OUTBOX
+        return self.message_prefix is None and self.table == OWN_OUTBOX
+
+    @property
+    def outbox(self) -> str:
+        """What holds the events, in words."""
+        prefix = self.message_prefix
+        return self.table if prefix is None else f"messages with the prefix {prefix!r}"
 
     @property
     def table_name(self) -> tuple[str, str]:

@@ -42,6 +42,8 @@ class Effects:
             # They run in this order.
             "handlers": list(settings.handlers),
         }
+        if settings.source.message_prefix is not None:
+            found["source.message_prefix"] = settings.source.message_prefix
         for field, column in settings.source.columns.items():
             found[f"source.columns.{field}"] = column
         for name, column in settings.source.headers.items():

@@ -243,6 +243,9 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from schemas
     if all(schema.level is Level.OK for schema in schemas):
         yield from _retention(conn, settings)
+    if source.message_prefix is not None:
+        yield from _stream(conn, settings)
+        return
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
@@ -362,7 +365,7 @@ def _managed_replication(conn: Connection) -> bool:
 
 def _publication(conn: Connection, settings: Settings) -> Finding:
     source = settings.source
-    fine = f"{source.publication} publishes {source.table}"
+    fine = f"{source.publication} publishes {source.outbox}"
     return _caught("publication", fine, require_published, conn, source)
 
 

@@ -1,0 +1,185 @@
+"""An outbox without a table: what pg_logical_emit_message writes is relayed, and nothing else is looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relay.config import Settings
+from relay.install import initialise
+from relay.preflight import require
+from relay.spark.session import Session
+from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
+from tests.process import relay, running
+from tests.webhook import Webhook
+
+PREFIX = "shop.outbox"
+EMIT = "select pg_logical_emit_message(%s, %s, %s)"
+PROJECTION = """
+    create table projection (
+        seq bigserial, id uuid, host_id uuid, c_offset bigint, transaction_id uuid,
+        amount numeric check (amount >= 0))
+"""
+
+
+@pytest.fixture
+def shop(database: str) -> Iterator[Outbox]:
+    """A database without any outbox."""
+    with Outbox(database) as made:
+        made.conn.execute(PROJECTION.encode())
+        yield made
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with Webhook() as found:
+        yield found
+
+
+def config(shop: Outbox, webhook: Webhook | None = None, **more: Any) -> dict[str, Any]:
+    handlers: dict[str, Any] = {"projection": {"type": "sql", "statement": APPEND}}
+    if webhook is not None:
+        handlers["hook"] = {"type": "http", "url": webhook.url}
+    source = {**shop.config()["source"], "mode": "wal", "message_prefix": PREFIX}
+    return {
+        "source": source,
+        "handlers": handlers,
+        "routes": [{"handlers": list(handlers)}],
+        **more,
+    }
+
+
+def message(amount: Any, number: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        **{"host_id": str(host(number)), "event_type": "order.placed"},
+        **{"payload": {"amount": amount}, **more},
+    }
+
+
+def emit(shop: Outbox, *contents: Any, transactional: bool = True) -> None:
+    """Messages in one commit."""
+    with shop.conn.transaction():
+        for content in contents:
+            text = content if isinstance(content, str) else json.dumps(content)
+            shop.conn.execute(EMIT, (transactional, PREFIX, text))
+
+
+def applied(shop: Outbox) -> int:
+    return int(shop.value("select count(*) from projection"))
+
+
+AMOUNTS = "select amount::int from projection order by seq"
+
+
+def test_messages_are_relayed_whole_and_in_order(
+    shop: Outbox, webhook: Webhook, engine: str, session: Session | None
+) -> None:
+    settings = shop.settings(engine, **config(shop, webhook))
+    initialise(settings)
+    require(settings)
+    assert shop.value("select to_regclass('public.outbox_message_t')") is None
+    with relaying(settings, session):
+        for number in range(60):
+            emit(shop, message(2 * number), [message(2 * number + 1)])
+        with shop.conn.transaction(force_rollback=True):
+            shop.conn.execute(EMIT, (True, PREFIX, json.dumps(message(-1))))
+        emit(shop, message(-2), transactional=False)
+        shop.conn.execute(EMIT, (True, "another", json.dumps(message(-3))))
+        shop.wait_drained()
+        wait_until(lambda: len(webhook.taken) == 120)
+    assert shop.column(AMOUNTS) == list(range(120))
+    assert shop.value("select count(*) from relay.dead_letter_queue") == 0
+    sent = {request.event["id"] for request in webhook.taken}
+    assert sent == set(shop.column("select id::text from projection"))
+
+
+def test_what_was_applied_and_not_confirmed_is_applied_once(shop: Outbox) -> None:
+    settings = shop.settings(**config(shop))
+    initialise(settings)
+    for number in range(30):
+        emit(shop, message(number, number % 4))
+    stream_and_die(settings, tasks=1)
+    stream_and_die(settings)
+    with relaying(settings):
+        emit(shop, message(30))
+        shop.wait_drained()
+    assert sorted(shop.column(AMOUNTS)) == list(range(31))
+    # Whatever comes twice has the ids that it had.
+    assert shop.value("select count(distinct id) from projection") == 31
+
+
+def test_a_relay_that_is_killed_goes_on(shop: Outbox, webhook: Webhook, tmp_path: Path) -> None:
+    file = shop.config_file(tmp_path / "relay.yaml", **config(shop, webhook))
+    initialise(Settings(**config(shop, webhook)))
+    for first in (0, 40):
+        with running(file) as process:
+            for number in range(first, first + 40):
+                emit(shop, message(number))
+            wait_until(lambda first=first: applied(shop) > first)
+            process.kill()
+    with running(file):
+        shop.wait_drained()
+        wait_until(lambda: len(webhook.ids()) == 80)
+    assert shop.column(AMOUNTS) == list(range(80))
+    # At least once in a sink, by the same ids.
+    assert set(webhook.ids()) == set(shop.column("select id::text from projection"))
+
+
+def test_a_message_that_is_no_event_is_a_dead_letter(shop: Outbox) -> None:
+    settings = shop.settings(**config(shop))
+    initialise(settings)
+    with relaying(settings):
+        emit(shop, message(1))
+        emit(shop, "{no json")
+        emit(shop, [message(2), message(3, event_type=None)])
+        emit(shop, message(4))
+        emit(shop, message(-5))
+        shop.wait_drained()
+    assert shop.column(AMOUNTS) == [1, 4]
+    dead = shop.conn.execute(
+        "select payload, split_part(exception, ' (message', 1) from relay.dead_letter_queue order by id"
+    ).fetchall()
+    assert [payload for payload, _ in dead] == [
+        "{no json",
+        {"amount": 2},
+        {"amount": 3},
+        {"amount": -5},
+    ]
+    assert dead[0][1].endswith("event 1: it is not JSON")
+    assert dead[2][1].endswith("event 2: event_type is missing")
+
+
+def test_a_commit_larger_than_memory_goes_through_a_file(shop: Outbox) -> None:
+    settings = shop.settings(**config(shop), batch={"max_bytes": 4096})
+    initialise(settings)
+    with relaying(settings):
+        emit(shop, *(message(number) for number in range(200)))
+        shop.wait_drained()
+    assert shop.column(AMOUNTS) == list(range(200))
+
+
+def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -> None:
+    file = str(shop.config_file(tmp_path / "relay.yaml", **config(shop)))
+    made = relay("init", "--config", file)
+    assert f"publication {shop.slot} of messages with the prefix 'shop.outbox'" in made.stdout
+    assert relay("init", "--config", file).returncode == 0
+    checked = relay("check", "--config", file)
+    assert checked.returncode == 0, checked.stdout
+    assert "publishes messages with the prefix 'shop.outbox'" in checked.stdout
+    assert relay("status", "--config", file).returncode == 0
+    assert relay("offsets", "show", "--config", file).returncode == 0
+    refused = relay("publish", "--config", file, stdin="{}")
+    assert "source.message_prefix: `relay publish`" in refused.stderr
+    shop.conn.execute(f"drop publication {shop.slot}".encode())
+    assert "there is no publication" in relay("check", "--config", file).stdout
+    relay("init", "--config", file)
+    assert relay("uninstall", "--config", file, "--yes").returncode == 0
+    assert (
+        shop.value("select count(*) from pg_replication_slots where database = current_database()")
+        == 0
+    )
+    assert shop.value("select count(*) from pg_publication") == 0
