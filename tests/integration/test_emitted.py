@@ -76,23 +76,30 @@ AMOUNTS = "select amount::int from projection order by seq"
 
 
 def test_messages_are_relayed_whole_and_in_order(
-    shop: Outbox, webhook: Webhook, engine: str, session: Session | None
+    shop: Outbox,
+    webhook: Webhook,
+    engine: str,
+    session: Session | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = shop.settings(engine, **config(shop, webhook))
     initialise(settings)
     require(settings)
     assert shop.value("select to_regclass('public.outbox_message_t')") is None
-    with relaying(settings, session):
+    with caplog.at_level("WARNING"), relaying(settings, session):
         for number in range(60):
             emit(shop, message(2 * number), [message(2 * number + 1)])
         with shop.conn.transaction(force_rollback=True):
             shop.conn.execute(EMIT, (True, PREFIX, json.dumps(message(-1))))
-        emit(shop, message(-2), transactional=False)
+        for _ in range(2):
+            emit(shop, message(-2), transactional=False)
         shop.conn.execute(EMIT, (True, "another", json.dumps(message(-3))))
         shop.wait_drained()
         wait_until(lambda: len(webhook.taken) == 120)
     assert shop.column(AMOUNTS) == list(range(120))
     assert shop.value("select count(*) from relay.dead_letter_queue") == 0
+    said = [each for each in caplog.messages if "belong to no transaction" in each]
+    assert len(said) == 1
     sent = {request.event["id"] for request in webhook.taken}
     assert sent == set(shop.column("select id::text from projection"))
 
@@ -172,7 +179,7 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     assert "publishes messages with the prefix 'shop.outbox'" in checked.stdout
     assert relay("status", "--config", file).returncode == 0
     assert relay("offsets", "show", "--config", file).returncode == 0
-    refused = relay("publish", "--config", file, stdin="{}")
+    refused = relay("publish", "--config", file, "--generate", "1")
     assert "source.message_prefix: `relay publish`" in refused.stderr
     shop.conn.execute(f"drop publication {shop.slot}".encode())
     assert "there is no publication" in relay("check", "--config", file).stdout
