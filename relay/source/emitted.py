@@ -9,6 +9,7 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats" (Message
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from struct import Struct
@@ -111,35 +112,33 @@ class Emitted:
             "transaction_id": str(uuid5(_NAMESPACE, where)),
             "event_ts": timestamp(begin.ts),
         }
-        events, fault = self._parsed(message.content)
+        text, fault = self._read(message.content)
+        events: list[Any] = [None]
+        if fault is None:
+            events, fault = _events(text)
         for number, event in enumerate(events, start=1):
             defaults["id"] = str(uuid5(_NAMESPACE, f"{where} {number}"))
             row, faults = self._row(event, defaults)
+            if row["payload"] is None and (fault or faults):
+                # So that the dead letter has what was written.
+                row["payload"] = json.dumps(text)
             row["transaction_ordinal"], row["transaction_count"] = str(number), str(len(events))
             if told := ([fault] if fault else faults):
                 # What ends in n would be taken for null where columns are looked at from behind.
                 row[NOTE] = f"{'; '.join(told)} (message at {message.lsn})"
             yield row
 
-    def _parsed(self, content: bytes) -> tuple[list[Any], str | None]:
-        """The events of a message; one that stands for all of it, and why, where it cannot be read."""
+    def _read(self, content: bytes) -> tuple[str, str | None]:
+        """The text of a message, and why it is none."""
         try:
-            text = content.decode(self._codec)
+            return content.decode(self._codec), None
         except UnicodeDecodeError:
-            return [{"payload": content.decode("ascii", "backslashreplace")}], "it is no text"
-        try:
-            found = exact_json.loads(text)
-        except (ValueError, RecursionError):
-            return [{"payload": text}], "it is not JSON"
-        events = found if isinstance(found, list) else [found]
-        if not events:
-            return [{"payload": found}], "it has no events"
-        return events, None
+            return content.decode("ascii", "backslashreplace"), "it is no text"
 
     def _row(self, event: Any, defaults: Mapping[str, str]) -> tuple[Values, list[str]]:
         """An event's fields as PostgreSQL would print them, and what is wrong with it."""
         if not isinstance(event, dict):
-            return self._row({"payload": event}, defaults)[0], ["it is no JSON object"]
+            return self._row({}, defaults)[0], ["it is no JSON object"]
         row: Values = {}
         faults = []
         for name in FIELDS:
@@ -167,6 +166,16 @@ class Emitted:
         text = _PRINTED[self._types[name]](value)
         text.encode()
         return text
+
+
+def _events(text: str) -> tuple[list[Any], str | None]:
+    """The events of a message; one that stands for all of it, and why, where there are none."""
+    try:
+        found = exact_json.loads(text)
+    except (ValueError, RecursionError):
+        return [None], "it is not JSON"
+    events = found if isinstance(found, list) else [found]
+    return (events, None) if events else ([None], "it has no events")
 
 
 class _Wrong(ValueError):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relay.client import Event as Placed
+from relay.client import Outbox as Client
+from relay.client.errors import EventInvalid
+from relay.client.testing import collect
 from relay.config import Settings
 from relay.install import initialise
 from relay.preflight import require
 from relay.spark.session import Session
+from tests.client_sessions import DRIVERS
 from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
 from tests.process import relay, running
 from tests.webhook import Webhook
@@ -68,8 +75,8 @@ def emit(shop: Outbox, *contents: Any, transactional: bool = True) -> None:
             shop.conn.execute(EMIT, (transactional, PREFIX, text))
 
 
-def applied(shop: Outbox) -> int:
-    return int(shop.value("select count(*) from projection"))
+def has_applied(shop: Outbox, more_than: int) -> bool:
+    return bool(shop.value("select count(*) > %s from projection", (more_than,)))
 
 
 AMOUNTS = "select amount::int from projection order by seq"
@@ -126,7 +133,7 @@ def test_a_relay_that_is_killed_goes_on(shop: Outbox, webhook: Webhook, tmp_path
         with running(file) as process:
             for number in range(first, first + 40):
                 emit(shop, message(number))
-            wait_until(lambda first=first: applied(shop) > first)
+            wait_until(partial(has_applied, shop, first))
             process.kill()
     with running(file):
         shop.wait_drained()
@@ -190,3 +197,34 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
         == 0
     )
     assert shop.value("select count(*) from pg_publication") == 0
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_service_publishes_messages_in_its_transaction(shop: Outbox, driver: str) -> None:
+    settings = shop.settings(**config(shop))
+    initialise(settings)
+    client = Client(message_prefix=PREFIX)
+
+    async def publish() -> None:
+        async with DRIVERS[driver](shop.dsn) as opened:
+            await opened.publish(client, Placed("e", payload={"amount": -1}), host_id=host(1))
+            await opened.run(opened.rollback)
+        async with DRIVERS[driver](shop.dsn) as opened:
+            some = [Placed("e", ("Order", 1), payload={"amount": n}, version=2) for n in (1, 2)]
+            await opened.publish(client, some, host_id=host(1))
+            await opened.run(opened.commit)
+
+    asyncio.run(publish())
+    with relaying(settings):
+        shop.wait_drained()
+    assert shop.column(AMOUNTS) == [1, 2]
+    assert shop.value("select count(distinct transaction_id) from projection") == 1
+
+
+def test_messages_have_no_columns() -> None:
+    with pytest.raises(ValueError, match="columns: messages have none"):
+        Client(columns={"payload": "body"}, message_prefix=PREFIX)
+    with collect(Client(message_prefix=PREFIX)), pytest.raises(EventInvalid, match="extra"):
+        Client(message_prefix=PREFIX).publish(
+            None, Placed("e", payload=1, extra={"region": "eu"}), host_id=1
+        )

@@ -183,14 +183,19 @@ def test_a_field_that_is_wrong_is_named_without_its_value(said: dict[str, Any], 
         (b"{", "it is not JSON", "{"),
         (b"", "it is not JSON", ""),
         (b"\xff", "it is no text", "\\xff"),
-        (b"[]", "it has no events", []),
-        (b"7", "it is no JSON object", 7),
+        (b"[]", "it has no events", "[]"),
+        (b"7", "it is no JSON object", "7"),
         (
             b'{"host_id": "x"}',
             "host_id is no uuid; event_type is missing; payload is missing",
-            None,
+            '{"host_id": "x"}',
         ),
         (b"[" * 100_000, "it is not JSON", "[" * 100_000),
+        (
+            json.dumps({**EVENT, "payload": "HALF"}).replace("HALF", "\\ud800").encode(),
+            "payload is no jsonb",
+            json.dumps({**EVENT, "payload": "HALF"}).replace("HALF", "\\ud800"),
+        ),
     ],
 )
 def test_a_message_that_is_no_event_keeps_its_content(
