@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,16 @@ from relay.client import Outbox as Client
 from relay.client.errors import EventInvalid
 from relay.client.testing import collect
 from relay.config import Settings
+from relay.cursors import positions
+from relay.faults import ConfigurationError
 from relay.install import initialise
 from relay.preflight import require
+from relay.publish import require_own_outbox
+from relay.retention.erasure import erase
 from relay.spark.session import Session
 from tests.client_sessions import DRIVERS
 from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
-from tests.process import relay, running
+from tests.process import relay
 from tests.webhook import Webhook
 
 PREFIX = "shop.outbox"
@@ -75,10 +78,6 @@ def emit(shop: Outbox, *contents: Any, transactional: bool = True) -> None:
             shop.conn.execute(EMIT, (transactional, PREFIX, text))
 
 
-def has_applied(shop: Outbox, more_than: int) -> bool:
-    return bool(shop.value("select count(*) > %s from projection", (more_than,)))
-
-
 AMOUNTS = "select amount::int from projection order by seq"
 
 
@@ -126,23 +125,6 @@ def test_what_was_applied_and_not_confirmed_is_applied_once(shop: Outbox) -> Non
     assert shop.value("select count(distinct id) from projection") == 31
 
 
-def test_a_relay_that_is_killed_goes_on(shop: Outbox, webhook: Webhook, tmp_path: Path) -> None:
-    file = shop.config_file(tmp_path / "relay.yaml", **config(shop, webhook))
-    initialise(Settings(**config(shop, webhook)))
-    for first in (0, 40):
-        with running(file) as process:
-            for number in range(first, first + 40):
-                emit(shop, message(number))
-            wait_until(partial(has_applied, shop, first))
-            process.kill()
-    with running(file):
-        shop.wait_drained()
-        wait_until(lambda: len(webhook.ids()) == 80)
-    assert shop.column(AMOUNTS) == list(range(80))
-    # At least once in a sink, by the same ids.
-    assert set(webhook.ids()) == set(shop.column("select id::text from projection"))
-
-
 def test_a_message_that_is_no_event_is_a_dead_letter(shop: Outbox) -> None:
     settings = shop.settings(**config(shop))
     initialise(settings)
@@ -180,23 +162,33 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     file = str(shop.config_file(tmp_path / "relay.yaml", **config(shop)))
     made = relay("init", "--config", file)
     assert f"publication {shop.slot} of messages with the prefix 'shop.outbox'" in made.stdout
-    assert relay("init", "--config", file).returncode == 0
+    settings = Settings(**config(shop))
+    assert initialise(settings) == []
     checked = relay("check", "--config", file)
-    assert checked.returncode == 0, checked.stdout
+    assert checked.returncode == 0, checked.stderr
     assert "publishes messages with the prefix 'shop.outbox'" in checked.stdout
     assert relay("status", "--config", file).returncode == 0
-    assert relay("offsets", "show", "--config", file).returncode == 0
-    refused = relay("publish", "--config", file, "--generate", "1")
-    assert "source.message_prefix: `relay publish`" in refused.stderr
+    assert len(positions(settings)) == 8
+    with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
+        require_own_outbox(settings)
     shop.conn.execute(f"drop publication {shop.slot}".encode())
-    assert "there is no publication" in relay("check", "--config", file).stdout
-    relay("init", "--config", file)
+    with pytest.raises(ConfigurationError, match="there is no publication"):
+        require(settings)
+    assert initialise(settings) == [f"publication {shop.slot} of {settings.source.outbox}"]
     assert relay("uninstall", "--config", file, "--yes").returncode == 0
-    assert (
-        shop.value("select count(*) from pg_replication_slots where database = current_database()")
-        == 0
-    )
-    assert shop.value("select count(*) from pg_publication") == 0
+    slots = "select count(*) from pg_replication_slots where database = current_database()"
+    assert shop.value(slots) == shop.value("select count(*) from pg_publication") == 0
+
+
+def test_a_host_is_erased_where_relay_has_it(shop: Outbox) -> None:
+    settings = shop.settings(**config(shop))
+    initialise(settings)
+    with relaying(settings):
+        emit(shop, message(-1, 1), message(-1, 2))
+        shop.wait_drained()
+    report = erase(settings, shop.conn, shop.conn, str(host(1)))
+    assert report.removed["dead letters"] == 1
+    assert "outbox" not in report.removed
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -77,7 +77,7 @@ def config(shop: Outbox, webhook: Webhook, **source: Any) -> dict[str, Any]:
         "hook": {
             "type": "http",
             "url": webhook.url,
-            "retry": {"wait": 0.05, "jitter": 0, "defer_after": 0},
+            "retry": {"wait": 0.05, "max_wait": 0.1, "jitter": 0, "defer_after": 0},
             "circuit_breaker": None,
         },
     }
