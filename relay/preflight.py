@@ -193,6 +193,10 @@ def require_logical_wal(conn: Connection) -> None:
 def require_table(conn: Connection, settings: Settings) -> None:
     """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
     source = settings.source
+    if source.message_prefix is not None:
+        raise ConfigurationError(
+            f"source.message_prefix: the outbox is {source.outbox} and no table: this is for tables only"
+        )
     there = columns.columns(conn, source.table_name)
     if not there:
         raise ConfigurationError(

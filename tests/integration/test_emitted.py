@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from relay.admin.partitioning import partition_new
 from relay.client import Event as Placed
 from relay.client import Outbox as Client
 from relay.client.errors import EventInvalid
@@ -171,6 +172,8 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     assert len(positions(settings)) == 8
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
         require_own_outbox(settings)
+    with pytest.raises(ConfigurationError, match=r"and no table: this is for tables only$"):
+        partition_new(settings, "1d")
     shop.conn.execute(f"drop publication {shop.slot}".encode())
     with pytest.raises(ConfigurationError, match="there is no publication"):
         require(settings)
