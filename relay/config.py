@@ -28,13 +28,14 @@ from pydantic_settings import (
 )
 
 from relay import environment
+from relay import headers as header_fields
 from relay.dsn import check_dsn
 from relay.event_types.settings import REGISTRY, TYPES, EventsSettings
 from relay.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError
 from relay.handler_settings import KINDS, Handler, SinkHandler, SparkHandler
 from relay.observe.settings import Observe
-from relay.paths import is_name
+from relay.paths import is_header, is_name
 from relay.profiles import expanded
 from relay.retention_settings import Retention
 from relay.sections import Name, Number, Seconds, Secret, Section, resolve_secret
@@ -94,6 +95,12 @@ class Source(Section):
     """The column of a field; null where the field is to be left out."""
     types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
     """The type of an id, where it is not uuid."""
+    headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
+        default_factory=dict
+    )
+    """The outbox's column for each field `headers.*`; a list where they have the columns' names."""
+    message_prefix: Name | None = None
+    """Of the messages of pg_logical_emit_message that are the outbox, in place of a table."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     publication: Name = "relay"
     mode: Literal["auto", "wal", "poll"] = "auto"
@@ -136,10 +143,39 @@ class Source(Section):
                 )
         return value
 
+    @field_validator("headers")
+    @classmethod
+    def _headers_have_names(cls, value: dict[str, str]) -> dict[str, str]:
+        header_fields.require_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _messages_have_no_table(self) -> Source:
+        if self.message_prefix is None:
+            return self
+        if self.mode != "wal":
+            raise ValueError(
+                f"message_prefix: messages are in the WAL only, and mode says {self.mode}: set source.mode: wal"
+            )
+        given = {
+            "table": self.table != OWN_OUTBOX,
+            "profile": self.profile != "relay",
+            "columns": self.columns,
+            "headers": self.headers,
+            "offsets": self.offsets != "sequence",
+        }
+        for name in (key for key, is_given in given.items() if is_given):
+            raise ValueError(
+                f"message_prefix: the outbox is messages and no table, so {name} means nothing: leave one of the two "
+                "out"
+            )
+        return self
+
     @property
     def sql_types(self) -> Mapping[str, LiteralString]:
-        """The PostgreSQL type of each event field."""
-        return {**SQL_TYPES, **self.types}
+        """The PostgreSQL type of each event field, of `headers` too where there are any."""
+        found: dict[str, LiteralString] = {**SQL_TYPES, **self.types}
+        return {**found, header_fields.FIELD: "jsonb"} if self.headers else found
 
     def printed_id(self, field: str, value: str, option: str) -> str:
         """An id that an option of a command names, as PostgreSQL prints it.
@@ -155,7 +191,13 @@ class Source(Section):
     @property
     def owns_table(self) -> bool:
         """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
-        return self.table == OWN_OUTBOX
+        return self.message_prefix is None and self.table == OWN_OUTBOX
+
+    @property
+    def outbox(self) -> str:
+        """What holds the events, in words."""
+        prefix = self.message_prefix
+        return self.table if prefix is None else f"messages with the prefix {prefix!r}"
 
     @property
     def table_name(self) -> tuple[str, str]:
@@ -165,8 +207,15 @@ class Source(Section):
 
     @property
     def mapping(self) -> dict[str, str]:
-        """The outbox's column for each field; "", which names no column, for one that is left out."""
-        return {name: self.columns.get(name, name) or "" for name in FIELDS}
+        """The outbox's column for each field; "", which names no column, for one that is left out.
+
+        Each header is a field of its own, such as `headers.region`.
+        """
+        fields = {name: self.columns.get(name, name) or "" for name in FIELDS}
+        return {
+            **fields,
+            **{header_fields.PREFIX + name: column for name, column in self.headers.items()},
+        }
 
 
 def _switch(value: Any) -> Any:
@@ -326,6 +375,25 @@ class Settings(BaseSettings):
                     raise ValueError(
                         f"routes.{position}.handlers: there is no handler {name!r} (handlers: {known})"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _headers_exist(self) -> Settings:
+        named = [
+            (f"routes.{position}.match", name)
+            for position, route in enumerate(self.routes)
+            for name in route.match
+        ]
+        named += [
+            (f"handlers.{handler}.{key}", name)
+            for handler, each in self.handlers.items()
+            for key, template in each.templates.items()
+            for name in template.names
+        ]
+        for key, name in named:
+            if is_header(name) and name not in self.source.mapping:
+                known = ", ".join(self.source.headers) or "none"
+                raise ValueError(f"{key}: source.headers has no {name} (headers: {known})")
         return self
 
     @model_validator(mode="after")

@@ -42,8 +42,12 @@ class Effects:
             # They run in this order.
             "handlers": list(settings.handlers),
         }
+        if settings.source.message_prefix is not None:
+            found["source.message_prefix"] = settings.source.message_prefix
         for field, column in settings.source.columns.items():
             found[f"source.columns.{field}"] = column
+        for name, column in settings.source.headers.items():
+            found[f"source.headers.{name}"] = column
         for name, handler in settings.handlers.items():
             # A key that a later version adds makes no difference until somebody sets it.
             given = handler.model_dump(exclude=_LEFT_OUT, exclude_defaults=True)

@@ -7,8 +7,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any, LiteralString, NamedTuple, Protocol
 from uuid import UUID
+
+from relay import headers as header_fields
 
 FIELDS = (
     "id",
@@ -71,6 +74,10 @@ SQL_TYPES: Mapping[str, LiteralString] = {
 
 Row = tuple[str | None, ...]
 """One event as PostgreSQL's text output, in the order of `EVENT_FIELDS`."""
+
+Headers = Mapping[str, str | None]
+"""The values of extra columns by the names that the configuration gives them."""
+_NO_HEADERS: Headers = MappingProxyType({})
 
 _INDEX = {name: position for position, name in enumerate(EVENT_FIELDS)}
 
@@ -141,14 +148,28 @@ def microseconds(moment: datetime) -> int:
 class Event:
     """One row of the outbox. Values are parsed when they are asked for, so what nobody reads costs nothing."""
 
-    __slots__ = ("row",)
+    __slots__ = ("_headers", "row")
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, headers: Headers | None = None) -> None:
         self.row = row
+        self._headers = headers
 
     def text(self, name: str) -> str | None:
-        """The field as PostgreSQL prints it, or None; raises KeyError for an unknown field."""
-        return self.row[_INDEX[name]]
+        """The field as PostgreSQL prints it, or None; raises KeyError for an unknown field.
+
+        `headers` is the text of a JSON object, and `headers.NAME` that of one column.
+        """
+        try:
+            return self.row[_INDEX[name]]
+        except KeyError:
+            return self._header(name)
+
+    def _header(self, name: str) -> str | None:
+        if name == header_fields.FIELD:
+            return None if self._headers is None else header_fields.as_json(self._headers)
+        if not name.startswith(header_fields.PREFIX):
+            raise KeyError(name)
+        return self.headers[name.removeprefix(header_fields.PREFIX)]
 
     def without(self, names: Collection[str]) -> Event:
         """The same event with some fields null."""
@@ -156,11 +177,12 @@ class Event:
             tuple(
                 None if name in names else value
                 for name, value in zip(EVENT_FIELDS, self.row, strict=True)
-            )
+            ),
+            self._headers,
         )
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Row:
-        """The event's row with the texts of some fields replaced."""
+        """The event's row with the texts of some fields, which are no headers, replaced."""
         row = list(self.row)
         for name, text in texts.items():
             row[_INDEX[name]] = text
@@ -233,6 +255,11 @@ class Event:
         return self._json("metadata")
 
     @property
+    def headers(self) -> Headers:
+        """The extra columns that `source.headers` names, by these names, each as PostgreSQL prints it."""
+        return _NO_HEADERS if self._headers is None else MappingProxyType(self._headers)
+
+    @property
     def c_offset(self) -> int | None:
         """The gapless offset: its order is the commit order."""
         return self._int("c_offset")
@@ -279,7 +306,9 @@ class Event:
         return None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Event) and self.row == other.row
+        return (
+            isinstance(other, Event) and self.row == other.row and self._headers == other._headers
+        )
 
     def __hash__(self) -> int:
         return hash(self.row)
@@ -294,8 +323,8 @@ class TypedEvent(Event):
 
     __slots__ = ("_model",)
 
-    def __init__(self, row: Row, model: Any) -> None:
-        super().__init__(row)
+    def __init__(self, row: Row, model: Any, headers: Headers | None = None) -> None:
+        super().__init__(row, headers)
         self._model = model
 
     @property

@@ -55,7 +55,7 @@ _PARTITIONED_FORMATS = ("parquet", "orc", "json", "csv", "avro", "delta")
 """Of which a DataFrame writer can replace single partitions; others would replace everything below a path."""
 
 SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
-"""The columns of a Spark sink's frame: `date` is that of `event_ts` in UTC."""
+"""The columns of a Spark sink's frame, besides `headers`: `date` is that of `event_ts` in UTC."""
 
 
 class _Handler(Section):
@@ -67,6 +67,11 @@ class _Handler(Section):
     def blocks_key(self) -> bool:
         """Whether a dead transaction goes on holding its keys."""
         return self.on_exhausted == "block_key"
+
+    @property
+    def templates(self) -> dict[str, Template]:
+        """The keys whose values are names made of an event's fields."""
+        return {}
 
 
 class SqlHandler(_Handler):
@@ -309,6 +314,11 @@ class BrokerHandler(DeliveryHandler):
     mode: Literal["structured", "binary"] = "structured"
     source: str = "relay"
 
+    @property
+    def templates(self) -> dict[str, Template]:
+        """The keys whose values are names made of an event's fields."""
+        return {"topic": Template(self.topic)}
+
 
 class RedisHandler(BrokerHandler):
     """Redis streams; `topic` is the stream's key."""
@@ -365,6 +375,11 @@ class KafkaHandler(BrokerHandler):
     bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]
     key: Named = "{host_id}"
     conf: dict[str, Secret] = Field(default_factory=dict)
+
+    @property
+    def templates(self) -> dict[str, Template]:
+        """The keys whose values are names made of an event's fields."""
+        return {**super().templates, "key": Template(self.key)}
 
 
 Handler = Annotated[

@@ -280,9 +280,10 @@ class _Installation:
         removal += self._begin()
         self._begin_sinks()
         self._retain()
-        # Last, since publishers wait from here to the commit.
-        self._set_gapless()
-        self._set_notify()
+        if self.settings.source.message_prefix is None:
+            # Last, since publishers wait from here to the commit.
+            self._set_gapless()
+            self._set_notify()
         return removal
 
     def _databases(self) -> list[tuple[Connection, str]]:
@@ -297,6 +298,8 @@ class _Installation:
     def _install_outbox(self) -> list[_Removal]:
         source, settings = self.source, self.settings
         self._apply(source, "source", "source.dsn")
+        if settings.source.message_prefix is not None:
+            return []
         if not settings.source.owns_table:
             require_table(source, settings)
             require_readable(source, settings.source)
@@ -334,7 +337,7 @@ class _Installation:
             self.done.append("right of the role relay to replicate")
         if made:
             removal.append(lambda: drop_publication(source, of.publication))
-            self.done.append(f"publication {of.publication} of {of.table}")
+            self.done.append(f"publication {of.publication} of {of.outbox}")
         return removal
 
     def _set_notify(self) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from relay import headers
 from relay.events import EVENT_FIELDS
 
 JSON_FIELDS = ("payload", "metadata")
@@ -18,9 +19,24 @@ def safe_key(key: str) -> str:
     return key if _KEY.fullmatch(key) else "*"
 
 
-def is_name(name: str) -> bool:
-    """Whether this is a field, or a path such as `payload.customer.id`."""
+def split(name: str) -> tuple[str, list[str]]:
+    """The field that a name begins with, and the path into its JSON; each header is a field."""
+    if name.startswith(headers.PREFIX):
+        return name, []
     head, *path = name.split(".")
+    return head, path
+
+
+def is_header(name: str) -> bool:
+    """Whether this is the field of a header, such as `headers.region`."""
+    return name.startswith(headers.PREFIX) and headers.is_name(name.removeprefix(headers.PREFIX))
+
+
+def is_name(name: str) -> bool:
+    """Whether this is a field, such as `headers.region`, or a path such as `payload.customer.id`."""
+    if is_header(name):
+        return True
+    head, path = split(name)
     return head in EVENT_FIELDS and (not path or (head in JSON_FIELDS and all(path)))
 
 

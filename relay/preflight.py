@@ -193,6 +193,10 @@ def require_logical_wal(conn: Connection) -> None:
 def require_table(conn: Connection, settings: Settings) -> None:
     """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
     source = settings.source
+    if source.message_prefix is not None:
+        raise ConfigurationError(
+            f"source.message_prefix: the outbox is {source.outbox} and no table: this is for tables only"
+        )
     there = columns.columns(conn, source.table_name)
     if not there:
         raise ConfigurationError(
@@ -205,6 +209,12 @@ def require_table(conn: Connection, settings: Settings) -> None:
         f"add it, or map the column that holds it (columns: {{{field}: …}})"
         for field, column in source.mapping.items()
         if column and column not in there and (field in required or source.columns.get(field))
+    ]
+    missing += [
+        f"source.headers.{name}: the table {source.table} has no column {column!r}: add it, or name the column that "
+        "holds it"
+        for name, column in source.headers.items()
+        if column not in there
     ]
     if missing:
         raise ConfigurationError("\n".join(missing))
@@ -237,6 +247,9 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from schemas
     if all(schema.level is Level.OK for schema in schemas):
         yield from _retention(conn, settings)
+    if source.message_prefix is not None:
+        yield from _stream(conn, settings)
+        return
     yield _caught(
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
@@ -356,7 +369,7 @@ def _managed_replication(conn: Connection) -> bool:
 
 def _publication(conn: Connection, settings: Settings) -> Finding:
     source = settings.source
-    fine = f"{source.publication} publishes {source.table}"
+    fine = f"{source.publication} publishes {source.outbox}"
     return _caught("publication", fine, require_published, conn, source)
 
 

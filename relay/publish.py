@@ -120,6 +120,11 @@ def _is_id(value: Any, optional: bool) -> bool:
 
 def require_own_outbox(settings: Settings) -> None:
     """Raise ConfigurationError if the outbox is not relay's own: `relay.publish` inserts into no other."""
+    if settings.source.message_prefix is not None:
+        raise ConfigurationError(
+            "source.message_prefix: `relay publish` and relay.publish write to a table: publish with "
+            f"pg_logical_emit_message(true, '{settings.source.message_prefix}', …)"
+        )
     if not settings.source.owns_table:
         raise ConfigurationError(
             f"source.table: `relay publish` and relay.publish write to {OWN_OUTBOX} only: insert into "

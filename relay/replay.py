@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import psycopg
 from tenacity import Retrying, retry_if_result, wait_exponential
 
+from relay import headers
 from relay.config import Settings
 from relay.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
 from relay.faults import ConfigurationError
@@ -27,13 +29,16 @@ from relay.transactions import FACTS, Rows, Transactions
 
 Connection = psycopg.Connection[Any]
 
-_STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in COMMIT_FIELDS]
+_STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIELDS, headers.FIELD)]
 
 _TRANSACTIONS_AT_ONCE = 500
 _EVENTS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 8 * 1024 * 1024
 """What is replayed together in memory; a transaction above these limits is read as it is written."""
 _ROWS_AT_ONCE = 1_000
+Encoder = Callable[[Letter], bytes]
+"""Makes the row of a letter again."""
+Facts = tuple[int, ...]
 _POLL_SECONDS = 0.1
 _MAX_POLL_SECONDS = 5.0
 
@@ -54,7 +59,13 @@ class DeadLetters:
         self._group = settings.group
         self._handlers = settings.handlers.keys()
         self._sinks = list(settings.sink_handlers)
-        self._mapping = settings.source.mapping
+        mapping = settings.source.mapping
+        fields = [mapping[FIELD_OF[name]] for name in _STORED_FIELDS]
+        # A header may be a column that another field has too.
+        self._headers = {
+            name: column for name, column in settings.source.headers.items() if column not in fields
+        }
+        self._columns = (*fields, *self._headers.values())
         self._waiting = Waiting(settings, Routing(settings))
         self._conn = conn
 
@@ -199,10 +210,10 @@ class DeadLetters:
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
         """Transactions as they were published, from their letters."""
-        columns = tuple(self._mapping[FIELD_OF[name]] for name in _STORED_FIELDS)
+        columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
         if len(dead) == 1 and _is_large(dead[0]):
-            tuples = _LetterTuples(self._conn, dead[0])
-            facts, transaction_id, hosts = _facts(tuples.letters(), place=0)
+            tuples = _LetterTuples(self._conn, dead[0], encoded)
+            facts, transaction_id, hosts = _facts(tuples.letters(), encoded, place=0)
             return _spooled(columns, facts, transaction_id, hosts, tuples)
         found: dict[int, list[Letter]] = {
             number: [letter for _, letter in letters]
@@ -214,22 +225,23 @@ class DeadLetters:
             )
         }
         in_order = [found[each.number] for each in dead]
-        known = [_facts(letters, place) for place, letters in enumerate(in_order)]
+        known = [_facts(letters, encoded, place) for place, letters in enumerate(in_order)]
         return Transactions(
             columns,
             np.array([facts for facts, _, _ in known], FACTS),
             [transaction_id for _, transaction_id, _ in known],
             [hosts for _, _, hosts in known],
-            Rows.of([_encoded(letter) for letters in in_order for letter in letters]),
+            Rows.of([encoded(letter) for letters in in_order for letter in letters]),
         )
 
 
 class _LetterTuples:
     """The rows of a large dead transaction: read from its letters whenever they are needed, never all in memory."""
 
-    def __init__(self, conn: Connection, dead: Dead) -> None:
+    def __init__(self, conn: Connection, dead: Dead, encoded: Encoder) -> None:
         self._conn = conn
         self._dead = dead
+        self._encoded = encoded
 
     def __len__(self) -> int:
         return self._dead.events
@@ -241,7 +253,7 @@ class _LetterTuples:
         return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
 
     def __iter__(self) -> Iterator[bytes]:
-        return map(_encoded, self.letters())
+        return map(self._encoded, self.letters())
 
 
 def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
@@ -276,10 +288,9 @@ def _spooled(
     )
 
 
-Facts = tuple[int, ...]
-
-
-def _facts(letters: Iterable[Letter], place: int) -> tuple[Facts, bytes | None, tuple[str, ...]]:
+def _facts(
+    letters: Iterable[Letter], encoded: Encoder, place: int
+) -> tuple[Facts, bytes | None, tuple[str, ...]]:
     """What is known of a transaction, as FACTS has it, its transaction_id and its hosts, which stand at `place`."""
     remaining = iter(letters)
     first = next(remaining)
@@ -292,7 +303,7 @@ def _facts(letters: Iterable[Letter], place: int) -> tuple[Facts, bytes | None, 
             offsets = [min(offsets), max(offsets)]
         hosts.setdefault(letter["host_id"] or "")
         events += 1
-        size += len(_encoded(letter))
+        size += len(encoded(letter))
     facts = (
         *_commit(first),
         min(offsets, default=0),
@@ -304,8 +315,12 @@ def _facts(letters: Iterable[Letter], place: int) -> tuple[Facts, bytes | None, 
     return facts, _bytes(first["transaction_id"]), tuple(hosts)
 
 
-def _encoded(letter: Letter) -> bytes:
-    return encode_tuple([_bytes(letter[name]) for name in _STORED_FIELDS])
+def _encoded(letter: Letter, header_names: Sequence[str]) -> bytes:
+    values = [letter[name] for name in _STORED_FIELDS]
+    if header_names:
+        found = headers.from_json(letter[headers.FIELD])
+        values += [found.get(name) for name in header_names]
+    return encode_tuple([_bytes(value) for value in values])
 
 
 def _bytes(value: str | None) -> bytes | None:

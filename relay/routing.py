@@ -10,7 +10,7 @@ from typing import Any
 
 from relay.config import Route, Scalar
 from relay.events import Event
-from relay.paths import dig
+from relay.paths import dig, split
 
 _LONG_NUMBER = 4_000
 _JSON_FIELDS = frozenset({"payload", "metadata"})
@@ -27,7 +27,7 @@ class Router:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         names = [name for route in routes for name in route.match]
-        self.fields = tuple(dict.fromkeys(name.partition(".")[0] for name in names))
+        self.fields = tuple(dict.fromkeys(split(name)[0] for name in names))
         self._routes = [
             (
                 [_test(self.fields, name, patterns) for name, patterns in route.match.items()],
@@ -55,7 +55,7 @@ class Router:
 
 
 def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
-    head, *path = name.split(".")
+    head, path = split(name)
     place = fields.index(head)
     if not path:
         return lambda values: any(_matches(values[place], pattern) for pattern in patterns)

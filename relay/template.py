@@ -7,7 +7,7 @@ from string import Formatter
 
 from relay.events import Event
 from relay.faults import Rejected
-from relay.paths import JSON_FIELDS, dig, is_name
+from relay.paths import JSON_FIELDS, dig, is_name, split
 
 
 class Template:
@@ -17,26 +17,30 @@ class Template:
     """
 
     def __init__(self, text: str) -> None:
-        self._parts: list[tuple[str, list[str]]] = []
+        self._parts: list[tuple[str, str | None]] = []
         for literal, field, form, conversion in Formatter().parse(text):
-            path = [] if field is None else field.split(".")
             known = field is None or (is_name(field) and field not in JSON_FIELDS)
             if form or conversion or not known:
                 raise ValueError(
                     f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
                 )
-            self._parts.append((literal, path))
+            self._parts.append((literal, field))
 
     def fill(self, event: Event) -> str:
         """The text for an event. Raises Rejected where it lacks a value."""
         return "".join(
-            literal + (_value(event, path) if path else "") for literal, path in self._parts
+            literal + (_value(event, field) if field else "") for literal, field in self._parts
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The fields and paths in it."""
+        return [field for _, field in self._parts if field]
 
-def _value(event: Event, path: list[str]) -> str:
-    head, *rest = path
-    _, found = dig(getattr(event, head) if rest else event.text(head), rest)
+
+def _value(event: Event, name: str) -> str:
+    head, path = split(name)
+    _, found = dig(getattr(event, head) if path else event.text(head), path)
     if found is None or isinstance(found, dict | list):
-        raise Rejected(f"the event has no {'.'.join(path)} for a name")
+        raise Rejected(f"the event has no {name} for a name")
     return found if isinstance(found, str) else json.dumps(found)

@@ -125,3 +125,12 @@ def hide_an_error(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None
 def sleep_long(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Takes longer than any test."""
     cursor.execute("select pg_sleep(600)")
+
+
+def note_headers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Write down what extra columns each event has."""
+    for event in transaction.events:
+        cursor.execute(
+            "insert into noted (id, region, priority) values (%s, %s, %s)",
+            (event.id, event.headers["region"], event.headers["priority"]),
+        )

@@ -48,6 +48,7 @@ def partition(
 def partition_new(settings: Settings, every: str, admin_dsn: str | None = None) -> list[str]:
     """What `relay init --partition` adds. Raises ConfigurationError for a table that has rows."""
     with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
+        require_table(source, settings)
         table = sql.Identifier(*settings.source.table_name)
         filled = source.execute(sql.SQL("select from {} limit 1").format(table)).rowcount
         if filled and retained(source, settings.source.table) is None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from relay.client import sessions, tracing
-from relay.client.errors import EventInvalid, translated
+from relay.client.errors import EventInvalid, OutboxForbidden, translated
 from relay.client.event import Event, Id
 from relay.client.payloads import encode
 
@@ -46,6 +46,7 @@ class Published:
 class Outbox:
     """Publishes events to a table, by default relay's own, in the transactions of its callers. Safe in any thread.
 
+    With a `message_prefix` it writes messages by pg_logical_emit_message and no table, for `source.message_prefix`.
     `columns` says for a table of your own which column has a field; None for a field that it does not have. Fields
     that are not named keep their names. See `FIELDS`.
     """
@@ -54,15 +55,20 @@ class Outbox:
         self,
         table: str = "public.outbox_message_t",
         columns: Mapping[str, str | None] | None = None,
+        *,
+        message_prefix: str | None = None,
     ) -> None:
-        """Raises ValueError for a field that does not exist."""
+        """Raises ValueError for a field that does not exist, and for columns of messages."""
         columns = columns or {}
+        if message_prefix is not None and columns:
+            raise ValueError("columns: messages have none: leave out columns or message_prefix")
+        self._message_prefix = message_prefix
         unknown = sorted(set(columns) - set(FIELDS))
         if unknown:
             raise ValueError(
                 f"columns: {unknown[0]} is not a field; the fields are {', '.join(FIELDS)}"
             )
-        self.table = table
+        self.table = table if message_prefix is None else f"messages {message_prefix}"
         self._relation = ".".join(quoted(part) for part in table.split("."))
         chosen = {name: columns.get(name, name) for name in FIELDS}
         self._renamed = (
@@ -132,10 +138,14 @@ class Outbox:
         found = translated(error, self.table)
         if found is None:
             raise error
+        if self._message_prefix is not None and isinstance(found, OutboxForbidden):
+            found = OutboxForbidden("the role may not execute pg_logical_emit_message: grant it")
         raise found from error
 
     def _statement(self, published: Published) -> tuple[sessions.Statement, str]:
         rows = self._rows(published)
+        if self._message_prefix is not None:
+            return _emit(self._message_prefix), encode(rows)
         # A column that no event has a value for gets its default.
         columns = tuple(dict.fromkeys(column for row in rows for column in row))
         return _insert(self._relation, columns), encode(rows)
@@ -160,9 +170,18 @@ class Outbox:
         if self._renamed is not None:
             renamed = self._renamed.items()
             rows = [{column: row[name] for name, column in renamed if name in row} for row in rows]
-        for row, event in zip(rows, published.events, strict=True):
+        for number, (row, event) in enumerate(zip(rows, published.events, strict=True)):
+            if event.extra and self._message_prefix is not None:
+                raise EventInvalid(f"events[{number}].extra: messages have no further columns")
             row.update(event.extra)
         return rows
+
+
+def _emit(prefix: str) -> sessions.Statement:
+    literal = "'" + prefix.replace("'", "''") + "'"
+    return sessions.Statement(
+        f"select pg_logical_emit_message(true, {literal}, cast(", " as text))"
+    )
 
 
 @lru_cache(maxsize=256)

@@ -51,7 +51,9 @@ class _Typed:
     def _checked(self, event: Event) -> TypedEvent:
         version = self._version(event)
         row = event.row if version == self._current else self._upcast(event, version)
-        return TypedEvent(row, self._validated(Event(row).text("payload")))
+        return TypedEvent(
+            row, self._validated(Event(row).text("payload")), dict(event.headers) or None
+        )
 
     def _version(self, event: Event) -> int:
         """The version that the event was published in."""

@@ -11,6 +11,7 @@ from json.encoder import encode_basestring
 from urllib.parse import quote
 
 from relay.events import Event
+from relay.headers import attribute
 
 STRUCTURED = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch+json"
@@ -46,6 +47,7 @@ def attributes(event: Event, source: str) -> dict[str, str]:
         "subject": event.text("aggregate_id"),
         "time": _rfc3339(event.text("event_ts")),
         **{name: event.text(field) for name, field in _EXTENSIONS.items()},
+        **{attribute(name): value for name, value in event.headers.items()},
     }
     return {name: value for name, value in found.items() if value}
 

@@ -39,7 +39,7 @@ _CREATE_ROWS = sql.SQL(
 _CREATE_VIEW = sql.SQL(
     "create or replace temporary view relay_batch as"
     " select {} from pg_temp.relay_batch_rows order by relay_order"
-).format(sql.SQL(", ").join(map(sql.Identifier, EVENT_FIELDS)))
+)
 _BLANK = re.compile(r"[\s;]+|--[^\r\n]*")
 _COMMENT_MARK = re.compile(r"/\*|\*/")
 _WITH = re.compile(r"with\b", re.IGNORECASE)
@@ -81,16 +81,16 @@ class Chunk(NamedTuple):
 
 
 Types = Mapping[str, LiteralString]
-"""The PostgreSQL type of each event field."""
+"""The PostgreSQL type of each event field: the columns of the relation, in their order."""
 
 
 def create(conn: Connection, types: Types = SQL_TYPES) -> None:
     """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
     columns = (
-        sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(types[name])) for name in EVENT_FIELDS
+        sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in types.items()
     )
     conn.execute(_CREATE_ROWS.format(sql.SQL(", ").join(columns)))
-    conn.execute(_CREATE_VIEW)
+    conn.execute(_CREATE_VIEW.format(sql.SQL(", ").join(map(sql.Identifier, types))))
 
 
 def require_reserved(conn: Connection) -> None:
@@ -148,11 +148,13 @@ def _end_of_comment(statement: str, start: int) -> int:
     return len(statement)
 
 
-def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
+def columns_read(
+    conn: Connection, statement: str, fields: Iterable[str] = EVENT_FIELDS
+) -> tuple[str, ...]:
     """The columns of `batch` that a statement reads, as the server's own parser understands it.
 
-    All of them where a whole row is read, where a function that does not belong to PostgreSQL might read them, and
-    where the statement cannot be the body of a function.
+    All of them, the `fields`, where a whole row is read, where a function that does not belong to PostgreSQL might
+    read them, and where the statement cannot be the body of a function.
 
     Source: PostgreSQL documentation, "CREATE FUNCTION" (sql_body, whose dependencies are tracked) and "pg_depend".
     """
@@ -167,7 +169,7 @@ def columns_read(conn: Connection, statement: str) -> tuple[str, ...]:
     except psycopg.Error as error:
         if is_transient(error):
             raise
-        return EVENT_FIELDS  # what is wrong with the statement shows when it is run
+        return tuple(fields)  # what is wrong with the statement shows when it is run
 
 
 def chunks(routed: Routed) -> Iterator[Chunk]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from itertools import chain, islice
 from typing import LiteralString
@@ -11,7 +11,7 @@ from typing import LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.events import EVENT_FIELDS, SQL_TYPES
+from relay.events import SQL_TYPES
 from relay.faults import ConfigurationError, is_transient, server_error
 from relay.handler_settings import SqlHandler
 from relay.handlers import Connection, relation
@@ -44,7 +44,7 @@ class SqlEvent:
         self.name = name
         self._types = types
         _require_no_end(name, settings.statement)
-        names = _placeholders(name, settings.statement)
+        names = _placeholders(name, settings.statement, types)
         self._names = tuple(dict.fromkeys(names))
         self._statement = _typed(settings.statement, types).encode()
         self._numbered = _numbered(settings.statement, self._names, types)
@@ -108,12 +108,12 @@ class SqlBatch:
         self._types = types
         self._written = statement
         self._statement = relation.bound(statement)
-        self._columns: tuple[str, ...] = EVENT_FIELDS
+        self._columns: tuple[str, ...] = tuple(types)
 
     def configure(self, conn: Connection) -> None:
         """Create the relation that the statement reads, and find out what of it: the rest need not be loaded."""
         relation.create(conn, self._types)
-        self._columns = relation.columns_read(conn, self._written)
+        self._columns = relation.columns_read(conn, self._written, self._types)
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it for its rights."""
@@ -137,7 +137,7 @@ def _require_no_end(name: str, statement: str) -> None:
         )
 
 
-def _placeholders(name: str, statement: str) -> list[str]:
+def _placeholders(name: str, statement: str, fields: Collection[str]) -> list[str]:
     found = []
     for match in _PLACEHOLDER.finditer(statement):
         field, other = match.groups()
@@ -148,10 +148,10 @@ def _placeholders(name: str, statement: str) -> list[str]:
             )
         if field is None:
             continue
-        if field not in EVENT_FIELDS:
+        if field not in fields:
             raise ConfigurationError(
                 f"handlers.{name}.statement: {match.group()} names no field of an event; the fields are "
-                f"{', '.join(EVENT_FIELDS)}"
+                f"{', '.join(fields)}"
             )
         found.append(field)
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from relay import headers
 from relay.config import Settings
 from relay.events import FIELDS
 from relay.faults import ConfigurationError
@@ -34,7 +35,7 @@ def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
 
 
 def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.RecordBatch]:
-    """The archived events with an event_ts from `lower` to before `upper`, as `FIELDS` in their order.
+    """The archived events with an event_ts from `lower` to before `upper`: `FIELDS` in their order, `headers` if any.
 
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
@@ -49,11 +50,19 @@ def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.Re
             f"handlers.{name}: what it has written lacks {', '.join(missing)}: a sink whose sql or transform changes "
             "the columns is no archive"
         )
+    columns = list(FIELDS)
+    if settings.source.headers:
+        if headers.FIELD not in found.schema.names:
+            raise ConfigurationError(
+                f"handlers.{name}: what it has written lacks {headers.FIELD}: restore it without source.headers, whose "
+                "columns are null then"
+            )
+        columns.append(headers.FIELD)
     moment = pyarrow.dataset.field("event_ts")
     kind = found.schema.field("event_ts").type
     bounds = [pa.scalar(each, pa.timestamp("us", "UTC")).cast(kind) for each in (lower, upper)]
     yield from found.to_batches(
-        columns=list(FIELDS), filter=(moment >= bounds[0]) & (moment < bounds[1])
+        columns=columns, filter=(moment >= bounds[0]) & (moment < bounds[1])
     )
 
 

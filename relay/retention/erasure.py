@@ -37,14 +37,16 @@ def erase(
     something is not, psycopg.Error.
     """
     floor.note(source, target, settings.group, settings.source.table)
-    if not force:
+    has_table = settings.source.message_prefix is None
+    if not force and has_table:
         _require_applied(settings, source, target, host)
     report = Report()
-    transactions = _transactions_of(settings, source, target, host)
+    transactions = _transactions_of(settings, source, target, host) if has_table else []
     # The target first: what is in the outbox only can be found again if this is interrupted.
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
-    report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host))
+    if has_table:
+        report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host))
     report.left += _out_of_reach(settings)
     detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)

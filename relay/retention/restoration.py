@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from relay import headers
 from relay.config import Settings
 from relay.events import FIELDS, INSERTED_BY
 from relay.faults import ConfigurationError
@@ -126,18 +127,20 @@ def _fill(
     upper: datetime,
 ) -> int:
     """Copy the archived events; returns how many the outbox did not have any more."""
-    columns = {field: column for field, column in settings.source.mapping.items() if column}
-    into = sql.SQL(", ").join(
-        sql.Identifier(column) for column in (*columns.values(), INSERTED_BY, _TIME)
-    )
+    columns: dict[str, str] = {}
+    for field, column in settings.source.mapping.items():
+        # One column may be several fields.
+        if column not in ("", INSERTED_BY, _TIME):
+            columns.setdefault(column, field)
+    into = sql.SQL(", ").join(sql.Identifier(column) for column in (*columns, INSERTED_BY, _TIME))
     with (
         source.transaction(),
         source.cursor() as cursor,
         cursor.copy(sql.SQL("copy {} ({}) from stdin").format(name, into)) as copy,
     ):
-        for values in _rows(settings, list(columns), lower, upper):
+        for values in _rows(settings, list(columns.values()), lower, upper):
             copy.write_row(values)
-    key = sql.Identifier(columns["id"])
+    key = sql.Identifier(settings.source.mapping["id"])
     source.execute(
         sql.SQL(
             "delete from {name} where exists (select from {root} as o where o.{key} = {name}.{key})"
@@ -152,7 +155,15 @@ def _rows(
     settings: Settings, fields: list[str], lower: datetime, upper: datetime
 ) -> Iterator[list[Any]]:
     moment = FIELDS.index("event_ts")
-    numbers = [FIELDS.index(field) for field in fields]
+    stored = [field for field in fields if field in FIELDS]
+    numbers = [FIELDS.index(field) for field in stored]
+    names = [field.removeprefix(headers.PREFIX) for field in fields[len(stored) :]]
     for batch in archive.read(settings, lower, upper):
         for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            yield [*(values[number] for number in numbers), None, values[moment]]
+            # A map comes as pairs.
+            extra = dict(values[len(FIELDS)] or ()) if names else {}
+            yield [
+                *(values[number] for number in numbers),
+                *(extra.get(name) for name in names),
+                *(None, values[moment]),
+            ]

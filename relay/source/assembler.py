@@ -10,6 +10,7 @@ import numpy as np
 from psycopg.abc import Buffer
 
 from relay.events import Lsn, microseconds
+from relay.source.emitted import Emitted
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
 from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
 from relay.source.pgoutput import Message, ProtocolError, Relation, decode
@@ -44,7 +45,10 @@ class Assembler:
         max_bytes: int,
         spool_directory: Path | None = None,
         header: int = 0,
+        emitted: Emitted | None = None,
     ) -> None:
+        """`emitted`: the rows come from messages, not from the table."""
+        self._emitted = emitted
         self._table = table
         self._mapping = mapping
         self._header = header
@@ -58,6 +62,7 @@ class Assembler:
         self._partitioned = False
         self._xid: int | None = None
         self._begun_lsn = Lsn(0)
+        self._learn_emitted()
 
     @property
     def open(self) -> bool:
@@ -86,9 +91,12 @@ class Assembler:
         self._described.clear()
         self._outbox = self._layout = self._xid = None
         self._grouping.clear()
+        self._learn_emitted()
 
     def feed(self, messages: list[Buffer]) -> Lsn | None:
         """Take messages out of a list, in the order of the stream; returns the end of the last commit without rows."""
+        if self._emitted is not None:
+            messages[:] = self._emitted.inserts(messages)
         if not messages:
             return None
         count = len(messages)
@@ -112,8 +120,26 @@ class Assembler:
         """How many rows with another transaction's c_xid were left out since the last time."""
         return self._grouping.foreign()
 
+    def ignored(self) -> int:
+        """How many messages were left out since the last time, because they belong to no transaction."""
+        return 0 if self._emitted is None else self._emitted.ignored()
+
+    def _learn_emitted(self) -> None:
+        """What messages become is a relation that the stream does not describe."""
+        if self._emitted is None:
+            return
+        self._emitted.reset(self._encoding)
+        relation = self._emitted.relation
+        names = [column.name for column in relation.columns]
+        self._described.add(relation.oid)
+        self._layout = Layout.of(names, self._mapping, relation.name)
+        self._outbox = relation.oid
+
     def _learn(self, relation: Message) -> None:
         if not isinstance(relation, Relation):
+            return
+        if self._emitted is not None:
+            self._described.add(relation.oid)
             return
         self._described.add(relation.oid)
         if (self._name(relation.namespace), self._name(relation.name)) == self._table:

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
+from relay import headers
 from relay.config import Source
 from relay.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
 from relay.faults import ConfigurationError
@@ -107,7 +108,9 @@ def problems(conn: Connection, source: Source) -> Iterator[Problem]:
             readable=False,
         )
     for field, column in mapped(conn, source).items():
-        problem = _type_problem(field, column, source)
+        problem = None
+        if not field.startswith(headers.PREFIX):
+            problem = _type_problem(field, column, source)
         if problem is not None:
             yield problem
         if column.generated and source.mode != "poll":
@@ -122,7 +125,7 @@ def _unpublished(field: str, column: Column, table: str, version: int) -> Proble
         return None
     kind = "stored" if column.generated == "s" else "virtual"
     return Problem(
-        f"source.columns: {field}: the column {column.name!r} of {table} is a {kind} generated column, which "
+        f"{_key(field)}: the column {column.name!r} of {table} is a {kind} generated column, which "
         f"PostgreSQL {version // 10000} does not publish: fill an ordinary column instead (by a trigger"
         + (
             f", or after `alter table {table} alter column {column.name} drop expression`"
@@ -165,7 +168,14 @@ def _cast(column: Column, wanted: str) -> str:
     return f"{column.name}::{wanted}"
 
 
+def _key(field: str) -> str:
+    """Where the configuration names a field's column."""
+    return f"source.{field}" if field.startswith(headers.PREFIX) else f"source.columns: {field}"
+
+
 def _or_leave_out(field: str) -> str:
+    if field.startswith(headers.PREFIX):
+        return ", or leave the header out"
     return (
         "" if field in NEEDED_FIELDS else f", or leave the field out (columns: {{{field}: null}})"
     )

@@ -297,7 +297,8 @@ class _Groups:
 
     def _widen(self, layout: Layout) -> None:
         """The table was altered in the midst of the commit: where it gained a field's column, rows before get null."""
-        fields = {NOTE, *(self._mapping.get(name, name) for name in FIELDS)}
+        names = (*FIELDS, *self._mapping)
+        fields = {NOTE, *(self._mapping.get(name, name) for name in names)}
         gained = [name for name in layout.columns if name in fields and name not in self._columns]
         if not gained:
             return

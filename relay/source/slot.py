@@ -170,6 +170,9 @@ def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
         raise ConfigurationError(
             f"source.publication: there is no publication {source.publication!r}: run `relay init`"
         )
+    if source.message_prefix is not None:
+        # Messages come with any publication.
+        return
     alter = f"alter publication {source.publication}"
     if source.table not in found.tables:
         _refuse_leaves(conn, source, found)
@@ -197,7 +200,7 @@ def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
             f"source.publication: {source.publication!r} leaves out the columns "
             f"{', '.join(column.name for column in missing)} of {source.table}: publish it without a list of columns "
             f"(`{alter} drop table {source.table}`, then `{alter} add table {source.table}`), or leave their fields "
-            "out of source.columns"
+            "out of source.columns and source.headers"
         )
 
 
@@ -230,6 +233,13 @@ def ensure_publication(conn: psycopg.Connection[Any], source: Source) -> bool:
     ).rowcount:
         require_published(conn, source)
         return False
+    if source.message_prefix is not None:
+        conn.execute(
+            sql.SQL("create publication {} with (publish = 'insert')").format(
+                sql.Identifier(source.publication)
+            )
+        )
+        return True
     generated = conn.info.server_version >= PUBLISHES_GENERATED and any(
         column.generated for column in mapped(conn, source).values()
     )

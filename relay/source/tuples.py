@@ -13,9 +13,10 @@ from struct import Struct
 
 import numpy as np
 
+from relay import headers
 from relay.events import FIELDS, NOTE, Event, Row
 from relay.source.pgoutput import NULL, TEXT, ProtocolError
-from relay.transactions import Mask, Places, Rows, Values, at_each_octet
+from relay.transactions import Mask, Places, Rows, Values, at_each_octet, text
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
@@ -201,15 +202,17 @@ class Walked:
 class RowDecoder:
     """Reads TupleData, finding each field by column name.
 
-    `names` are the table's columns in order, `mapping` the column name of each field. A field whose column the table
-    does not have is None.
+    `names` are the table's columns in order, `mapping` the column name of each field, headers too. A field whose column
+    the table does not have is None.
     """
 
-    __slots__ = ("_last", "_order", "_places")
+    __slots__ = ("_headers", "_last", "_order", "_places")
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
         place = {name: position for position, name in enumerate(names)}
-        self._places = {name: place.get(mapping.get(name, name)) for name in (*FIELDS, NOTE)}
+        self._headers = [name for name in mapping if name.startswith(headers.PREFIX)]
+        fields = (*FIELDS, NOTE, *self._headers)
+        self._places = {name: place.get(mapping.get(name, name)) for name in fields}
         self._last = len(names) - 1
         found = [self._places[name] for name in FIELDS]
         self._order = tuple(-1 if position is None else position for position in found)
@@ -219,7 +222,16 @@ class RowDecoder:
 
         Raises ProtocolError for a row that is cut short.
         """
+        if headers.FIELD in fields:
+            return self._with_headers(rows, fields)
         return columns(rows, [self._places[field] for field in fields])
+
+    def _with_headers(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
+        wanted = [field for field in fields if field != headers.FIELD]
+        found = self.columns(rows, (*wanted, *self._headers))
+        objects = _objects(self._headers, found[len(wanted) :], len(rows))
+        others = dict(zip(wanted, found, strict=False))
+        return [others.get(field, objects) for field in fields]
 
     def present(self, rows: Rows, field: str) -> Places:
         """The places of the rows in which a time, or NOTE, has a value.
@@ -257,4 +269,23 @@ class RowDecoder:
         if at != len(data):
             raise ProtocolError("column value cut short")
         texts.append(None)  # what position -1 finds
-        return Event((*(texts[position] for position in self._order), *commit_fields))
+        row = (*(texts[position] for position in self._order), *commit_fields)
+        return Event(row, self._headers_of(texts) if self._headers else None)
+
+    def _headers_of(self, texts: Sequence[str | None]) -> dict[str, str | None]:
+        places = ((name, self._places[name]) for name in self._headers)
+        return {
+            name.removeprefix(headers.PREFIX): None if place is None else texts[place]
+            for name, place in places
+        }
+
+
+def _objects(names: Sequence[str], columns: Sequence[Values], count: int) -> Values:
+    """Headers as the text of JSON objects, row by row."""
+    keys = [name.removeprefix(headers.PREFIX) for name in names]
+    texts = ([None if value is None else text(value) for value in column] for column in columns)
+    rows = zip(*texts, strict=True) if names else [()] * count
+    return [
+        headers.as_json(dict(zip(keys, row, strict=True))).encode("utf-8", "surrogateescape")
+        for row in rows
+    ]

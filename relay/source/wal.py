@@ -49,6 +49,7 @@ from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
 from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
 from relay.source.columns import is_partitioned
+from relay.source.emitted import Emitted
 from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.recovery import (
@@ -146,6 +147,7 @@ class WalSource:
         self._fruitless = 0
         self._heard = False
         self._undecodable = False
+        self._ignores = False
         self._suspected = False
         self._system: System | None = None
         self._connections = 0
@@ -162,6 +164,7 @@ class WalSource:
             min(settings.batch.max_bytes, int(self._budget * OPEN_COMMIT_SHARE)),
             settings.batch.spool_directory,
             _DATA_START,
+            _emitted(settings),
         )
         self._queue: deque[Transactions] = deque()
         self._changed = Condition()
@@ -552,11 +555,12 @@ class WalSource:
             self._progress = Progress()
         start = max(confirmed, self._progress.received)
         command = sql.SQL(
-            "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {})"
+            "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {}{})"
         ).format(
             sql.Identifier(slot),
             sql.SQL(str(start)),
             sql.Literal(sql.Identifier(publication).as_string(conn)),
+            sql.SQL("" if self._settings.source.message_prefix is None else ", messages 'true'"),
         )
         text = command.as_string(conn)
         if encoding is not None:
@@ -749,6 +753,12 @@ class WalSource:
                 "them unless that transaction is applied",
                 extra={"rows": foreign},
             )
+        if self._assembler.ignored() and not self._ignores:
+            self._ignores = True
+            log.warning(
+                "messages that belong to no transaction are not relayed: pass true to pg_logical_emit_message",
+                extra={"prefix": self._settings.source.message_prefix},
+            )
         if length < 0:
             raise _end_of_stream(pgconn)
         return size, asked
@@ -789,6 +799,13 @@ class WalSource:
                 if length == 0:
                     selector.select(max(0.0, deadline - time.monotonic()))
                     pgconn.consume_input()
+
+
+def _emitted(settings: Settings) -> Emitted | None:
+    source = settings.source
+    if source.message_prefix is None:
+        return None
+    return Emitted(source.message_prefix, source.sql_types, _DATA_START)
 
 
 def _is_read(conn: psycopg.Connection[object], slot: str) -> bool:

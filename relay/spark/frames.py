@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
+from relay import headers
+from relay.config import Settings, Source
 from relay.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.faults import Unrouted
 from relay.handler_settings import SPARK_COLUMNS
 from relay.routing import Router, Values
 from relay.source.differences import XID, Difference, array, condition
 from relay.spark import planning
-from relay.spark.reading import PARTITION, Portion, Table, read
+from relay.spark.reading import PARTITION, Portion, Table, map_type, read
 from relay.spark.writers import BATCH_COLUMN
 from relay.store.sinks import BEFORE_FIRST
 from relay.store.spark_batches import Begun, Contents
@@ -43,12 +44,16 @@ _TYPES = {
     },
     "date": "date",
     "host_bucket": "int",
+    headers.FIELD: "map<string,string>",
 }
-SCHEMA = ", ".join(f"`{name}` {_TYPES[name]}" for name in SPARK_COLUMNS)
-"""The columns of a frame, in Spark's own words."""
 
 
-def arrow_schema() -> pa.Schema:
+def columns(source: Source) -> tuple[str, ...]:
+    """The columns of a frame: `headers` is there if the source has any."""
+    return (*SPARK_COLUMNS, headers.FIELD) if source.headers else SPARK_COLUMNS
+
+
+def arrow_schema(names: Sequence[str]) -> pa.Schema:
     """The columns of a frame as Arrow's types."""
     import pyarrow as pa
 
@@ -58,8 +63,9 @@ def arrow_schema() -> pa.Schema:
         "int": pa.int32(),
         "timestamp": pa.timestamp("us", "UTC"),
         "date": pa.date32(),
+        "map<string,string>": map_type(),
     }
-    return pa.schema([(name, kinds[_TYPES[name]]) for name in SPARK_COLUMNS])
+    return pa.schema([(name, kinds[_TYPES[name]]) for name in names])
 
 
 def frame(
@@ -70,7 +76,7 @@ def frame(
     sink: str,
     batch: Begun,
 ) -> DataFrame:
-    """The frame of a batch: `SPARK_COLUMNS` and `relay_batch`. `conn` is one to the source. Raises psycopg.Error."""
+    """The frame of a batch: `columns` and `relay_batch`. `conn` is one to the source. Raises psycopg.Error."""
     from pyspark.sql import functions
 
     contents = batch.contents
@@ -83,9 +89,13 @@ def frame(
     task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions))
     # The rows are numbers: what a task reads comes with its function, which plans do not show.
     numbers = session.range(0, len(portions), 1, max(1, len(portions)))
-    found = numbers.mapInArrow(partial(_rows, task), SCHEMA)
+    schema = ", ".join(f"`{name}` {_TYPES[name]}" for name in columns(settings.source))
+    found = numbers.mapInArrow(partial(_rows, task), schema)
     if contents.data is not None:
-        found = found.unionByName(session.createDataFrame(_unpacked(contents.data)))
+        # A batch that was begun before source.headers was set has none.
+        found = found.unionByName(
+            session.createDataFrame(_unpacked(contents.data)), allowMissingColumns=True
+        )
     return found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
 
@@ -116,18 +126,18 @@ def left_out(table: Table, contents: Contents) -> sql.Composable | None:
     return sql.SQL(" and ").join(wanted) if wanted else None
 
 
-def pack(rows: Sequence[Sequence[Any]]) -> bytes:
-    """Rows of `SPARK_COLUMNS` as an Arrow stream; times are microseconds since 1970, dates are days."""
+def pack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
+    """Rows of a frame's columns as an Arrow stream; times are microseconds since 1970, dates are days."""
     import pyarrow as pa
 
-    schema = arrow_schema()
-    columns = [
+    schema = arrow_schema(names)
+    arrays = [
         pa.array(column, kind)
         for column, kind in zip(zip(*rows, strict=True), schema.types, strict=True)
     ]
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, schema) as stream:
-        stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
     return sink.getvalue()
 
 
@@ -174,7 +184,7 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
                 wanted,
             )
             for rows in routes.chosen(reading):
-                yield _shaped(rows)
+                yield _shaped(rows, columns(settings.source))
 
 
 class _Routes:
@@ -236,7 +246,14 @@ def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
 def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
     """A field as PostgreSQL prints it; what only the WAL has is None, as where the outbox is polled."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
+    if field.startswith(headers.PREFIX):
+        name = pa.scalar(field.removeprefix(headers.PREFIX))
+        values: list[str | None] = pc.map_lookup(
+            batch.column(headers.FIELD), name, "first"
+        ).to_pylist()
+        return values
     if field == "xid":
         return [
             None if xid is None else str(xid % _CYCLE)
@@ -253,23 +270,24 @@ def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
     ]
 
 
-def _shaped(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows of the outbox as `SPARK_COLUMNS`."""
+def _shaped(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """Rows of the outbox as the columns of a frame."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    schema = arrow_schema()
+    schema = arrow_schema(names)
     xids = batch.column(INSERTED_BY)
     made = {
         "xid": pc.bit_wise_and(xids, pa.scalar(_CYCLE - 1, pa.int64())),
         "date": pc.floor_temporal(batch.column("event_ts"), unit="day").cast(pa.date32()),
         "host_bucket": batch.column(PARTITION),
     }
-    columns = [batch.column(name) if name in FIELDS else made.get(name) for name in SPARK_COLUMNS]
+    read_as_is = (*FIELDS, headers.FIELD)
+    found = [batch.column(name) if name in read_as_is else made.get(name) for name in names]
     return pa.RecordBatch.from_arrays(
         [
             pa.nulls(len(batch), field.type) if column is None else column
-            for column, field in zip(columns, schema, strict=True)
+            for column, field in zip(found, schema, strict=True)
         ],
         schema=schema,
     )

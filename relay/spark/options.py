@@ -18,7 +18,8 @@ from relay.snapshots import BEGINNING, Snapshot
 from relay.spark.reading import Table
 
 NAMES = (
-    *("dsn", "dsn.env", "dsn.file", "table", "columns", "partitions", "ordered", "pushFilters"),
+    *("dsn", "dsn.env", "dsn.file", "table", "columns", "headers", "partitions", "ordered"),
+    "pushFilters",
     *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
     *("startingPosition", "maxEventsPerTrigger", "reader"),
 )
@@ -102,6 +103,11 @@ def _source(options: Mapping[str, str]) -> Source:
             values["columns"] = json.loads(options["columns"])
         except ValueError:
             _refuse("columns", 'is not JSON; write {"payload": "body"}: the column of each field')
+    if "headers" in options:
+        try:
+            values["headers"] = json.loads(options["headers"])
+        except ValueError:
+            _refuse("headers", 'is not JSON; write ["region"] or {"region": "tenant_region"}')
     try:
         return Source.model_validate(values)
     except ValidationError as error:

@@ -5,14 +5,16 @@ Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files"
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psycopg
 from psycopg import sql
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from relay import headers
 from relay.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.faults import RelayError, TransientFault, first_line, is_transient
 from relay.snapshots import Snapshot
@@ -28,7 +30,10 @@ Connection = psycopg.Connection[Any]
 
 PARTITION = "partition"
 COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)
-"""The columns of an event in Spark: its fields, the transaction that inserted it, and the partition of its host."""
+"""The columns of an event in Spark: its fields, the transaction that inserted it, and the partition of its host.
+
+A table with headers has a column `headers` too, the last one.
+"""
 
 VISIBLE_SECONDS = 30.0
 """How long a task waits for a replica that does not show yet what the driver has seen."""
@@ -53,7 +58,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Table:
-    """An outbox: schema and name, and the column of each field; "" for a field that it does not have."""
+    """An outbox: schema and name, and the column of each field, headers too; "" for a field that it does not have."""
 
     name: tuple[str, str]
     mapping: Mapping[str, str]
@@ -62,6 +67,19 @@ class Table:
     def identifier(self) -> sql.Identifier:
         """The table's name in a statement."""
         return sql.Identifier(*self.name)
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The names of the headers."""
+        found = (name for name in self.mapping if name.startswith(headers.PREFIX))
+        return tuple(name.removeprefix(headers.PREFIX) for name in found)
+
+
+def map_type() -> pa.DataType:
+    """Arrow's type of the column `headers`."""
+    import pyarrow as pa
+
+    return pa.map_(pa.string(), pa.string())
 
 
 def arrow_schema() -> pa.Schema:
@@ -82,9 +100,9 @@ def read(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
 
-    `partitions` is the modulus of the column `partition`; `conditions` leaves rows out. Raises TransientFault where the
-    server does not show all of the portion yet, psycopg.Error for what passes, and RelayError where the table cannot be
-    read. The connection is closed at the end.
+    A table with headers has a map of them as the last column. `partitions` is the modulus of the column `partition`;
+    `conditions` leaves rows out. Raises TransientFault where the server does not show all of the portion yet,
+    psycopg.Error for what passes, and RelayError where the table cannot be read. The connection is closed at the end.
     """
     with connect(dsn, application_name="relay spark") as conn:
         pin_text_form(conn)
@@ -99,7 +117,7 @@ def read(
             conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         try:
             with conn.cursor() as cursor, cursor.copy(statement) as copy:
-                yield from _parsed(copy, encoding)
+                yield from _parsed(copy, encoding, table.headers)
         except psycopg.Error as error:
             if is_transient(error):
                 raise
@@ -156,16 +174,15 @@ def _statement(
     if conditions is not None:
         where.append(conditions)
     values = [expression(name, table.mapping[name], known) for name in FIELDS]
+    extra = [table.mapping[headers.PREFIX + name] for name in table.headers]
     order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
     return sql.SQL(
-        "copy (select {values}, {xid}, {host} from {table} where {where}{order}) to stdout "
+        "copy (select {values} from {table} where {where}{order}) to stdout "
         "(format csv, delimiter {delimiter}, quote {quote})"
     ).format(
         delimiter=sql.Literal(_DELIMITER),
         quote=sql.Literal(_QUOTE),
-        values=sql.SQL(", ").join(values),
-        xid=XID,
-        host=host,
+        values=sql.SQL(", ").join([*values, XID, host, *map(sql.Identifier, extra)]),
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
         order=order if portion.xids is None else sql.SQL(""),
@@ -191,11 +208,15 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
     return name
 
 
-def _parsed(rows: Iterable[Any], encoding: Encoding | None) -> Iterator[pa.RecordBatch]:
+def _parsed(
+    rows: Iterable[Any], encoding: Encoding | None, header_names: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     from pyarrow import csv
 
     schema = arrow_schema()
+    for name in header_names:
+        schema = schema.append(pa.field(headers.PREFIX + name, pa.string()))
     convert = csv.ConvertOptions(
         column_types=schema,
         null_values=[""],
@@ -211,7 +232,26 @@ def _parsed(rows: Iterable[Any], encoding: Encoding | None) -> Iterator[pa.Recor
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False
         )
-        yield from csv.read_csv(pa.BufferReader(block), options, parse, convert).to_batches()
+        for batch in csv.read_csv(pa.BufferReader(block), options, parse, convert).to_batches():
+            yield _with_map(batch, header_names) if header_names else batch
+
+
+def _with_map(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """The batch with its last columns, of which each is a header, as one map."""
+    import pyarrow as pa
+
+    count, width = len(batch), len(names)
+    fields = batch.select(range(batch.num_columns - width))
+    items = pa.concat_arrays(batch.columns[-width:])
+    order = np.arange(count * width).reshape(width, count).T.ravel()
+    found = pa.MapArray.from_arrays(
+        pa.array(range(0, count * width + 1, width), pa.int32()),
+        pa.array(list(names) * count, pa.string()),
+        items.take(pa.array(order)),
+    )
+    return pa.RecordBatch.from_arrays(
+        [*fields.columns, found], schema=fields.schema.append(pa.field(headers.FIELD, map_type()))
+    )
 
 
 def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:

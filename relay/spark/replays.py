@@ -11,7 +11,7 @@ import psycopg
 from relay.config import Settings
 from relay.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.pipeline.routed import Routing
-from relay.spark.frames import pack
+from relay.spark.frames import columns, pack
 from relay.store import deferred, spark_batches
 from relay.transactions import Routed
 
@@ -45,11 +45,13 @@ def packed(
     routed = Routed(transactions, Routing(settings).decoder(transactions.columns))
     events = [event for transaction in routed for event in transaction.events]
     hosts = {event.text("host_id") or "" for event in events}
-    return pack(list(_rows(events, spark_batches.hashes(conn, sorted(hosts)), host_buckets)))
+    hashes = spark_batches.hashes(conn, sorted(hosts))
+    rows = list(_rows(events, hashes, host_buckets, bool(settings.source.headers)))
+    return pack(rows, columns(settings.source))
 
 
 def _rows(
-    events: Sequence[Event], hashes: Mapping[str, int], host_buckets: int
+    events: Sequence[Event], hashes: Mapping[str, int], host_buckets: int, with_headers: bool
 ) -> Iterator[list[Any]]:
     for event in events:
         at = _microseconds(event.text("event_ts"))
@@ -57,6 +59,7 @@ def _rows(
             *(_value(event, field) for field in EVENT_FIELDS),
             None if at is None else at // 86_400_000_000,
             hashes[event.text("host_id") or ""] % host_buckets,
+            *([list(event.headers.items())] if with_headers else []),
         ]
 
 

@@ -31,12 +31,14 @@ from pyspark.sql.types import (
     DataType,
     IntegerType,
     LongType,
+    MapType,
     StringType,
     StructField,
     StructType,
     TimestampType,
 )
 
+from relay import headers
 from relay.events import SQL_TYPES
 from relay.faults import RelayError
 from relay.retention.floor import note_reader
@@ -72,6 +74,11 @@ SCHEMA = StructType(
 )
 """The columns of an event. Ids, payload and metadata are strings; payload and metadata hold JSON."""
 
+HEADERS_SCHEMA = StructType(
+    [*SCHEMA, StructField(headers.FIELD, MapType(StringType(), StringType()))]
+)
+"""The same where the option `headers` names columns."""
+
 
 def register(spark: SparkSession) -> None:
     """Let a session read `format("outbox")`. The executors need relay too, installed or as a file of Python code."""
@@ -87,7 +94,7 @@ class OutboxDataSource(DataSource):
         return "outbox"
 
     def schema(self) -> StructType:
-        return SCHEMA
+        return HEADERS_SCHEMA if parse(self.options).table.headers else SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = parse(self.options)

@@ -37,6 +37,7 @@ _FROM_EVENT = {
     "commit_ts": "commit_ts",
     "xid": "xid",
     "deliver_at": "deliver_at",
+    "headers": "headers",
 }
 STORED = tuple(_FROM_EVENT)
 """The columns of a letter that hold fields of its event."""
@@ -52,7 +53,10 @@ _COLUMNS = (
     *("group_id", "dead_transaction", "sink", "undelivered", "handler", "exception", "attempts"),
     *("refused", *_FROM_EVENT),
 )
-_TYPES = ["text" if field in ID_FIELDS else SQL_TYPES[field] for field in _FROM_EVENT.values()]
+_TYPES: list[LiteralString] = [
+    "text" if field in ID_FIELDS else SQL_TYPES.get(field, "jsonb")
+    for field in _FROM_EVENT.values()
+]
 _INSERT = sql.SQL(
     "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, %s, %s, 1, %s::json, {})"
 ).format(
@@ -284,7 +288,7 @@ _SHOWN = (
     *("id", "group_id", "status", "sink", "handler", "exception", "attempts", "host_id", "user_id"),
     *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
     *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
-    *("commit_lsn", "payload", "original_payload", "metadata", "created_dt"),
+    *("commit_lsn", "payload", "original_payload", "metadata", "headers", "created_dt"),
 )
 """The columns of a dead letter that are exported and shown."""
 
@@ -484,7 +488,7 @@ def letters_as_text(conn: psycopg.Connection[Any], number: int, pretty: bool) ->
         yield from cursor.stream(query, (number,))
 
 
-_JSON = ("payload", "original_payload", "metadata")
+_JSON = ("payload", "original_payload", "metadata", "headers")
 
 
 def _column(name: str) -> sql.Composed:

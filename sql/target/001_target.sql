@@ -126,6 +126,7 @@ create table if not exists relay.dead_letter_queue (
     payload        jsonb,
     original_payload jsonb,
     metadata       jsonb,
+    headers        jsonb,
     handler        text,
     exception      text        not null,
     attempts       int         not null default 1,
@@ -160,6 +161,7 @@ begin
                                             alter column transaction_id type text, alter column event_id type text;
         alter table relay.dead_letter_actions alter column transaction_id type text;
     end if;
+    alter table relay.dead_letter_queue add column if not exists headers jsonb;
     if to_regclass('relay.deferred') is not null
        and not exists (select from pg_attribute
                         where attrelid = to_regclass('relay.deferred') and attname = 'sink' and not attisdropped) then
@@ -189,6 +191,8 @@ comment on column relay.dead_letter_queue.by_reference is
     'the event was too large to be received: payload and metadata are only in the outbox, at c_offset';
 comment on column relay.dead_letter_queue.original_payload is
     'the payload as it was published, where it was edited';
+comment on column relay.dead_letter_queue.headers is
+    'the extra columns that source.headers names, as an object of texts; null where it names none';
 comment on column relay.dead_letter_queue.status is
     'dead, replaying, replayed or discarded: the same for all events of a transaction';
 
