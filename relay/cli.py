@@ -31,6 +31,7 @@ from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
+from relay.cli_top import top
 from relay.configurations import for_each, load, load_all, require_one
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError, RelayError, first_line
@@ -55,6 +56,7 @@ app.add_typer(spark, name="spark")
 app.command()(partition)
 app.command()(restore)
 app.command()(erase)
+app.command()(top)
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
