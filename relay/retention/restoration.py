@@ -19,10 +19,14 @@ from psycopg import sql
 from relay.config import Settings
 from relay.events import FIELDS, INSERTED_BY
 from relay.faults import ConfigurationError
+from relay.reporting import Report, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained
 
 _TIME = "c_ts"
+_COPYING = "copying archived events"
+_REPORTED = 500
+"""After how many rows it is reported again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,13 @@ class Restored:
     events: int
 
 
-def restore(settings: Settings, source: Connection, lower: datetime, upper: datetime) -> Restored:
+def restore(
+    settings: Settings,
+    source: Connection,
+    lower: datetime,
+    upper: datetime,
+    report: Report = silent,
+) -> Restored:
     """Restore the events with an event_ts from `lower` to before `upper` that the table no longer has.
 
     What a killed run has left is removed first. Raises ConfigurationError, OSError, psycopg.Error.
@@ -68,7 +78,8 @@ def restore(settings: Settings, source: Connection, lower: datetime, upper: date
             "including storage including compression including comments)"
         ).format(name, root)
     )
-    events = _fill(settings, source, name, root, lower, upper)
+    events = _fill(settings, source, name, root, lower, upper, report)
+    report("attaching the partition")
     source.execute(sql.SQL("alter table {} set logged").format(name))
     bounds = sql.SQL("({time} >= {lower} and {time} < {upper})").format(
         time=sql.Identifier(_TIME), lower=sql.Literal(lower), upper=sql.Literal(upper)
@@ -124,19 +135,25 @@ def _fill(
     root: sql.Identifier,
     lower: datetime,
     upper: datetime,
+    report: Report,
 ) -> int:
     """Copy the archived events; returns how many the outbox did not have any more."""
     columns = {field: column for field, column in settings.source.mapping.items() if column}
     into = sql.SQL(", ").join(
         sql.Identifier(column) for column in (*columns.values(), INSERTED_BY, _TIME)
     )
+    total = None if report is silent else archive.count(settings, lower, upper)
+    report(_COPYING, 0, total)
     with (
         source.transaction(),
         source.cursor() as cursor,
         cursor.copy(sql.SQL("copy {} ({}) from stdin").format(name, into)) as copy,
     ):
-        for values in _rows(settings, list(columns), lower, upper):
+        for number, values in enumerate(_rows(settings, list(columns), lower, upper), start=1):
             copy.write_row(values)
+            if number % _REPORTED == 0:
+                report(_COPYING, number, total)
+    report("removing what the outbox has")
     key = sql.Identifier(columns["id"])
     source.execute(
         sql.SQL(

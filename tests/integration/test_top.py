@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
-import re
+import json
 import signal
-import struct
-import subprocess
-import sys
-import termios
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import psycopg
 import pytest
@@ -24,11 +15,12 @@ from relay.observe.history import History
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
 from tests.outbox import Outbox, event, host, relaying, wait_until
-from tests.process import ROOT, relay
+from tests.process import relay
+from tests.terminal import at_terminal
 from tests.webhook import Answer, Webhook
 
 
-def with_shop(outbox: Outbox, url: str) -> dict[str, object]:
+def with_shop(outbox: Outbox, url: str) -> dict[str, Any]:
     handlers = {**outbox.config()["handlers"], "shop": {"type": "http", "url": url}}
     return {"handlers": handlers, "routes": [{"handlers": ["projection", "shop"]}]}
 
@@ -70,18 +62,12 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
         # One that is open across the snapshot, and one that stays open.
         with psycopg.connect(outbox.dsn) as late:
             late.execute(
-                "select relay.publish(%s, null, %s::jsonb)", (host(1), f"[{_json(event())}]")
+                "select relay.publish(%s, null, %s::jsonb)", (host(1), json.dumps([event()]))
             )
             outbox.fill(MOST // 100 + 1, events=100)
             watch._unread.clear()
             many = watch.look().unread[""]
     assert (many.events, many.more) == (MOST, True)
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value)
 
 
 def test_polling_lets_the_backlog_fall_to_nothing(outbox: Outbox) -> None:
@@ -130,59 +116,15 @@ def test_without_a_terminal_one_frame_is_printed(outbox: Outbox, tmp_path: Path)
     assert "Traceback" not in shown.stderr
 
 
-@dataclass
-class Terminal:
-    """A `relay top` at a terminal of its own, and what it has drawn."""
-
-    process: subprocess.Popen[bytes]
-    keyboard: int
-    drawn: bytearray
-
-    def shows(self, text: str) -> bool:
-        return text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.drawn.decode(errors="replace"))
-
-
-@contextmanager
-def terminal(config: Path, columns: int = 80, rows: int = 24) -> Iterator[Terminal]:
-    keyboard, screen = pty.openpty()
-    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "relay", "top", "--interval", "0.2", "--config", str(config)],
-        stdin=screen,
-        stdout=screen,
-        stderr=screen,
-        cwd=ROOT,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8"},
-    )
-    os.close(screen)
-    shown = Terminal(process, keyboard, bytearray())
-
-    def read() -> None:
-        with suppress(OSError):
-            while chunk := os.read(keyboard, 65_536):
-                shown.drawn.extend(chunk)
-
-    reader = Thread(target=read)
-    reader.start()
-    try:
-        yield shown
-    finally:
-        process.kill()
-        process.wait(10)
-        reader.join(10)
-        os.close(keyboard)
-
-
 @pytest.mark.parametrize("end", ["q", "SIGINT", "SIGTERM"])
 def test_at_a_terminal_it_is_renewed_until_q(outbox: Outbox, tmp_path: Path, end: str) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
-    with terminal(config) as top:
+    with at_terminal("top", "--interval", "0.2", "--config", str(config)) as top:
         wait_until(lambda: top.shows("all is read"))
         if end == "q":
             outbox.publish(host(1), event())
             wait_until(lambda: top.shows("unread in"))
-            os.write(top.keyboard, b"q")
+            top.press(b"q")
         else:
             top.process.send_signal(signal.Signals[end])
         assert top.process.wait(10) == 0
