@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import closing
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from rich.console import Console
 
+from relay.demo.screen import Screen
 from relay.observe.history import History
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
@@ -131,3 +134,18 @@ def test_at_a_terminal_it_is_renewed_until_q(outbox: Outbox, tmp_path: Path, end
         assert not top.shows("Traceback")
         # The screen that was there before is shown again.
         wait_until(lambda: top.drawn.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l")))
+
+
+def test_the_demo_shows_the_same_below_its_bar(outbox: Outbox) -> None:
+    drawn = StringIO()
+    console = Console(file=drawn, force_terminal=True, width=100, height=30)
+    with Screen(console) as screen, screen.watching(outbox.settings()):
+        screen.step("publishing")
+        screen.show("published", 3, 10)
+        wait_until(lambda: "all is read" in drawn.getvalue())
+    assert outbox.slot in drawn.getvalue()
+    assert "published 3 of 10 events" in drawn.getvalue()
+    piped = StringIO()
+    with Screen(Console(file=piped)) as screen, screen.watching(outbox.settings()):
+        screen.step("publishing")
+    assert "source" not in piped.getvalue()
