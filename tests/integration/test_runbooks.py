@@ -51,7 +51,7 @@ for statement in statements:
     for row in range(result.ntuples):
         print("|".join((result.get_value(row, n) or b"").decode() for n in range(result.nfields)))
 '''
-LONG_SECONDS = 60.0
+LONG_SECONDS = 25.0
 
 
 @dataclass
@@ -280,7 +280,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
                     "type": "http",
                     "url": webhook.url,
                     "circuit_breaker": {"cool_down": 1},
-                    "retry": {"first_wait": 60},
+                    "retry": {"wait": 60},
                 },
             },
             "routes": [{"handlers": ["orders", "shop"]}],
