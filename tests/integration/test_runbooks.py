@@ -245,11 +245,12 @@ class Shop:
             lambda: (
                 self.value(self.source, "select count(*) from outbox_message_t")
                 == self.value(self.target, "select count(distinct id) from orders")
-            )
+            ),
+            LONG_SECONDS,
         )
         assert self.value(self.target, "select count(*) - count(distinct id) from orders") == 0
         published = self.value(self.source, "select count(*) from outbox_message_t")
-        wait_until(lambda: len(self.webhook.ids()) == published)
+        wait_until(lambda: len(self.webhook.ids()) == published, LONG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -316,10 +317,21 @@ def test_relay_down(running_shop: Shop) -> None:
     running_shop.run_book("RelayDown")
 
 
+@contextmanager
+def session(dsn: str, name: str) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """A session that the runbook ends."""
+    conn = psycopg.connect(dsn, application_name=name)
+    try:
+        yield conn
+    finally:
+        conn.close()
+
+
+@pytest.mark.rare
 def test_relay_stream_stalled(running_shop: Shop) -> None:
     shop = running_shop
     assert shop.process is not None
-    with psycopg.connect(shop.target, application_name="report of March") as report:
+    with session(shop.target, "report of March") as report:
         report.execute("select from relay.consumer_offsets for update")
         shop.publish()
         waiting = (
@@ -331,9 +343,10 @@ def test_relay_stream_stalled(running_shop: Shop) -> None:
         shop.run_book("RelayStreamStalled")
 
 
+@pytest.mark.rare
 def test_relay_slot_retains_wal(running_shop: Shop) -> None:
     shop = running_shop
-    with psycopg.connect(shop.source, application_name="report of March") as report:
+    with session(shop.source, "report of March") as report:
         report.execute("create temporary table month (n int)")
         with psycopg.connect(shop.source, autocommit=True) as other:
             for _ in range(3):
@@ -343,6 +356,7 @@ def test_relay_slot_retains_wal(running_shop: Shop) -> None:
         shop.run_book("RelaySlotRetainsWal")
 
 
+@pytest.mark.rare
 def test_relay_slot_lost(running_shop: Shop) -> None:
     shop = running_shop
     shop.systemctl("stop")
@@ -359,13 +373,14 @@ def test_relay_slot_lost(running_shop: Shop) -> None:
     shop.publish()
 
 
+@pytest.mark.rare
 def test_relay_sink_lagging(running_shop: Shop) -> None:
     shop = running_shop
     shop.configure(handlers=_with_concurrency(shop, 1))
     shop.systemctl("restart")
     shop.wait_healthy()
-    shop.webhook.answers = lambda headers, body: Answer(after=0.3)
-    for number in range(60):
+    shop.webhook.answers = lambda headers, body: Answer(after=0.2)
+    for number in range(50):
         shop.publish(of=host(number))
 
     def mended() -> None:
@@ -408,6 +423,7 @@ def test_relay_dead_letters(running_shop: Shop) -> None:
     )
 
 
+@pytest.mark.rare
 def test_relay_deferred_old(running_shop: Shop) -> None:
     shop = running_shop
     bad = str(host(77))
@@ -441,6 +457,7 @@ def stranger(shop: Shop) -> Iterator[None]:
         reader.close()
 
 
+@pytest.mark.rare
 def test_relay_polling(running_shop: Shop) -> None:
     shop = running_shop
     shop.systemctl("stop")
