@@ -396,6 +396,7 @@ def _with_concurrency(shop: Shop, concurrency: int) -> dict[str, object]:
     return {**handlers, "shop": {**handlers["shop"], "concurrency": concurrency}}
 
 
+@pytest.mark.rare
 def test_relay_sink_down(running_shop: Shop) -> None:
     shop = running_shop
     shop.webhook.answers = lambda headers, body: Answer(503)
@@ -467,6 +468,7 @@ def test_relay_polling(running_shop: Shop) -> None:
         shop.run_book("RelayPolling")
 
 
+@pytest.mark.rare
 def test_relay_handler_stopped(running_shop: Shop) -> None:
     shop = running_shop
     for number in range(6):
@@ -477,6 +479,7 @@ def test_relay_handler_stopped(running_shop: Shop) -> None:
         conn.execute("alter table orders add constraint orders_amount_check check (amount >= 0)")
 
 
+@pytest.mark.rare
 def test_relay_target_unreachable(running_shop: Shop) -> None:
     shop = running_shop
     with psycopg.connect(shop.source, autocommit=True) as conn:
@@ -488,6 +491,7 @@ def test_relay_target_unreachable(running_shop: Shop) -> None:
     shop.run_book("RelayTargetUnreachable")
 
 
+@pytest.mark.rare
 def test_an_instance_goes_on_when_the_schema_becomes_newer(running_shop: Shop) -> None:
     """As the guide says of upgrades: only what starts is refused."""
     shop = running_shop
@@ -506,6 +510,7 @@ def test_an_instance_goes_on_when_the_schema_becomes_newer(running_shop: Shop) -
 
 
 @pytest.mark.rare
+@pytest.mark.long
 @pytest.mark.slow
 def test_relay_spark_unavailable(running_shop: Shop, tmp_path: Path) -> None:
     """A Java that does not start any more, when the JVM has been killed."""
@@ -543,7 +548,7 @@ def test_relay_spark_unavailable(running_shop: Shop, tmp_path: Path) -> None:
     mended()
     shop.follow(steps[-2])
     log = shop.folder / "relay.log"
-    wait_until(lambda: "the Spark session is ready" in log.read_text())
+    wait_until(lambda: "the Spark session is ready" in log.read_text(), 180)
     fill()
     shop.follow(steps[-1])
 
