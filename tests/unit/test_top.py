@@ -95,7 +95,7 @@ def test_everything_that_is_wrong_is_named() -> None:
         "7 transactions, 1 holding",
         "sink shop: shop: HTTP 503",
         "12 events: shop 9, orders 3",
-        "s ago, after 100 dead letters in a row: KeyError",
+        "ago, after 100 dead letters in a row: KeyError",
     ):
         assert part in text
 
