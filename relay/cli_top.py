@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from relay.cli_options import ConfigOption, out
-from relay.config import Settings, load
+from relay.config import Settings
+from relay.configurations import load
 
 _WAIT_SECONDS = 0.1
 _REFRESH_SECONDS = 1.0
