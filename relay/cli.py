@@ -30,11 +30,13 @@ from relay.cli_options import (
     warn,
     with_options,
 )
+from relay.cli_progress import progress
 from relay.cli_retention import EveryOption, erase, partition, restore
 from relay.cli_schema import schema
 from relay.cli_sinks import sink
 from relay.cli_spark import spark
 from relay.cli_tables import print_facts, print_table
+from relay.cli_top import top
 from relay.configurations import Configuration, for_each, load, load_all, observed, require_one
 from relay.dsn import administrator_dsn
 from relay.faults import ConfigurationError, RelayError, first_line
@@ -60,6 +62,7 @@ app.command()(console)
 app.command()(partition)
 app.command()(restore)
 app.command()(erase)
+app.command()(top)
 offsets = typer.Typer(
     help="Where a group stands, and how a stopped one is moved.", no_args_is_help=True
 )
@@ -138,7 +141,10 @@ def init(
 
     def install(settings: Settings) -> None:
         try:
-            done = initialise(settings, admin, target_admin, start=start, warn=warn)
+            with progress() as report:
+                done = initialise(
+                    settings, admin, target_admin, start=start, warn=warn, report=report
+                )
             if every is not None:
                 done += partition_new(settings, every, admin)
         except ConfigurationError as error:
@@ -406,8 +412,8 @@ def publish(
         business_transactions(generate, hosts, seed) if generate else iter(parse(*_input(file)))
     )
     require_own_outbox(settings)
-    with reach_source(settings) as conn:
-        count, events = publish_all(conn, transactions)
+    with reach_source(settings) as conn, progress() as report:
+        count, events = publish_all(conn, transactions, report, generate)
     if as_json:
         print(json.dumps({"transactions": count, "events": events}))
     else:
@@ -468,7 +474,9 @@ def offsets_seek(
     from relay.cursors import plan_seek, seek
 
     settings = load(config)
-    move = plan_seek(settings, to, partition)
+    with progress() as report:
+        report("counting what this affects")
+        move = plan_seek(settings, to, partition)
     effect = (
         "the WAL does not tell how many events this affects"
         if move.again is None
@@ -484,7 +492,9 @@ def offsets_seek(
         )
     if not yes:
         typer.confirm("Go on?", abort=True)
-    seek(settings, move, partition, reason)
+    with progress() as report:
+        report("moving the group")
+        seek(settings, move, partition, reason)
 
 
 @offsets.command("repartition")
@@ -496,7 +506,8 @@ def offsets_repartition(
     from relay.cursors import repartition
 
     settings = load(config)
-    repartition(settings, partitions)
+    with progress() as report:
+        repartition(settings, partitions, report)
     print(
         f"group {settings.group} has {partitions} partitions: set partitions: {partitions} in the configuration"
     )

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,10 +17,12 @@ import psycopg
 import typer
 
 from relay.cli_options import ConfigOption, JsonOption, ReasonOption, YesOption, out, warn
+from relay.cli_progress import progress
 from relay.cli_tables import print_facts, print_table, printable, printable_json
 from relay.config import Settings
 from relay.configurations import load
 from relay.faults import ConfigurationError
+from relay.reporting import silent
 from relay.store import dead_letters
 from relay.store.dead_letters import DeadTransaction, Filter, Found
 
@@ -255,7 +257,8 @@ def dlq_replay(
         done = _done(opened.letters.sinks(found).values(), found.transactions)
         if not _approved(opened, found, f"will be {done} again", dry_run, yes):
             return
-        queued = opened.letters.replay(found, reason, edit)
+        with progress() as report:
+            queued = opened.letters.replay(found, reason, edit, report)
         print(f"{len(queued)} transactions are queued")
         if queued and not opened.letters.instances():
             warn(
@@ -274,7 +277,8 @@ def _done(of_sinks: Iterable[int], transactions: int) -> str:
 
 
 def _wait_for(letters: Any, queued: Sequence[int], done: str) -> None:
-    outcome = letters.outcome(queued)
+    with progress() as report:
+        outcome = letters.outcome(queued, report)
     discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
     print(f"{outcome.done} transactions are {done}, {outcome.dead} are dead again{discarded}")
     if outcome.dead:
@@ -307,7 +311,9 @@ def dlq_discard(
         if not found.transactions:
             _say_none(wanted, opened.group, "transaction to be given up")
         elif _approved(opened, found, "will be given up", dry_run, yes):
-            print(f"{opened.letters.discard(found, reason)} transactions are discarded")
+            with progress() as report:
+                discarded = opened.letters.discard(found, reason, report)
+            print(f"{discarded} transactions are discarded")
 
 
 @dlq.command("export")
@@ -334,11 +340,21 @@ def dlq_export(
     with _opened(config, wanted) as opened:
         exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
         letters = 0
-        with _private(file) if file else _standard_output() as stream:
-            for letters, line in enumerate(exported, start=1):  # noqa: B007 counted for what follows
+        shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
+        total = _letters(opened, status) if sys.stderr.isatty() else None
+        with shown as report, _private(file) if file else _standard_output() as stream:
+            for letters, line in enumerate(exported, start=1):
                 print(line if file else printable_json(line), file=stream)
+                report("writing letters", letters, total)
         if not letters:
             _say_none(wanted, opened.group)
+
+
+def _letters(opened: _Opened, status: str | None) -> int:
+    """How many letters there are to be written."""
+    statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
+    found: Found = opened.letters.find(opened.wanted, statuses)
+    return found.events
 
 
 @contextmanager
@@ -389,4 +405,6 @@ def dlq_purge(
         if not found.transactions:
             _say_none(wanted, opened.group, "replayed or discarded dead letter")
         elif _approved(opened, found, "will be deleted", dry_run, yes):
-            print(f"{opened.letters.purge(found, reason)} letters are deleted")
+            with progress() as report:
+                purged = opened.letters.purge(found, reason, report)
+            print(f"{purged} letters are deleted")

@@ -14,6 +14,7 @@ from relay.cli_options import (
     TargetAdminOption,
     YesOption,
 )
+from relay.cli_progress import progress
 from relay.configurations import load
 from relay.dsn import administrator_dsn
 
@@ -41,7 +42,9 @@ def partition(
     """Partition the outbox by time beside its publishers, or change the interval of its next partitions."""
     from relay.admin.partitioning import partition as run
 
-    done = run(load(config), every, administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"))
+    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    with progress() as report:
+        done = run(settings, every, admin, report=report)
     for line in done:
         print(f"created {line}")
     if not done:
@@ -62,7 +65,9 @@ def restore(
     """Bring events back from the archive (`retention.archive`) into the outbox, for who begins at the beginning."""
     from relay.admin.restoration import restore as run
 
-    done = run(load(config), from_, to, administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"))
+    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    with progress() as report:
+        done = run(settings, from_, to, admin, report)
     print(f"restored {done.events} events into {done.partition}")
 
 
@@ -84,14 +89,11 @@ def erase(
     settings = load(config)
     if not yes:
         typer.confirm(f"Remove all events of host {host}, for good?", abort=True)
-    report = run(
-        settings,
-        host,
-        force,
-        administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn"),
-        administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn"),
-    )
-    for where, rows in report.removed.items():
+    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    with progress() as report:
+        done = run(settings, host, force, source_admin, target_admin, report)
+    for where, rows in done.removed.items():
         print(f"removed: {rows} {where if where != 'outbox' else 'events in the outbox'}")
-    for what in report.left:
+    for what in done.left:
         print(f"not removed: {what}")

@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from relay.cli_options import ConfigOption, JsonOption
+from relay.cli_progress import progress
 from relay.configurations import load
 
 spark = typer.Typer(help="What Spark's executors need.", no_args_is_help=True)
@@ -32,7 +33,9 @@ def spark_package(
     """Pack relay, the modules of handlers and what they import, for executors that have only Python and PySpark."""
     from relay.spark.package import build
 
-    built = build(load(config), file)
+    settings = load(config)
+    with progress() as report:
+        built = build(settings, file, report)
     if as_json:
         told = {
             "file": str(built.file),

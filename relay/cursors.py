@@ -16,6 +16,7 @@ from relay.events import INSERTED_BY, Lsn
 from relay.faults import ConfigurationError, TransientFault
 from relay.pipeline.runner import Pipeline
 from relay.preflight import reach_source, reach_target
+from relay.reporting import Report, silent
 from relay.retention import floor
 from relay.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.source.applied import Applied, applied_in
@@ -266,7 +267,7 @@ def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal
     snapshots.prune(target, group)
 
 
-def repartition(settings: Settings, partitions: int) -> None:
+def repartition(settings: Settings, partitions: int, report: Report = silent) -> None:
     """Split the stopped group's hosts into another number of partitions.
 
     First everything that is committed is applied, with the configured handlers: what is applied must be the same for
@@ -282,7 +283,8 @@ def repartition(settings: Settings, partitions: int) -> None:
             unpinned = settings.poll.model_copy(update={"partition_ids": None})
             with reach_source(settings) as source:
                 shown = durable_sight(source).snapshot
-            _catch_up(settings.model_copy(update={"partitions": len(cursors), "poll": unpinned}))
+            unsplit = settings.model_copy(update={"partitions": len(cursors), "poll": unpinned})
+            _catch_up(unsplit, report)
             # What is noted and no longer there was pruned from the outbox.
             snapshots.forget(target, group, shown)
             cursors = offsets.initialised(target, group)
@@ -313,7 +315,8 @@ def _require_confirmed(settings: Settings, cursors: Sequence[offsets.Cursor]) ->
         )
 
 
-def _catch_up(settings: Settings) -> None:
+def _catch_up(settings: Settings, report: Report) -> None:
+    done = 0
     poller = Poller(settings)
     pipeline = Pipeline(settings)
     try:
@@ -321,6 +324,9 @@ def _catch_up(settings: Settings) -> None:
         for opening in (False, True, False):
             while batch := poller.window(opening):
                 pipeline.run(batch)
+                done += batch.events
+                left = batch.window.left if batch.window else 0
+                report("applying events", done, done + left)
                 if opening:
                     break
     finally:

@@ -18,6 +18,7 @@ from relay.config import OWN_OUTBOX, Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, first_line
 from relay.preflight import left_behind, reach, require_logical_wal, require_slot, require_table
+from relay.reporting import Report, silent
 from relay.retention import floor
 from relay.snapshots import BEGINNING, Snapshot
 from relay.source.columns import require_readable
@@ -28,7 +29,7 @@ from relay.source.open_transactions import telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight, sight
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
-from relay.store import groups, migrations, offsets, sinks, snapshots, streams
+from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +67,19 @@ def initialise(
     target_dsn: str | None = None,
     start: str | None = None,
     warn: Callable[[str], None] = log.warning,
+    report: Report = silent,
 ) -> list[str]:
     """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
 
     `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where
     given, belong to an administrator; the configured roles need fewer rights. `warn` is told what keeps relay from
-    streaming. Everything but the index and the slot is one transaction in each database; if one of these
-    two fails, what this call has made is removed again. Raises ConfigurationError.
+    streaming, `report` what takes long. Everything but the index and the slot is one transaction in each database;
+    if one of these two fails, what this call has made is removed again. Raises ConfigurationError.
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
             dsn = source_dsn or settings.source_dsn
-            return _Installation(settings, source, target, dsn, _Start(start)).run(warn)
+            return _Installation(settings, source, target, dsn, _Start(start), report).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -187,6 +189,7 @@ class _Installation:
     target: Connection
     source_dsn: str
     start: _Start
+    report: Report = silent
     done: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
@@ -199,7 +202,8 @@ class _Installation:
                 undo.callback(_quietly, remove)
             if settings.source.mode != "wal" and not has_index(source, settings):
                 undo.callback(_quietly, lambda: drop_index(source, settings))
-                ensure_index(source, settings)
+                with index_builds.reported(source, "building the index: pages", self.report):
+                    ensure_index(source, settings)
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
             if settings.source.mode != "wal":
                 # What the group takes for applied must not be lost, and published again, in a crash.
@@ -217,6 +221,7 @@ class _Installation:
         name = self.settings.source.slot
 
         def tell(oldest: str) -> None:
+            self.report(f"the slot waits for {oldest}")
             warn(
                 f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
                 f"is {oldest}: end it, or wait"

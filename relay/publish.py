@@ -13,6 +13,7 @@ import psycopg
 
 from relay.config import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError, first_line
+from relay.reporting import Report, silent
 
 Connection = psycopg.Connection[Any]
 
@@ -132,10 +133,16 @@ def require_own_outbox(settings: Settings) -> None:
         )
 
 
-def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, int]:
+def publish(
+    conn: Connection,
+    transactions: Iterable[Business],
+    report: Report = silent,
+    total: int | None = None,
+) -> tuple[int, int]:
     """Publish each in a database transaction of its own; returns how many transactions and events.
 
-    The connection must be in autocommit mode. Raises ConfigurationError for what the database refuses.
+    `report` is told how many transactions of `total` are published. The connection must be in autocommit mode. Raises
+    ConfigurationError for what the database refuses.
     """
     published = events = 0
     for business in transactions:
@@ -156,6 +163,7 @@ def publish(conn: Connection, transactions: Iterable[Business]) -> tuple[int, in
             ) from None
         published += 1
         events += len(business.events)
+        report("publishing transactions", published, total)
     return published, events
 
 

@@ -21,6 +21,7 @@ from relay.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
 from relay.faults import ConfigurationError
 from relay.pipeline.routed import Routing
 from relay.pipeline.waiting import Waiting
+from relay.reporting import Report, silent
 from relay.source.pgoutput import encode_tuple
 from relay.store import dead_letter_edits, dead_letters, deferred, presence
 from relay.store.dead_letters import FIELD_OF, STORED, Dead, Filter, Found, Letter
@@ -91,7 +92,13 @@ class DeadLetters:
         """The running instances of the group, as host:pid."""
         return presence.instances(self._conn, self._group)
 
-    def replay(self, found: Found, reason: str | None, edits: Path | None = None) -> Sequence[int]:
+    def replay(
+        self,
+        found: Found,
+        reason: str | None,
+        edits: Path | None = None,
+        report: Report = silent,
+    ) -> Sequence[int]:
         """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
         They keep the order in which they were published; later events of their ordering keys are blocked by them. What
@@ -116,6 +123,7 @@ class DeadLetters:
                 self._queue(some)
                 dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
                 queued.extend(numbers)
+                report("queuing transactions", len(queued), found.transactions)
         return queued
 
     def edit(self, letter: int, payload: str, reason: str | None) -> None:
@@ -132,17 +140,23 @@ class DeadLetters:
             dead_letter_edits.load_one(self._conn, letter, payload)
             dead_letter_edits.apply(self._conn, self._group, [number], reason)
 
-    def outcome(self, numbers: Sequence[int]) -> Replayed:
+    def outcome(self, numbers: Sequence[int], report: Report = silent) -> Replayed:
         """Wait until none of the replayed transactions is queued any more."""
         asked = list(numbers)
+
+        def ask() -> dict[str, int]:
+            found = dead_letters.statuses(self._conn, asked)
+            report("waiting for transactions", len(asked) - found.get("replaying", 0), len(asked))
+            return found
+
         statuses: dict[str, int] = Retrying(
             retry=retry_if_result(lambda found: "replaying" in found),
             wait=wait_exponential(multiplier=_POLL_SECONDS, max=_MAX_POLL_SECONDS),
-        )(dead_letters.statuses, self._conn, asked)
+        )(ask)
         dead, discarded = statuses.get("dead", 0), statuses.get("discarded", 0)
         return Replayed(len(asked) - dead - discarded, dead, discarded)
 
-    def discard(self, found: Found, reason: str | None) -> int:
+    def discard(self, found: Found, reason: str | None, report: Report = silent) -> int:
         """Give transactions up, and release the keys that they hold; returns how many."""
         discarded = 0
         with self._conn.transaction():
@@ -151,15 +165,17 @@ class DeadLetters:
                 deferred.settle(self._conn, list(holding.values()))
                 dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
                 discarded += len(numbers)
+                report("discarding transactions", discarded, found.transactions)
         return discarded
 
-    def purge(self, found: Found, reason: str | None) -> int:
+    def purge(self, found: Found, reason: str | None, report: Report = silent) -> int:
         """Delete the letters of transactions; what was done about them stays noted. Returns how many letters."""
         purged = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
                 dead_letters.note(self._conn, self._group, numbers, "purge", reason)
                 purged += dead_letters.purge(self._conn, numbers)
+                report("deleting letters", purged, found.events)
         return purged
 
     def _locked(self, found: Found) -> Iterator[tuple[list[Dead], list[int]]]:

@@ -8,6 +8,7 @@ from relay.config import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.install import administrators
 from relay.preflight import require_group
+from relay.reporting import Report, silent
 from relay.retention import erasure
 from relay.store import migrations
 
@@ -18,6 +19,7 @@ def erase(
     force: bool,
     source_dsn: str | None = None,
     target_dsn: str | None = None,
+    report: Report = silent,
 ) -> erasure.Report:
     """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
     wanted = settings.source.printed_id("host_id", host, "--host")
@@ -26,7 +28,7 @@ def erase(
         migrations.require(target, "target", "target.dsn")
         require_group(target, settings)
         try:
-            return erasure.erase(settings, source, target, wanted, force)
+            return erasure.erase(settings, source, target, wanted, force, report)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn: {first_line(error)}: connect as an administrator (--admin-dsn …)"

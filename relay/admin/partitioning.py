@@ -9,6 +9,7 @@ from relay.admin.adoption import pin_search_path
 from relay.config import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_table
+from relay.reporting import Report, silent
 from relay.retention.conversion import convert
 from relay.retention.partitions import retained
 from relay.retention_settings import duration
@@ -16,7 +17,11 @@ from relay.store import migrations
 
 
 def partition(
-    settings: Settings, every: str, admin_dsn: str | None = None, option: str = "--every"
+    settings: Settings,
+    every: str,
+    admin_dsn: str | None = None,
+    option: str = "--every",
+    report: Report = silent,
 ) -> list[str]:
     """Partition the outbox, or change the interval of its next partitions; returns what was done, in words.
 
@@ -32,7 +37,7 @@ def partition(
         migrations.require(source, "source", "source.dsn")
         require_table(source, settings)
         try:
-            return convert(settings, source, interval)
+            return convert(settings, source, interval, report)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn: {first_line(error)}: connect as the owner of {settings.source.table} or an administrator "

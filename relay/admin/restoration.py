@@ -10,12 +10,17 @@ from relay.admin.adoption import pin_search_path
 from relay.config import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.preflight import reach, require_table
+from relay.reporting import Report, silent
 from relay.retention import restoration
 from relay.store import migrations
 
 
 def restore(
-    settings: Settings, lower: str, upper: str, admin_dsn: str | None = None
+    settings: Settings,
+    lower: str,
+    upper: str,
+    admin_dsn: str | None = None,
+    report: Report = silent,
 ) -> restoration.Restored:
     """Bring archived events of a time back into the outbox.
 
@@ -30,7 +35,7 @@ def restore(
         migrations.require(source, "source", "source.dsn")
         require_table(source, settings)
         try:
-            return restoration.restore(settings, source, begin, end)
+            return restoration.restore(settings, source, begin, end, report)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn: {first_line(error)}: connect as the owner of {settings.source.table} or an administrator "

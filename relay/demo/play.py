@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from relay.demo.process import Batch, DemoFailed, Log, Relay, initialise
+from relay.demo.process import Batch, DemoFailed, Log, Relay, initialise, settings
 from relay.demo.screen import Screen
 from relay.demo.shop import Poison, Scale, Shop
 from relay.store.connections import connect
@@ -54,7 +54,7 @@ def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:
         screen.step("relay init")
         initialise(dsn)
         screen.step("relay run")
-        with Relay(dsn, log) as relay:
+        with Relay(dsn, log) as relay, screen.watching(settings(dsn)):
             return _Stage(conn, dsn, relay, log, screen, scale).perform()
 
 

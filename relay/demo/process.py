@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from relay.config import Settings, load
 from relay.faults import RelayError
 
 STOP_SECONDS = 40.0
@@ -35,6 +36,18 @@ def environment(dsn: str) -> dict[str, str]:
     """The demo's DSN, and nothing else that would lead relay to a database of the user's."""
     kept = {name: text for name, text in os.environ.items() if not _is_setting(name)}
     return kept | {"RELAY_SOURCE__DSN": dsn}
+
+
+def settings(dsn: str) -> Settings:
+    """The configuration as the command reads it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment(dsn))
+    try:
+        return load(configuration_file())
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _is_setting(name: str) -> bool:

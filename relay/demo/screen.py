@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 
+from relay.config import Settings
 from relay.demo.verify import Check
+from relay.observe.live import View
 
 LINE_SECONDS = 2.0
 """How often progress is a line of its own where there is no terminal."""
 NAME_WIDTH = 38
 INDENT = 9 * " "
+VIEW_SECONDS = 1.0
+VIEW_LINES = 14
+"""How many lines what `relay top` shows has below the bar, so that the steps stay in sight."""
+
+
+class _Below(Progress):
+    """Bars, with a view of the group below them while there is one."""
+
+    view: View | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.view is not None:
+            yield self.view
 
 
 class Screen:
@@ -25,7 +42,7 @@ class Screen:
         self._console = console
         self._started = self._since = self._said = time.monotonic()
         self._first: int | None = None
-        self._progress = Progress(
+        self._progress = _Below(
             TextColumn("{task.description}"),
             BarColumn(),
             console=console,
@@ -45,6 +62,19 @@ class Screen:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+    @contextmanager
+    def watching(self, settings: Settings) -> Iterator[None]:
+        """Show what `relay top` shows meanwhile, on a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with View(settings, VIEW_SECONDS, VIEW_LINES) as view:
+            self._progress.view = view
+            try:
+                yield
+            finally:
+                self._progress.view = None
 
     def step(self, text: str) -> None:
         """Begin a step."""

@@ -21,7 +21,7 @@ STORE_SECONDS = 5.0
 
 
 class EngineCounts:
-    """Adds up batches and events by engine and reason; a thread of its own stores them in `relay.engines`.
+    """Adds up what is applied by engine and reason; a thread of its own stores it in `relay.engines`.
 
     What cannot be stored is stored later; what is not stored when the process dies is not counted.
     """
@@ -32,6 +32,7 @@ class EngineCounts:
         self._interval = interval
         self._batches: Counter[tuple[str, str]] = Counter()
         self._events: Counter[tuple[str, str]] = Counter()
+        self._transactions: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
         self._noted = Event()
         self._closing = Event()
@@ -47,6 +48,7 @@ class EngineCounts:
         with self._lock:
             self._batches[key] += 1
             self._events[key] += batch.events
+            self._transactions[key] += _transactions(batch)
         self._noted.set()
 
     def close(self) -> None:
@@ -67,16 +69,25 @@ class EngineCounts:
         with self._lock:
             batches, self._batches = self._batches, Counter()
             events, self._events = self._events, Counter()
+            transactions, self._transactions = self._transactions, Counter()
             self._noted.clear()
         if not batches:
             return
         try:
             with connect(self._dsn) as conn:
-                counts = {key: (batches[key], events[key]) for key in batches}
+                counts = {key: (batches[key], events[key], transactions[key]) for key in batches}
                 engines.add(conn, self._group, counts)
         except psycopg.Error as error:
             log.debug("cannot store the counts of the engines", extra={"fault": describe(error)})
             with self._lock:
                 self._batches.update(batches)
                 self._events.update(events)
+                self._transactions.update(transactions)
             self._noted.set()
+
+
+def _transactions(batch: Batch) -> int:
+    """Business transactions; of polled rows database transactions, since only those who read them know the others."""
+    if batch.window is None:
+        return len(batch.transactions)
+    return sum(len(share.xids) for share in batch.window.shares)

@@ -39,9 +39,6 @@ def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.Re
 
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
-    import pyarrow as pa
-    import pyarrow.dataset
-
     name, sink = sink_of(settings)
     found = _dataset(sink)
     missing = [field for field in FIELDS if field not in found.schema.names]
@@ -58,12 +55,26 @@ def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.Re
                 "columns are null then"
             )
         columns.append(headers.FIELD)
+    yield from found.to_batches(columns=columns, filter=_between(found, lower, upper))
+
+
+def count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
+    """How many events `read` gives; None where the archive has no event_ts."""
+    found = _dataset(sink_of(settings)[1])
+    if "event_ts" not in found.schema.names:
+        return None
+    return int(found.count_rows(filter=_between(found, lower, upper)))
+
+
+def _between(found: Any, lower: datetime, upper: datetime) -> Any:
+    """The condition on the event_ts of a dataset."""
+    import pyarrow as pa
+    import pyarrow.dataset
+
     moment = pyarrow.dataset.field("event_ts")
     kind = found.schema.field("event_ts").type
     bounds = [pa.scalar(each, pa.timestamp("us", "UTC")).cast(kind) for each in (lower, upper)]
-    yield from found.to_batches(
-        columns=columns, filter=(moment >= bounds[0]) & (moment < bounds[1])
-    )
+    return (moment >= bounds[0]) & (moment < bounds[1])
 
 
 def _dataset(sink: SparkHandler) -> Any:

@@ -17,9 +17,11 @@ from psycopg import sql
 
 from relay.config import Settings
 from relay.faults import ConfigurationError
+from relay.reporting import Report, silent
 from relay.retention import floor
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, briefly, create_ahead, retained
+from relay.store import index_builds
 
 Connection = psycopg.Connection[Any]
 
@@ -31,7 +33,9 @@ _ATTEMPTS = 40
 _MINUTE = timedelta(minutes=1)
 
 
-def convert(settings: Settings, source: Connection, every: timedelta) -> list[str]:
+def convert(
+    settings: Settings, source: Connection, every: timedelta, report: Report = silent
+) -> list[str]:
     """Partition the outbox, or change how long the ranges of its next partitions are; returns what was done.
 
     `source` is an administrator's connection in autocommit mode. Raises ConfigurationError for what cannot be carried
@@ -46,7 +50,7 @@ def convert(settings: Settings, source: Connection, every: timedelta) -> list[st
         found = [f"source.table: {table} has {what}" for what in obstacles(source, settings)]
         if found:
             raise ConfigurationError("\n".join(found))
-        done = _Conversion(settings, source, every).run()
+        done = _Conversion(settings, source, every, report).run()
     created = create_ahead(source, table, datetime.now(UTC), settings.retention.ahead)
     return done + [f"partition {name}" for name in created]
 
@@ -77,8 +81,11 @@ def _set_interval(source: Connection, settings: Settings, every: timedelta) -> l
 class _Conversion:
     """One run."""
 
-    def __init__(self, settings: Settings, source: Connection, every: timedelta) -> None:
+    def __init__(
+        self, settings: Settings, source: Connection, every: timedelta, report: Report
+    ) -> None:
         self._settings = settings
+        self._report = report
         self._source = source
         self._every = every
         schema, name = settings.source.table_name
@@ -93,10 +100,13 @@ class _Conversion:
         briefly(source, lambda: floor.retain(source, of), _ATTEMPTS)
         key = self._primary_key()
         if key:
-            self._build_key(key)
+            with index_builds.reported(source, "building the key: pages", self._report):
+                self._build_key(key)
         try:
             end = self._bound()
+            self._report("checking the range of the first partition")
             self._execute("alter table {table} validate constraint {constraint}")
+            self._report("exchanging the table for its partitions")
             briefly(source, lambda: self._exchange(key, end), _ATTEMPTS)
         except BaseException:
             # Rows after the end of the range would be refused.

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from relay import reporting
 from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.retention import floor
@@ -29,7 +30,12 @@ class Report:
 
 
 def erase(
-    settings: Settings, source: Connection, target: Connection, host: str, force: bool = False
+    settings: Settings,
+    source: Connection,
+    target: Connection,
+    host: str,
+    force: bool = False,
+    tell: reporting.Report = reporting.silent,
 ) -> Report:
     """Remove a host's events from the outbox and from relay's tables of the group.
 
@@ -46,7 +52,7 @@ def erase(
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
-        report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host))
+        report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, tell))
     report.left += _out_of_reach(settings)
     detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)
@@ -152,7 +158,9 @@ def _erase_from_target(
         report.left.append(f"the batch that {sink} writes now: run this again when it is written")
 
 
-def _erase_from_outbox(settings: Settings, source: Connection, host: str) -> Iterator[int]:
+def _erase_from_outbox(
+    settings: Settings, source: Connection, host: str, tell: reporting.Report
+) -> Iterator[int]:
     """Delete range by range, so that no database transaction is open for long; yields how many rows."""
     tables = source.execute(
         """
@@ -164,13 +172,16 @@ def _erase_from_outbox(settings: Settings, source: Connection, host: str) -> Ite
         """,
         {"table": sql.Identifier(*settings.source.table_name).as_string(source)},
     ).fetchall()
+    total, done = sum(int(pages) for *_, pages in tables), 0
     for schema, name, pages in tables:
         statement = sql.SQL(
             "delete from {table} where {host} = %s and ctid >= %s::tid and ctid < %s::tid"
         ).format(**{**_names(settings), "table": sql.Identifier(schema, name)})
         for first in range(0, int(pages) + 1, _PAGES):
             portion = (host, f"({first},0)", f"({first + _PAGES},0)")
+            tell("looking through the outbox: pages", done + first, total)
             yield source.execute(statement, portion).rowcount
+        done += int(pages)
 
 
 def _out_of_reach(settings: Settings) -> Iterator[str]:

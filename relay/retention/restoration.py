@@ -20,10 +20,14 @@ from relay import headers
 from relay.config import Settings
 from relay.events import FIELDS, INSERTED_BY
 from relay.faults import ConfigurationError
+from relay.reporting import Report, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained
 
 _TIME = "c_ts"
+_COPYING = "copying archived events"
+_REPORTED = 500
+"""After how many rows it is reported again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,13 @@ class Restored:
     events: int
 
 
-def restore(settings: Settings, source: Connection, lower: datetime, upper: datetime) -> Restored:
+def restore(
+    settings: Settings,
+    source: Connection,
+    lower: datetime,
+    upper: datetime,
+    report: Report = silent,
+) -> Restored:
     """Restore the events with an event_ts from `lower` to before `upper` that the table no longer has.
 
     What a killed run has left is removed first. Raises ConfigurationError, OSError, psycopg.Error.
@@ -69,7 +79,8 @@ def restore(settings: Settings, source: Connection, lower: datetime, upper: date
             "including storage including compression including comments)"
         ).format(name, root)
     )
-    events = _fill(settings, source, name, root, lower, upper)
+    events = _fill(settings, source, name, root, lower, upper, report)
+    report("attaching the partition")
     source.execute(sql.SQL("alter table {} set logged").format(name))
     bounds = sql.SQL("({time} >= {lower} and {time} < {upper})").format(
         time=sql.Identifier(_TIME), lower=sql.Literal(lower), upper=sql.Literal(upper)
@@ -125,6 +136,7 @@ def _fill(
     root: sql.Identifier,
     lower: datetime,
     upper: datetime,
+    report: Report,
 ) -> int:
     """Copy the archived events; returns how many the outbox did not have any more."""
     columns: dict[str, str] = {}
@@ -133,13 +145,20 @@ def _fill(
         if column not in ("", INSERTED_BY, _TIME):
             columns.setdefault(column, field)
     into = sql.SQL(", ").join(sql.Identifier(column) for column in (*columns, INSERTED_BY, _TIME))
+    total = None if report is silent else archive.count(settings, lower, upper)
+    report(_COPYING, 0, total)
     with (
         source.transaction(),
         source.cursor() as cursor,
         cursor.copy(sql.SQL("copy {} ({}) from stdin").format(name, into)) as copy,
     ):
-        for values in _rows(settings, list(columns.values()), lower, upper):
+        for number, values in enumerate(
+            _rows(settings, list(columns.values()), lower, upper), start=1
+        ):
             copy.write_row(values)
+            if number % _REPORTED == 0:
+                report(_COPYING, number, total)
+    report("removing what the outbox has")
     key = sql.Identifier(settings.source.mapping["id"])
     source.execute(
         sql.SQL(

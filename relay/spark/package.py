@@ -22,6 +22,7 @@ from relay.config import Settings
 from relay.event_types.settings import EventTypeSettings
 from relay.faults import ConfigurationError
 from relay.handler_settings import PythonHandler
+from relay.reporting import Report, silent
 
 FOLDER = "executors"
 """The folder on an executor into which Spark unpacks the archive."""
@@ -49,7 +50,7 @@ class Package:
         }
 
 
-def build(settings: Settings, file: Path) -> Package:
+def build(settings: Settings, file: Path, report: Report = silent) -> Package:
     """Write the archive; of the same files it has the same bytes. It serves Pythons and machines like this one.
 
     Raises ConfigurationError for a module that cannot be found, OSError where the file cannot be written.
@@ -64,7 +65,7 @@ def build(settings: Settings, file: Path) -> Package:
     needed = _closure(distributions)
     for distribution in needed.values():
         files |= _files_of(distribution)
-    _write(file, files)
+    _write(file, files, report)
     return Package(file.resolve(), sorted(named), sorted(needed))
 
 
@@ -160,7 +161,8 @@ def _files_of(distribution: Distribution) -> dict[str, Path]:
     }
 
 
-def _write(file: Path, files: dict[str, Path]) -> None:
+def _write(file: Path, files: dict[str, Path], report: Report) -> None:
+    total, done = sum(each.stat().st_size for each in files.values()), 0
     with (
         file.open("wb") as raw,
         gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as packed,
@@ -172,3 +174,5 @@ def _write(file: Path, files: dict[str, Path]) -> None:
             entry.mode = 0o755 if files[name].suffix == ".so" else 0o644
             with files[name].open("rb") as content:
                 archive.addfile(entry, content)
+            done += entry.size
+            report("packing bytes", done, total)

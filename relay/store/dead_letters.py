@@ -306,6 +306,18 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
     return int(found or 0)
 
 
+def count_by_handler(conn: psycopg.Connection[Any], group: str) -> dict[tuple[str, str], int]:
+    """How many dead events each handler has, by sink ('' for the target) and handler ('' where no route matched)."""
+    rows = conn.execute(
+        """
+        select sink, coalesce(handler, ''), count(*) from relay.dead_letter_queue
+         where group_id = %s and status = 'dead' group by 1, 2
+        """,
+        (group,),
+    )
+    return {(sink, handler): count for sink, handler, count in rows}
+
+
 def transactions(
     conn: psycopg.Connection[Any],
     group: str,

@@ -21,20 +21,24 @@ class Applied:
     reason: str
     batches: int
     events: int
+    transactions: int
     since: datetime
 
 
-def add(conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int]]) -> None:
-    """Add batches and events, by engine and reason."""
+def add(
+    conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int, int]]
+) -> None:
+    """Add batches, events and transactions, by engine and reason."""
     # In order, so that two instances do not wait for each other.
     rows = [(group, *key, *counts[key]) for key in sorted(counts)]
     with conn.cursor() as cursor:
         cursor.executemany(
             """
-            insert into relay.engines as e (group_id, engine, reason, batches, events)
-            values (%s, %s, %s, %s, %s)
+            insert into relay.engines as e (group_id, engine, reason, batches, events, transactions)
+            values (%s, %s, %s, %s, %s, %s)
             on conflict (group_id, engine, reason) do update
-               set batches = e.batches + excluded.batches, events = e.events + excluded.events, updated_at = now()
+               set batches = e.batches + excluded.batches, events = e.events + excluded.events,
+                   transactions = e.transactions + excluded.transactions, updated_at = now()
             """,
             rows,
         )
@@ -44,6 +48,7 @@ def read(conn: Connection, group: str) -> list[Applied]:
     """What the engines of a group have applied, by engine and reason."""
     with conn.cursor(row_factory=class_row(Applied)) as cursor:
         return cursor.execute(
-            "select engine, reason, batches, events, since from relay.engines where group_id = %s order by 1, 2",
+            "select engine, reason, batches, events, transactions, since from relay.engines"
+            " where group_id = %s order by 1, 2",
             (group,),
         ).fetchall()

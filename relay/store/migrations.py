@@ -25,6 +25,7 @@ FORMER = {
             "87ce9101aca2e55bb42f8f8dc6c10d38d8409f002a3b564841e12d79581a5f3c",  # without sinks
             "e243868044c55fefb4d1685a5a5c20ed03a53cd7cf7bb784294e053fc09cd79c",  # without engines
             "f2d834851d17834e4e6237e7ab01da4c864305fc95476fbac1101856e27b666c",  # events staged for Spark
+            "78431c67d907e4e8e177c2bd4837a67758854a118f279f74ef47d157f97af705",  # transactions not counted
         }
     )
 }

@@ -1,0 +1,72 @@
+"""A bar with rate and time left on standard error while a command works; nothing where that is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from relay.reporting import Report, silent
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Show what is reported until the end. Ask nothing meanwhile: the bar is where the answer would be."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Count(ProgressColumn):
+        """How many of how many, and how many a second; nothing where nothing is counted."""
+
+        def render(self, task: Task) -> Text:
+            if not task.completed and task.total is None:
+                return Text()
+            of = "" if task.total is None else f" of {task.total:,.0f}"
+            rate = "" if task.speed is None else f", {task.speed:,.0f}/s"
+            return Text(f"{task.completed:,.0f}{of}{rate}")
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        Count(),
+        TimeRemainingColumn(),
+    )
+    # Standard output belongs to what the command prints, which may go to a file.
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
+    ) as shown:
+        yield _Steps(shown)
+
+
+class _Steps:
+    """One bar, for the step that was reported last."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+        self._what = ""
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
+        if self._task is None or what != self._what:
+            if self._task is not None:
+                self._shown.remove_task(self._task)
+            self._what = what
+            self._task = self._shown.add_task(what, total=total)
+        self._shown.update(self._task, completed=done, total=total)

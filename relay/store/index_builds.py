@@ -1,0 +1,57 @@
+"""How far the building of an index is, as the server tells another session.
+
+Source: PostgreSQL documentation, "CREATE INDEX Progress Reporting".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from relay.faults import describe
+from relay.reporting import Report, silent
+from relay.store.connections import connect
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+
+
+@contextmanager
+def reported(conn: psycopg.Connection[Any], what: str, report: Report) -> Iterator[None]:
+    """Report the blocks that are read while `conn` builds an index, in another thread; nothing where nobody asks."""
+    if report is silent:
+        yield
+        return
+    report(what)
+    ended = Event()
+    dsn = make_conninfo(conn.info.dsn, password=conn.info.password or None)
+    thread = Thread(
+        target=_watch, args=(dsn, conn.info.backend_pid, what, report, ended), daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(dsn: str, pid: int, what: str, report: Report, ended: Event) -> None:
+    try:
+        with connect(dsn) as conn:
+            while not ended.wait(_LOOK_SECONDS):
+                row = conn.execute(
+                    "select blocks_done, blocks_total from pg_stat_progress_create_index where pid = %s",
+                    (pid,),
+                ).fetchone()
+                if row is not None and row[1]:
+                    report(what, row[0], row[1])
+    except psycopg.Error as error:
+        log.debug("cannot tell how far the index is", extra={"fault": describe(error)})

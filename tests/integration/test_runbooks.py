@@ -1,0 +1,575 @@
+"""The runbooks of docs/operations.md: each fault is caused, the commands are run as they stand there, and it is over.
+
+A command's output must have the lines that the guide shows, but for figures, times and ids.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+import pytest
+import yaml
+from psycopg.conninfo import make_conninfo
+from psycopg.pq import ExecStatus
+
+from tests.outbox import event, host, wait_until
+from tests.postgres import Server, start_server
+from tests.process import ROOT
+from tests.webhook import Answer, Webhook
+
+GUIDE = (ROOT / "docs" / "operations.md").read_text()
+PSQL = '''#!{python}
+"""What the runbooks use of psql: it may be missing where tests run."""
+import sys
+import psycopg
+from psycopg.pq import ExecStatus
+dsn, flag, *rest = sys.argv[1:]
+assert flag == "-Atc"
+statements = [rest[0], *(text for text in rest[1:] if text != "-c")]
+try:
+    conn = psycopg.connect(dsn, autocommit=True, application_name="psql")
+except psycopg.OperationalError as error:
+    sys.exit("psql: error: " + str(error))
+for statement in statements:
+    result = conn.pgconn.exec_(statement.encode())
+    if result.status == ExecStatus.COMMAND_OK:
+        print(result.command_status.decode())
+        continue
+    if result.status != ExecStatus.TUPLES_OK:
+        sys.exit(result.error_message.decode())
+    for row in range(result.ntuples):
+        print("|".join((result.get_value(row, n) or b"").decode() for n in range(result.nfields)))
+'''
+LONG_SECONDS = 25.0
+
+
+@dataclass
+class Command:
+    """A command of the guide and the lines that it prints there."""
+
+    text: str
+    output: list[str] = field(default_factory=list)
+
+
+def commands(alert: str) -> list[Command]:
+    """The commands of a runbook, in order."""
+    section = re.search(rf"^### {alert}\n(.*?)(?=^##)", GUIDE, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    found: list[Command] = []
+    for block in re.findall(r"^```console\n(.*?)^```$", section[1], re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append(Command(line[2:]))
+            else:
+                found[-1].output.append(line)
+    assert found
+    return found
+
+
+_LIKE = (
+    (r"[0-9a-f]{8}-[0-9a-f]{4}-\S+", "#"),  # ids
+    (r"\d{4}-\d\d-\d\d[T ][\d:.+]+( UTC)?", "#"),
+    (r"\S+:\d+(?=\s|$)", "#"),  # instances
+    (r"[0-9A-F]+/[0-9A-F]+", "#"),
+    (r"-?\b\d[\d,.]*", "#"),
+)
+
+
+def shape(line: str) -> str:
+    """A line without its figures and the width of its gaps."""
+    for pattern, stands in _LIKE:
+        line = re.sub(pattern, stands, line)
+    return " ".join(line.split())
+
+
+def has_shape(printed: str, wanted: list[str]) -> bool:
+    """Whether the lines that the guide shows are printed, in order; `…` is any lines, at a line's end any text."""
+    lines = [shape(line) for line in printed.splitlines()]
+    for line in wanted:
+        if line == "…":
+            continue
+        like = shape(line.removesuffix("…"))
+        open_end = line.endswith("…")
+        matching = [
+            n
+            for n, each in enumerate(lines)
+            if each == like or (open_end and each.startswith(like))
+        ]
+        if not matching:
+            return False
+        lines = lines[matching[0] + 1 :]
+    return "…" in wanted or any(line.endswith("…") for line in wanted) or not lines
+
+
+@dataclass
+class Shop:
+    """A shop whose orders go from one database to another and to a webhook; a relay that the test starts and stops."""
+
+    server: Server
+    folder: Path
+    webhook: Webhook
+    config: dict[str, object]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def source(self) -> str:
+        return self.server.dsn("shop")
+
+    @property
+    def target(self) -> str:
+        return self.server.dsn("warehouse")
+
+    def environment(self) -> dict[str, str]:
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))
+        }
+        return {
+            **kept,
+            "PATH": f"{self.folder / 'bin'}:{kept['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RELAY_CONFIG": str(self.folder / "relay.yaml"),
+            "SOURCE": self.source,
+            "TARGET": self.target,
+            **self.more,
+        }
+
+    more: dict[str, str] = field(default_factory=dict)
+
+    def configure(self, **changes: object) -> None:
+        """Write the configuration with changes, which last."""
+        self.config |= changes
+        (self.folder / "relay.yaml").write_text(yaml.safe_dump(self.config))
+
+    def bash(self, text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", text],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self.environment(),
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+
+    def systemctl(self, verb: str) -> None:
+        """Start, stop or restart relay as a service manager does: what does not end is killed."""
+        if verb != "start" and self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(15 if verb == "stop" else 5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+            self.process = None
+        if verb != "stop":
+            with (self.folder / "relay.log").open("ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "relay", "run"],
+                    env=self.environment(),
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.folder,
+                )
+
+    def follow(self, command: Command) -> str:
+        """Run a command until it prints what the guide shows."""
+        words = shlex.split(command.text)
+        if words[0] == "systemctl":
+            self.systemctl(words[1])
+            return ""
+        printed = ""
+        # What changes something is run once.
+        once = re.search(
+            r"terminate|alter|checkpoint|relay (dlq replay|deferred run)", command.text
+        )
+
+        def run() -> bool:
+            nonlocal printed
+            result = self.bash(command.text)
+            printed = result.stdout + result.stderr
+            return has_shape(printed, command.output)
+
+        if once:
+            assert run(), f"{command.text}\n{printed}"
+        else:
+            try:
+                wait_until(run, LONG_SECONDS, every=0.3)
+            except AssertionError:
+                pytest.fail(
+                    f"{command.text}\nprinted\n{printed}\nnot\n" + "\n".join(command.output)
+                )
+        return printed
+
+    def run_book(self, alert: str, *, mend: str = "") -> None:
+        """Run the commands of a runbook; before the one that begins with `mend`, what `mended` does."""
+        for command in commands(alert):
+            if mend and command.text.startswith(mend):
+                self.mended()
+                mend = ""
+            self.follow(command)
+        assert not mend
+
+    def mended(self) -> None:
+        """What somebody does elsewhere; a test replaces it."""
+
+    def value(self, dsn: str, query: str) -> object:
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            row = conn.execute(query.encode()).fetchone()
+        return row and row[0]
+
+    def publish(self, amount: int = 1, of: uuid.UUID | None = None) -> None:
+        with psycopg.connect(self.source, autocommit=True) as conn:
+            conn.execute(
+                "select relay.publish(%s, null, %s::jsonb)",
+                (of or host(1), psycopg.types.json.Jsonb([event(amount)])),
+            )
+
+    def wait_healthy(self) -> None:
+        wait_until(lambda: self.bash("relay status --check").returncode == 0)
+
+    def assert_applied(self) -> None:
+        """Every event is in the target once, and delivered."""
+        wait_until(
+            lambda: (
+                self.value(self.source, "select count(*) from outbox_message_t")
+                == self.value(self.target, "select count(distinct id) from orders")
+            ),
+            LONG_SECONDS,
+        )
+        assert self.value(self.target, "select count(*) - count(distinct id) from orders") == 0
+        published = self.value(self.source, "select count(*) from outbox_message_t")
+        wait_until(lambda: len(self.webhook.ids()) == published, LONG_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    folder = tmp_path_factory.mktemp("shop")
+    tools = folder / "bin"
+    tools.mkdir()
+    (tools / "psql").write_text(PSQL.format(python=sys.executable))
+    (tools / "relay").write_text(f'#!/bin/sh\nexec {sys.executable} -m relay "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    with start_server() as server, Webhook() as webhook:
+        # In two databases at once, two transactions of `relay init` would make the same roles.
+        with psycopg.connect(server.dsn(), autocommit=True) as conn:
+            for role in ("relay", "relay_owner", "relay_publisher"):
+                conn.execute(f"create role {role}".encode())
+        server.create_database("shop")
+        server.create_database("warehouse")
+        config: dict[str, object] = {
+            "source": {"dsn": server.dsn("shop")},
+            "target": {"dsn": server.dsn("warehouse")},
+            "handlers": {
+                "orders": {
+                    "type": "sql",
+                    "statement": "insert into orders values (%(id)s, (%(payload)s->>'amount')::int)",
+                },
+                "shop": {
+                    "type": "http",
+                    "url": webhook.url,
+                    "circuit_breaker": {"cool_down": 1},
+                    "retry": {"wait": 60},
+                },
+            },
+            "routes": [{"handlers": ["orders", "shop"]}],
+            "sinks": {"attach_seconds": 1},
+            "batch": {"inline_max_events": 1_000_000_000},
+            "dead_letters": {"brake": 3},
+        }
+        made = Shop(server, folder, webhook, config)
+        made.configure()
+        with psycopg.connect(made.target, autocommit=True) as conn:
+            conn.execute("create table orders (id uuid, amount int check (amount >= 0))")
+        assert made.bash("relay init").returncode == 0, made.bash("relay init").stderr
+        yield made
+        made.systemctl("stop")
+
+
+@pytest.fixture
+def running_shop(shop: Shop) -> Iterator[Shop]:
+    """The shop with a healthy relay, before and after."""
+    shop.webhook.answers = lambda headers, body: Answer()
+    if shop.process is None or shop.process.poll() is not None:
+        shop.systemctl("start")
+    shop.wait_healthy()
+    yield shop
+    shop.assert_applied()
+
+
+def test_relay_down(running_shop: Shop) -> None:
+    assert running_shop.process is not None
+    running_shop.process.kill()
+    running_shop.process.wait(10)
+    running_shop.publish()
+    running_shop.run_book("RelayDown")
+
+
+@contextmanager
+def session(dsn: str, name: str) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """A session that the runbook ends."""
+    conn = psycopg.connect(dsn, application_name=name)
+    try:
+        yield conn
+    finally:
+        conn.close()
+
+
+@pytest.mark.rare
+def test_relay_stream_stalled(running_shop: Shop) -> None:
+    shop = running_shop
+    assert shop.process is not None
+    with session(shop.target, "report of March") as report:
+        report.execute("select from relay.consumer_offsets for update")
+        shop.publish()
+        waiting = (
+            "select count(*) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"
+        )
+        wait_until(lambda: shop.value(shop.target, waiting) == 1)
+        # The process hangs as well.
+        shop.process.send_signal(signal.SIGSTOP)
+        shop.run_book("RelayStreamStalled")
+
+
+@pytest.mark.rare
+def test_relay_slot_retains_wal(running_shop: Shop) -> None:
+    shop = running_shop
+    with session(shop.source, "report of March") as report:
+        report.execute("create temporary table month (n int)")
+        with psycopg.connect(shop.source, autocommit=True) as other:
+            for _ in range(3):
+                other.execute("select pg_logical_emit_message(false, '', repeat('x', 17000000))")
+                other.execute("checkpoint")
+        shop.publish()
+        shop.run_book("RelaySlotRetainsWal")
+
+
+@pytest.mark.rare
+def test_relay_slot_lost(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.systemctl("stop")
+    shop.publish()
+    with psycopg.connect(shop.source, autocommit=True) as conn:
+        conn.execute("alter system set max_slot_wal_keep_size = '16MB'")
+        conn.execute("select pg_reload_conf()")
+        for _ in range(4):
+            conn.execute("select pg_logical_emit_message(false, '', repeat('x', 17000000))")
+            conn.execute("select pg_switch_wal()")
+        conn.execute("checkpoint")
+    shop.run_book("RelaySlotLost")
+    # Since then events come from the WAL again.
+    shop.publish()
+
+
+@pytest.mark.rare
+def test_relay_sink_lagging(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.configure(handlers=_with_concurrency(shop, 1))
+    shop.systemctl("restart")
+    shop.wait_healthy()
+    shop.webhook.answers = lambda headers, body: Answer(after=0.2)
+    for number in range(50):
+        shop.publish(of=host(number))
+
+    def mended() -> None:
+        shop.configure(handlers=_with_concurrency(shop, 32))
+
+    shop.mended = mended  # type: ignore[method-assign]
+    shop.run_book("RelaySinkLagging", mend="relay check")
+
+
+def _with_concurrency(shop: Shop, concurrency: int) -> dict[str, object]:
+    handlers = shop.config["handlers"]
+    assert isinstance(handlers, dict)
+    return {**handlers, "shop": {**handlers["shop"], "concurrency": concurrency}}
+
+
+@pytest.mark.rare
+def test_relay_sink_down(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.webhook.answers = lambda headers, body: Answer(503)
+    for number in range(12):
+        shop.publish(of=host(number))
+
+    def mended() -> None:
+        shop.webhook.answers = lambda headers, body: Answer()
+
+    shop.mended = mended  # type: ignore[method-assign]
+    shop.run_book("RelaySinkDown", mend="relay deferred run")
+
+
+def test_relay_dead_letters(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.publish(amount=-5)
+    shop.run_book("RelayDeadLetters")
+    assert shop.value(shop.target, "select count(*) from orders where amount = 5") == 1
+    assert (
+        shop.value(
+            shop.target,
+            "select original_payload ->> 'amount' from relay.dead_letter_queue where status = 'replayed'",
+        )
+        == "-5"
+    )
+
+
+@pytest.mark.rare
+def test_relay_deferred_old(running_shop: Shop) -> None:
+    shop = running_shop
+    bad = str(host(77))
+    shop.webhook.answers = lambda headers, body: Answer(503 if bad.encode() in body else 204)
+    shop.publish(of=host(77))
+    wait_until(lambda: shop.value(shop.target, "select count(*) from relay.deferred") == 1)
+    shop.publish(of=host(78))
+
+    def mended() -> None:
+        shop.webhook.answers = lambda headers, body: Answer()
+
+    shop.mended = mended  # type: ignore[method-assign]
+    shop.run_book("RelayDeferredOld", mend="relay deferred run")
+
+
+@contextmanager
+def stranger(shop: Shop) -> Iterator[None]:
+    """Another program that reads relay's slot."""
+    reader = psycopg.connect(
+        make_conninfo(shop.source, application_name="pg_recvlogical"),
+        autocommit=True,
+        replication="database",
+        cursor_factory=psycopg.ClientCursor,
+    )
+    try:
+        options = "(proto_version '1', publication_names 'relay')"
+        began = reader.pgconn.exec_(f"START_REPLICATION SLOT relay LOGICAL 0/0 {options}".encode())
+        assert began.status == ExecStatus.COPY_BOTH
+        yield
+    finally:
+        reader.close()
+
+
+@pytest.mark.rare
+def test_relay_polling(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.systemctl("stop")
+    with stranger(shop):
+        shop.systemctl("start")
+        shop.publish()
+        shop.run_book("RelayPolling")
+
+
+@pytest.mark.rare
+def test_relay_handler_stopped(running_shop: Shop) -> None:
+    shop = running_shop
+    for number in range(6):
+        shop.publish(amount=-1, of=host(number))
+    shop.run_book("RelayHandlerStopped")
+    with psycopg.connect(shop.target, autocommit=True) as conn:
+        conn.execute("update orders set amount = 0 where amount < 0")
+        conn.execute("alter table orders add constraint orders_amount_check check (amount >= 0)")
+
+
+@pytest.mark.rare
+def test_relay_target_unreachable(running_shop: Shop) -> None:
+    shop = running_shop
+    with psycopg.connect(shop.source, autocommit=True) as conn:
+        conn.execute("alter database warehouse allow_connections false")
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = 'warehouse'"
+        )
+    shop.publish()
+    shop.run_book("RelayTargetUnreachable")
+
+
+@pytest.mark.rare
+def test_an_instance_goes_on_when_the_schema_becomes_newer(running_shop: Shop) -> None:
+    """As the guide says of upgrades: only what starts is refused."""
+    shop = running_shop
+    with psycopg.connect(shop.target, autocommit=True) as conn:
+        conn.execute("insert into relay.migrations (name) values ('target/999_later.sql')")
+        shop.publish()
+        shop.assert_applied()
+        refused = shop.bash("relay status")
+        assert refused.returncode == 2
+        assert "is newer than this program" in refused.stderr
+        assert "target/999_later.sql" in refused.stderr
+        second = shop.bash("timeout 60 relay run")
+        assert second.returncode == 2
+        assert "is newer than this program" in second.stderr
+        conn.execute("delete from relay.migrations where name = 'target/999_later.sql'")
+
+
+@pytest.mark.rare
+@pytest.mark.long
+@pytest.mark.slow
+def test_relay_spark_unavailable(running_shop: Shop, tmp_path: Path) -> None:
+    """A Java that does not start any more, when the JVM has been killed."""
+    from relay.spark.java import java_home
+
+    shop = running_shop
+    real, broken = java_home(), tmp_path / "broken"
+    home = tmp_path / "java"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "java").write_text(
+        f'#!/bin/sh\n[ -e {broken} ] && [ "$1" != -version ] && exit 1\nexec {real}/bin/java "$@"\n'
+    )
+    (home / "bin" / "java").chmod(0o755)
+    broken.touch()
+    shop.more["JAVA_HOME"] = str(home)
+    shop.configure(batch={"inline_max_events": 10}, spark={"master": "local[1]", "eager": True})
+
+    def fill() -> None:
+        with psycopg.connect(shop.source, autocommit=True) as conn:
+            conn.execute(
+                "select relay.publish(%s, null, %s::jsonb)",
+                (host(1), psycopg.types.json.Jsonb([event(n) for n in range(50)])),
+            )
+
+    shop.systemctl("restart")
+    fill()
+
+    def mended() -> None:
+        broken.unlink()
+
+    shop.mended = mended  # type: ignore[method-assign]
+    steps = commands("RelaySparkUnavailable")
+    for step in steps[:-2]:
+        shop.follow(step)
+    mended()
+    shop.follow(steps[-2])
+    log = shop.folder / "relay.log"
+    wait_until(lambda: "the Spark session is ready" in log.read_text(), 180)
+    fill()
+    shop.follow(steps[-1])
+
+
+def test_each_alert_has_its_runbook() -> None:
+    """And nothing else stands among them."""
+    section = GUIDE.partition("## Runbooks\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (\w+)$", section, re.MULTILINE) == [
+        *(
+            "RelayDown",
+            "RelayStreamStalled",
+            "RelaySlotRetainsWal",
+            "RelaySlotLost",
+            "RelaySinkLagging",
+        ),
+        *(
+            "RelaySinkDown",
+            "RelayDeadLetters",
+            "RelayDeferredOld",
+            "RelayPolling",
+            "RelayHandlerStopped",
+        ),
+        *("RelayTargetUnreachable", "RelaySparkUnavailable"),
+    ]

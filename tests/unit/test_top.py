@@ -1,0 +1,136 @@
+"""The lines of `relay top`: what fits on a terminal, and what comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from relay.events import Lsn
+from relay.observe.frame import Size, lines, spark
+from relay.observe.rates import History
+from relay.observe.watch import Picture
+from relay.source.backlog import Backlog
+from relay.source.slot import SlotState
+from relay.store.brakes import BrakedHandler
+from relay.store.deferred import Reason, Waiting
+from relay.store.engines import Applied
+from relay.store.offsets import Cursor
+from relay.store.sinks import Position, Sink
+
+NOW = datetime.now(UTC)
+SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None)
+
+
+def sink(name: str, state: str = "attached", fault: str | None = None) -> Sink:
+    since = NOW - timedelta(minutes=5) if fault else None
+    lags = state == "lagging"
+    return Sink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
+
+
+def picture(**more: Any) -> Picture:
+    given = {"mode": "wal", "active": "host:1", "instances": ["host:1"], "slot": SLOT, **more}
+    return Picture("main", NOW, **given)
+
+
+def shown(
+    found: Picture, width: int = 100, height: int = 40, ascii_only: bool = False
+) -> list[str]:
+    history = History()
+    history.note(found)
+    return [line.plain for line in lines(found, history, Size(width, height, ascii_only))]
+
+
+def crowded() -> Picture:
+    partitions = [Cursor(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
+    sinks = [sink(f"sink{number}", "lagging") for number in range(50)]
+    sinks[33] = sink("broken", "lagging", "HTTP 503")
+    unread = {f"sink{number}": Backlog(number) for number in range(50) if number != 33}
+    unread[""] = Backlog(9_000, False, 12.0, {number: number for number in range(1, 1_000)})
+    return picture(partitions=partitions, sinks=sinks, unread=unread)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
+def test_a_thousand_partitions_and_fifty_sinks_fit(width: int, height: int) -> None:
+    found = shown(crowded(), width, height)
+    assert len(found) <= height
+    assert max(map(len, found)) <= width
+    assert found[0].startswith("relay  group main")
+
+
+def test_the_worst_come_first() -> None:
+    found = shown(crowded(), 120, 24)
+    readers = [line.split()[0] for line in found if "lagging" in line]
+    assert readers[:3] == ["broken", "sink49", "sink48"]
+    assert any(line.startswith("and") and line.endswith("lag less") for line in found)
+    (partitions,) = [line for line in found if line.startswith("partitions")]
+    assert "1,000; unread in 999 (999), 998 (998)" in partitions
+    assert partitions.endswith("994 more")
+
+
+def test_everything_that_is_wrong_is_named() -> None:
+    waiting = Waiting(7, 1, [Reason("shop", "retry", "shop", "HTTP 503", 7, NOW, NOW, NOW)])
+    lost = SlotState("s", "pgoutput", "db", False, None, "lost", "0/1", 1, 1, "wal_removed")
+    text = "\n".join(
+        shown(
+            picture(
+                mode="poll",
+                reason="the slot is lost",
+                active=None,
+                slot=lost,
+                deferred=waiting,
+                dead={("", "orders"): 3, ("shop", "shop"): 9},
+                stopped=[BrakedHandler("orders", "KeyError", 100, NOW)],
+                away={"source.dsn": "connection refused"},
+            ),
+            160,
+        )
+    )
+    for part in (
+        "source.dsn: connection refused: what is shown of it is old",
+        "poll: the slot is lost  nobody is active",
+        "lost (wal_removed)",
+        "7 transactions, 1 holding",
+        "sink shop: shop: HTTP 503",
+        "12 events: shop 9, orders 3",
+        "ago, after 100 dead letters in a row: KeyError",
+    ):
+        assert part in text
+
+
+def test_values_cannot_move_the_cursor() -> None:
+    found = shown(picture(sinks=[sink("shop", "lagging", "\x1b[2Jgone\nsecond line")]), 120)
+    assert any("\\x1b[2Jgone" in line and "second" not in line for line in found)
+
+
+def test_a_terminal_without_unicode_gets_none() -> None:
+    waiting = Waiting(2, 0, [])
+    for line in shown(picture(sinks=[sink("a" * 90)], deferred=waiting), 60, 30, ascii_only=True):
+        assert line.isascii()
+
+
+@pytest.mark.parametrize(
+    ("series", "bars"),
+    [([], ""), ([0, 0], "▁▁"), ([0, 1, 1_000_000], "▁▂█"), ([1, 2, 4], "▃▅█"), (range(99), None)],
+)
+def test_sparklines(series: Sequence[float], bars: str | None) -> None:
+    assert len(spark(series)) <= 16
+    assert bars is None or spark(series) == bars
+
+
+def test_rates_are_taken_over_several_looks() -> None:
+    """relay stores its counts every five seconds, so that two looks would tell nothing, or too much."""
+    history = History()
+    for second in range(0, 31, 2):
+        stored = second // 5 * 5
+        engines = [Applied("inline", "small", 1, stored * 100, stored * 10, NOW)]
+        taken = NOW + timedelta(seconds=second)
+        history.note(Picture("main", taken, engines=engines))
+    rates = history.rates()
+    assert rates is not None
+    assert 60 <= rates.events <= 140
+    assert rates.events == pytest.approx(10 * rates.transactions)
+    assert history.rates("spark") is not None
+    assert history.rates("spark").events == 0  # type: ignore[union-attr]
