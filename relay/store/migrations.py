@@ -20,6 +20,11 @@ WAIT_SECONDS = 0.2
 Side = Literal["source", "outbox", "target"]
 
 FORMER = {
+    "source/002_retention.sql": frozenset(
+        {
+            "2381b8ef519f94687e56e7b4971b5ec920415b6451c77902b179eab6a03a0035",  # one outbox
+        }
+    ),
     "target/001_target.sql": frozenset(
         {
             "87ce9101aca2e55bb42f8f8dc6c10d38d8409f002a3b564841e12d79581a5f3c",  # without sinks
@@ -27,7 +32,7 @@ FORMER = {
             "f2d834851d17834e4e6237e7ab01da4c864305fc95476fbac1101856e27b666c",  # events staged for Spark
             "78431c67d907e4e8e177c2bd4837a67758854a118f279f74ef47d157f97af705",  # transactions not counted
         }
-    )
+    ),
 }
 """Editions of files, by digest, that the present one migrates: it is applied once more."""
 

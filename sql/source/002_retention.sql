@@ -15,6 +15,10 @@ create table if not exists relay.readers (
     primary key (group_id, target, reader)
 );
 
+-- A schema of the edition in which a database had one outbox.
+alter table relay.readers add column if not exists outbox text;
+drop function if exists relay.retention_floor(), relay.is_held(regclass, text);
+
 comment on table relay.readers is
     'how far each reader of the outbox is; rows that one of them has not read are not removed';
 comment on column relay.readers.target is

@@ -305,23 +305,16 @@ create table if not exists relay.engines (
     group_id   text        not null,
     engine     text        not null,
     reason     text        not null,
-    batches    bigint      not null,
-    events     bigint      not null,
-    transactions bigint    not null default 0,
-    since      timestamptz not null default now(),
-    updated_at timestamptz not null default now(),
+    batches      bigint      not null,
+    events       bigint      not null,
+    transactions bigint      not null default 0,
+    since        timestamptz not null default now(),
+    updated_at   timestamptz not null default now(),
     primary key (group_id, engine, reason)
 );
 
 -- A schema of the edition in which transactions were not counted.
-do $$
-begin
-    if not exists (select from pg_attribute
-                    where attrelid = 'relay.engines'::regclass and attname = 'transactions' and not attisdropped) then
-        alter table relay.engines add column transactions bigint not null default 0;
-    end if;
-end
-$$;
+alter table relay.engines add column if not exists transactions bigint not null default 0;
 
 comment on table relay.engines is
     'how many batches each engine has applied, by the reason for which it was chosen; written every few seconds';
