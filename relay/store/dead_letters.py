@@ -288,6 +288,18 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
     return int(found or 0)
 
 
+def count_by_handler(conn: psycopg.Connection[Any], group: str) -> dict[str, int]:
+    """How many dead transactions each handler has; '' are those that no handler is to blame for."""
+    rows = conn.execute(
+        """
+        select coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letter_queue
+         where group_id = %s and status = 'dead' group by 1
+        """,
+        (group,),
+    )
+    return dict(rows.fetchall())
+
+
 def transactions(
     conn: psycopg.Connection[Any],
     group: str,
