@@ -280,3 +280,16 @@ SERIES: Sequence[Series] = (
     _gauge("relay_ready", "1 while /readyz is good."),
 )
 """All series of a group."""
+
+
+def table() -> str:
+    """The series as a table in Markdown."""
+    lines = ["| series | kind | labels | help |", "|---|---|---|---|"]
+    for each in SERIES:
+        labels = ", ".join(f"`{label}`" for label in ("group", *each.labels))
+        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.text} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    print(table(), end="")
