@@ -72,7 +72,7 @@ class Observe(Section):
     listen: Listen | None = None
     traces: bool = False
     console: Console | None = None
-    stall_seconds: Annotated[Seconds, Field(ge=5)] = 20.0
+    stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
     busy_seconds: Annotated[Seconds, Field(ge=30)] = 900.0
 
     @property
