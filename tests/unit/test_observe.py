@@ -6,11 +6,13 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from relay.batch import DeadTransaction
 from relay.config import Settings
@@ -151,3 +153,18 @@ def test_groups_of_one_process_share_an_address_and_a_taken_one_is_told(listener
     first.close()
     assert ask(second.port, "/metrics").status == 200
     second.close()
+
+
+def test_who_is_not_observed_pays_nothing() -> None:
+    """Not even the import, which takes a tenth of a second."""
+    script = "import sys, relay.service; print('prometheus_client' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("key", ["stall_seconds", "busy_seconds"])
+def test_limits_that_would_call_everything_a_hang(key: str) -> None:
+    with pytest.raises(ValidationError, match=key):
+        Settings.model_validate({"observe": {key: 1}})
