@@ -314,7 +314,7 @@ class Pipeline:
         """Log why the batch in flight has to wait, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
-        self.pulse.beat(f"waits to try the batch again: {text}")
+        self.pulse.beat(f"waits to try the batch again: {text}", Due.LATE)
         if text != self._said:
             self._said = text
             braked = isinstance(error, Braked)

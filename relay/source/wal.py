@@ -459,7 +459,7 @@ class WalSource:
             self._changed.wait_for(lambda: self._stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
-        self.pulse.beat("waits to connect again")
+        self.pulse.beat("waits to connect again", Due.LATE)
         first, longest = RECONNECT_SECONDS
         self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
         self._fruitless += 1
@@ -525,7 +525,7 @@ class WalSource:
             error = state.outcome.exception() if state.outcome else None
             if error is None:
                 return
-            self.pulse.beat("waits to connect again")
+            self.pulse.beat("waits to connect again", Due.LATE)
             self._standing_by = isinstance(error, _SlotActive)
             if self._standing_by:
                 self._outage = None

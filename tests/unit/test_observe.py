@@ -81,7 +81,10 @@ def test_kinds_of_fault_are_bounded() -> None:
     counted.settled(
         "hook",
         0,
-        [DeadTransaction(None, Lsn(1), 1, "hook", "", f"Kind{number}") for number in range(500)],
+        [
+            DeadTransaction(None, Lsn(1), 1, "hook", "", kind=f"Kind{number}")
+            for number in range(500)
+        ],
     )
     (family,) = [each for each in counted.collect() if each.name == "relay_dead_lettered"]
     kinds = {sample.labels["fault"]: sample.value for sample in family.samples}
