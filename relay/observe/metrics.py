@@ -49,6 +49,8 @@ class Metrics(Meter):
         self._sums: Counts[str] = Counts()
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._counts: dict[tuple[str, ...], Counter] = {}
+        self._times: dict[tuple[str, ...], Histogram] = {}
         for each in SERIES:
             names = (GROUP, *each.labels)
             if each.kind == "counter" and each.name not in _SUPPLIED:
@@ -87,10 +89,17 @@ class Metrics(Meter):
                     self._counter("relay_deliveries_total", name, result)
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        return self._counters[name].labels(self._group, *labels)
+        # To find a child by its labels costs more than to count.
+        found = self._counts.get((name, *labels))
+        if found is None:
+            found = self._counts[name, *labels] = self._counters[name].labels(self._group, *labels)
+        return found
 
     def _histogram(self, name: str, *labels: str) -> Histogram:
-        return self._histograms[name].labels(self._group, *labels)
+        found = self._times.get((name, *labels))
+        if found is None:
+            found = self._times[name, *labels] = self._histograms[name].labels(self._group, *labels)
+        return found
 
     # What happens
 
