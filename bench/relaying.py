@@ -53,7 +53,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """relay with one handler, inline or on Spark; `source.mode` is wal, and what is not given is the default."""
+    """relay with one handler, inline or on Spark; `source.mode` is wal, and what is not given is the default.
+
+    `observed` says that it serves its metrics.
+    """
 
     name: str
     handler: Mapping[str, Any]
@@ -63,6 +66,7 @@ class Relay:
     style: str = "relay"
     mode: str = "wal"
     partitions: int = 8
+    observed: bool = False
 
     def unavailable(self) -> str | None:
         return None
@@ -205,6 +209,7 @@ class Relay:
             partitions=self.partitions,
             batch=dict(self._batch),
             spark={"master": self.master},
+            observe={"listen": "127.0.0.1:0" if self.observed else None},
             handlers={"bench": dict(self.handler)},
             routes=[{"handlers": ["bench"]}],
         )

@@ -123,6 +123,7 @@ def drain_noop(plan: Plan) -> Iterator[Workload]:
         (TransactionalOutbox(tuned=False), True),
         (TransactionalOutbox(tuned=True), True),
         (Relay("relay inline", NOTHING), False),
+        (Relay("relay inline, metrics", NOTHING, observed=True), False),
         (Relay("relay on Spark", NOTHING, spark=True), True),
     ]
     return _drain(plan, "drain-noop", peers, Recvlogical(), effect=False)
@@ -137,6 +138,7 @@ def drain_apply(plan: Plan) -> Iterator[Workload]:
         (Debezium(tuned=True), True),
         (Relay("relay inline, each: event", EVENT), False),
         (Relay("relay inline, each: batch", BATCH), False),
+        (Relay("relay inline, each: batch, metrics", BATCH, observed=True), False),
         (Relay("relay on Spark, each: event", EVENT, spark=True), True),
         (Relay("relay on Spark, each: batch", BATCH, spark=True), True),
     ]
@@ -157,6 +159,7 @@ def live_streams(plan: Plan) -> Iterator[Workload]:
         ("pgqueuer, durable effect, default batch", PgQueuer("", effect=True), durable),
         (durable, PgQueuer("", batch_size=100, effect=True), durable),
         ("relay, durable effect", Relay("", NOTE_AND_INSERT), durable),
+        ("relay, durable effect, metrics", Relay("", NOTE_AND_INSERT, observed=True), durable),
     ]
     seconds = 8 if plan.quick else 20
 

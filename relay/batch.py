@@ -130,7 +130,7 @@ class JobName:
 
 @dataclass(frozen=True, slots=True)
 class DeadTransaction:
-    """A business transaction that went to the dead letters; `fault` is safe in a log.
+    """A business transaction that went to the dead letters; `fault` and its `kind` are safe in a log.
 
     `trace_id` is the publisher's trace, sampled or not.
     """
@@ -141,6 +141,7 @@ class DeadTransaction:
     handler: str | None
     fault: str
     trace_id: str | None = None
+    kind: str = ""
 
     @property
     def fields(self) -> dict[str, object]:
@@ -163,7 +164,8 @@ class TaskOutcome:
     says that nothing was done: another instance holds the partitions of a range, a difference is open in those of a
     task, or they have not reached its `after`. `braked` has a line for each sink that the task has stopped.
     `reached` is the applied_lsn at which a task left its partitions, if the target may still lose the commit. `trail`
-    is there only with `observe.traces`.
+    is there only with `observe.traces`. `transactions` counts the business transactions that were not skipped;
+    `seconds` is how long each handler took.
     """
 
     partitions: tuple[int, ...]
@@ -175,6 +177,8 @@ class TaskOutcome:
     busy: bool = False
     reached: Mapping[int, Lsn] = field(default_factory=dict)
     trail: Trail | None = None
+    transactions: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

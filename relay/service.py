@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psycopg
 
@@ -17,9 +18,11 @@ from relay.effects import Effects
 from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.logs import BATCH
+from relay.meter import Meter
 from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.observe.traces import open_traces
+from relay.pipeline.apply import Redelivery
 from relay.pipeline.reviver import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
@@ -29,6 +32,9 @@ from relay.store import groups
 from relay.store.connections import connect
 from relay.store.presence import Presence, instances
 from relay.store.unflushed import Unflushed
+
+if TYPE_CHECKING:
+    from relay.observe.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +52,20 @@ class Service:
         accept_configuration: bool = False,
     ) -> None:
         self._settings = settings
+        self._observer = _observer(settings)
+        self._meter = self._observer.meter if self._observer else Meter()
+        self._relays = False
         self._source = open_source(settings)
         self._traces = open_traces(settings)
         around = self._traces.around if self._traces else None
-        self._sinks = Sinks(settings, self._source.confirm, self.stop, around)
+        self._sinks = Sinks(settings, self._source.confirm, self.stop, around, self._meter)
         self._unflushed = (
             None
             if settings.target.durable or settings.source.mode == "poll"
             else Unflushed(settings.target_dsn, settings.group, self._sinks.durable, self.stop)
         )
         floors = self._unflushed.floors if self._unflushed else None
-        self._pipeline = Pipeline(settings, session, floors)
+        self._pipeline = Pipeline(settings, session, floors, self._meter)
         self._presence = Presence(
             settings.target_dsn,
             settings.group,
@@ -70,14 +79,14 @@ class Service:
             self._pipeline.applier,
             settings.shutdown_timeout,
             self.stop,
-            self._summary.note_redelivered,
-            self._traces.redelivered if self._traces else None,
+            self._note_retried,
         )
         self._retention = Schedule(settings, self.stop)
         self._catch_up = CatchUp()
 
     def stop(self) -> None:
         """Let `run` end after the batch in flight."""
+        self._relays = False
         self._source.stop()
         self._pipeline.interrupt()
         self._reviver.stop()
@@ -87,6 +96,7 @@ class Service:
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError when relaying cannot go on."""
         try:
+            self._observe()
             self._presence.start()
             self._summary.start()
             self._engines.start()
@@ -101,12 +111,14 @@ class Service:
             self._retention.start()
             self._sinks.start(self._pipeline.session)
             self._source.start()
+            self._relays = True
             for batch in self._source.batches(self._sinks):
                 self._relay(batch)
             self._raise_faults()
         except Interrupted:
             log.warning("stopping with the batch in flight unfinished; it will be delivered again")
         finally:
+            self._relays = False
             if self._unflushed:
                 self._unflushed.close()
             self._sinks.close()
@@ -121,9 +133,27 @@ class Service:
             self._engines.close()
             if self._traces:
                 self._traces.close()
+            if self._observer:
+                self._observer.close()
         self._raise_faults()
         flushed = self._source.flushed
         log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
+
+    def _observe(self) -> None:
+        if self._observer is None:
+            return
+        # These import prometheus_client.
+        from relay.observe.parts import Parts
+
+        self._observer.start(
+            Parts(self._source, self._pipeline, self._sinks, self._reviver, lambda: self._relays)
+        )
+
+    def _note_retried(self, found: Redelivery) -> None:
+        if self._traces:
+            self._traces.redelivered(found.trail)
+        self._summary.note_redelivered(found.applied)
+        self._meter.retried("", found.tried, found.dead)
 
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
@@ -168,6 +198,7 @@ class Service:
         if self._traces:
             self._traces.note(batch, outcome, seconds)
         BATCH.set(None)
+        self._meter.batch(batch, outcome, seconds)
         self._catch_up.note(batch)
         self._summary.note(batch, outcome)
         self._engines.note(batch, outcome)
@@ -176,6 +207,15 @@ class Service:
         """Say that the process ends by its own decision, and that what is in flight has not killed it."""
         with suppress(psycopg.Error):
             self._pipeline.applier.forgive()
+
+
+def _observer(settings: Settings) -> Observer | None:
+    if not settings.observe.observes:
+        return None
+    # What it imports takes a tenth of a second.
+    from relay.observe.observer import Observer
+
+    return Observer(settings)
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from threading import Event, Lock, Timer
 from types import FrameType
@@ -55,9 +56,10 @@ class Services:
     ) -> None:
         """Raises ConfigurationError if the configurations cannot be relayed by one process."""
         require_apart(configurations)
+        self._all_settings = [each.settings for each in configurations]
         self._news: SimpleQueue[_Group | signal.Signals] = SimpleQueue()
         self._stopping = Event()
-        self._session = _shared_session([each.settings for each in configurations])
+        self._session = _shared_session(self._all_settings)
         shared = _Shared(self._stopping, self._session, accept_configuration)
         self._groups = [_Group(each, shared, self._news) for each in configurations]
         self._failed: list[_Group] = []
@@ -79,9 +81,10 @@ class Services:
         collect_seldom()
         return_large_blocks()
         is_one = len(self._groups) == 1
-        for group in self._groups:
-            group.start(named=not is_one)
-        self._watch()
+        with _listening(self._all_settings):
+            for group in self._groups:
+                group.start(named=not is_one)
+            self._watch()
         self._last_resort.cancel()
         if self._session is not None:
             self._session.close()
@@ -239,6 +242,22 @@ class _Group:
         self.service = service
         if not shared.stopping.is_set():
             service.run()
+
+
+@contextmanager
+def _listening(all_settings: Sequence[Settings]) -> Iterator[None]:
+    """Answer at each observe.listen from now on, also while groups still wait for their databases.
+
+    Raises ConfigurationError if an address cannot be had.
+    """
+    addresses = {each.observe.listen for each in all_settings if each.observe.listen}
+    with ExitStack() as listening:
+        for address in sorted(each for each in addresses if each.port):
+            # It imports prometheus_client.
+            from relay.observe.server import listen
+
+            listening.callback(listen(address).close)
+        yield
 
 
 def _shared_session(all_settings: Sequence[Settings]) -> Session | None:

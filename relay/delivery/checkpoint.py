@@ -17,6 +17,7 @@ from relay.delivery.queues import Delivery
 from relay.fates import Behind, Failure, Fate
 from relay.faults import describe
 from relay.logs import RepeatedLines
+from relay.meter import Meter
 from relay.pipeline.brake import Brake
 from relay.source.server import Sight
 from relay.store import brakes
@@ -66,6 +67,7 @@ class Checkpoint:
         in_target: Blocking,
         fault: Callable[[], str | None],
         stored: Callable[[bool], None],
+        meter: Meter,
     ) -> None:
         """`fault` tells why nothing is delivered; `stored` is told each time whether the sink is to be paused."""
         self._name = name
@@ -73,7 +75,7 @@ class Checkpoint:
         self._claim = claim
         self._epoch = state.epoch
         self._cursor = cursor
-        self._recorder = Recorder(settings, name)
+        self._recorder = Recorder(settings, name, meter)
         self._brake = brake
         self._feed = feed
         self._in_target = in_target

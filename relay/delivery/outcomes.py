@@ -15,8 +15,9 @@ from relay.batch import DeadTransaction
 from relay.config import Settings
 from relay.delivery.queues import Delivery
 from relay.fates import Behind, Failure, Fate, is_dead
-from relay.faults import NotReceived, describe
+from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
+from relay.meter import Meter
 from relay.store import dead_letters, deferred
 from relay.store.deferred import Wait
 from relay.trace_context import trace_id
@@ -41,7 +42,8 @@ Outcome = Fate | Scheduled | None
 class Recorder:
     """Writes outcomes of one sink. Raises psycopg.Error."""
 
-    def __init__(self, settings: Settings, sink: str) -> None:
+    def __init__(self, settings: Settings, sink: str, meter: Meter) -> None:
+        self._meter = meter
         self._group = settings.group
         self._sink = sink
         self._table = settings.source.table
@@ -91,6 +93,7 @@ class Recorder:
 
     def report(self, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Log what was dead-lettered, and which faults defer transactions, now that it is stored."""
+        found: list[DeadTransaction] = []
         for delivery, outcome in outcomes:
             if not isinstance(outcome, Failure):
                 continue
@@ -105,8 +108,12 @@ class Recorder:
                 self._sink,
                 describe(outcome.error),
                 trace_id(delivery.events.events),
+                kind_of(outcome.error),
             )
+            found.append(dead)
             log.warning("dead letter", extra=dead.fields)
+        deferred_now = sum(_wait(*each) is not None for each in outcomes)
+        self._meter.settled(self._sink, deferred_now, found)
 
 
 def _wait(delivery: Delivery, outcome: Outcome) -> Wait | None:

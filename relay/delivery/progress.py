@@ -121,7 +121,11 @@ class Cursor:
     @property
     def since(self) -> float | None:
         """When the oldest of what is not done came (monotonic clock, seconds)."""
-        oldest = next(iter(self._under_way), None)
+        try:
+            oldest = next(iter(self._under_way), None)
+        except RuntimeError:
+            # Another thread than the worker's asks, and the first one has just ended.
+            return None
         return oldest.since if oldest else None
 
     @property

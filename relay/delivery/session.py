@@ -28,6 +28,7 @@ from relay.events import Lsn
 from relay.fates import Behind
 from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
+from relay.meter import Meter
 from relay.pipeline.brake import Brake
 from relay.pipeline.routed import Routing
 from relay.snapshots import Xids, full_xids
@@ -97,6 +98,7 @@ class Session:
         claim: Claim,
         state: State,
         ready: Callable[[], None],
+        meter: Meter,
     ) -> None:
         """`ready` is called once it is clear whether the stream is buffered from where it is now."""
         self._name = name
@@ -121,6 +123,7 @@ class Session:
             self._in_target,
             lambda: self._dispatcher.fault,
             self._stored,
+            meter,
         )
         self._dispatcher: Dispatcher = Dispatcher(
             sink,
@@ -148,6 +151,27 @@ class Session:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._target: Executor = pool(1, f"{name} target")
         self._source: Executor = pool(1, f"{name} source")
+
+    @property
+    def state(self) -> str:
+        """What the sink does: see `relay.delivery.checkpoint`."""
+        return self._checkpoint.state
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the circuit breaker is open."""
+        return self._dispatcher.breaker.is_open
+
+    @property
+    def deliveries(self) -> int:
+        """How many deliveries are under way or wait for their turn."""
+        return self._dispatcher.count
+
+    @property
+    def since(self) -> float | None:
+        """When the oldest of what is not done came (monotonic clock, seconds). Safe in any thread."""
+        times = (self._cursor.since, self._feed.oldest)
+        return min((each for each in times if each is not None), default=None)
 
     def wake(self) -> None:
         """There is something to take, or to look at."""

@@ -25,7 +25,9 @@ from relay.events import Lsn
 from relay.faults import RelayError
 from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
+from relay.meter import Meter
 from relay.pipeline.routed import Routing
+from relay.pulse import Due, Pulse
 from relay.snapshots import Xids, full_xids
 from relay.source.server import Sight
 from relay.spark.session import Session
@@ -66,8 +68,11 @@ class Sinks:
         confirm: Callable[[Lsn], None],
         failed: Callable[[], None],
         around: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """`around` is asked for each sink what delivers instead of it."""
+        meter = meter or Meter()
+        self.pulse = Pulse()
         self._settings = settings
         self._confirm = confirm
         self._polls = settings.source.mode != "wal"
@@ -84,15 +89,16 @@ class Sinks:
         self._workers = {
             name: Worker(
                 name,
-                around(name, sink, configured) if around else sink,
+                meter.watched(around(name, sink, configured) if around else sink),
                 configured,
                 settings,
                 self,
                 failed,
+                meter,
             )
             for name, (sink, configured) in built.items()
         }
-        self._spark = [SparkWorker(name, settings) for name in settings.spark_handlers]
+        self._spark = [SparkWorker(name, settings, meter) for name in settings.spark_handlers]
         self._all: Sequence[Works] = [*self._workers.values(), *self._spark]
 
     def start(self, session: Session) -> None:
@@ -116,6 +122,7 @@ class Sinks:
             self._mode, self._streamed = "wal", [noted]
         self._claim()
         ends = time.monotonic() + self._settings.sinks.attach_seconds
+        self.pulse.beat("waits until the sinks have joined the stream", Due.OPEN)
         for worker in self._workers.values():
             worker.ready.wait(max(0.0, ends - time.monotonic()))
 
@@ -154,6 +161,21 @@ class Sinks:
         ends = time.monotonic() + self._settings.shutdown_timeout
         for worker in self._all:
             worker.close(max(0.0, ends - time.monotonic()))
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers of all sinks but those of Spark."""
+        return tuple(self._workers.values())
+
+    @property
+    def spark_workers(self) -> Sequence[SparkWorker]:
+        """Those of Spark."""
+        return self._spark
+
+    @property
+    def durable_lsn(self) -> Lsn:
+        """The position up to which the target has everything."""
+        return self._durable
 
     @property
     def error(self) -> RelayError | None:
@@ -227,6 +249,7 @@ class Sinks:
         for name in names:
             feed = self._workers[name].feed if name in self._workers else None
             while feed and not self._stopping.wait(0) and (not feed.is_open or feed.size > limit):
+                self.pulse.beat(f"waits for room in the buffer of sink {name}")
                 self._stopping.wait(_ROOM_SECONDS)
 
     def taken(self) -> None:

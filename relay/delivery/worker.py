@@ -15,7 +15,9 @@ from relay.delivery.session import Session, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
+from relay.meter import Meter
 from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.pulse import Due, Pulse
 from relay.source.server import Sight
 from relay.store import sinks
 from relay.store.sinks import Claim, State
@@ -23,6 +25,8 @@ from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
+BEAT_SECONDS = 1.0
+"""How often the event loop shows that it turns."""
 CLAIM_SECONDS = 1.0
 """How often it is tried to claim a sink that another process works."""
 
@@ -38,8 +42,11 @@ class Worker:
         settings: Settings,
         stream: Stream,
         failed: Callable[[], None],
+        meter: Meter,
     ) -> None:
         self.name = name
+        self.pulse = Pulse()
+        self._meter = meter
         self.error: RelayError | None = None
         self._polls = settings.source.mode != "wal"
         self.feed = Feed(settings.sinks.attach_bytes if self._polls else None, self._wake)
@@ -119,7 +126,24 @@ class Worker:
         finally:
             self.ready.set()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def session(self) -> Session | None:
+        """The sink while this process works it."""
+        return self._session
+
+    async def _beat(self) -> None:
+        """Show that the event loop turns; never ends by itself."""
+        while True:
+            self.pulse.beat("delivers", Due.LATE)
+            await asyncio.sleep(BEAT_SECONDS)
+
     async def _main(self) -> None:
+        beating = asyncio.ensure_future(self._beat())
         self._called = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         wait, said = FIRST_WAIT_SECONDS, ""
@@ -143,6 +167,7 @@ class Worker:
                     await self._pause(wait)
                     wait = min(wait * 2, LONGEST_WAIT_SECONDS)
         finally:
+            beating.cancel()
             self._claim.release()
             await self._sink.close()
 
@@ -203,6 +228,7 @@ class Worker:
                     self._claim,
                     state,
                     self.ready.set,
+                    self._meter,
                 )
                 try:
                     await self._session.run(settings.shutdown_timeout / 2)

@@ -247,7 +247,7 @@ def _dead(picture: Picture) -> list[Text]:
         f"{_plain(sink or handler or 'no handler')} {count:,}"
         for (sink, handler), count in most[:6]
     )
-    return [_labelled("dead letters", f"{sum(picture.dead.values()):,} events: {each}", BAD)]
+    return [_labelled("dead letters", f"{sum(picture.dead.values()):,} transactions: {each}", BAD)]
 
 
 def _stopped(picture: Picture) -> list[Text]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from relay.sections import Secret, Section
+from relay.sections import Seconds, Secret, Section
 
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _MOST_PORT = 65_535
@@ -63,8 +63,19 @@ class Console(Section):
 
 
 class Observe(Section):
-    """Metrics and health at `listen`, traces, and the console. Everything is off by default."""
+    """Metrics and health at `listen`, traces, and the console. Everything is off by default.
+
+    For `/livez`, relay hangs if a thread shows no sign of life for `stall_seconds`, or works on one thing for
+    `busy_seconds`.
+    """
 
     listen: Listen | None = None
     traces: bool = False
     console: Console | None = None
+    stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
+    busy_seconds: Annotated[Seconds, Field(ge=30)] = 900.0
+
+    @property
+    def observes(self) -> bool:
+        """Whether anybody looks at a running relay."""
+        return self.listen is not None or self.console is not None

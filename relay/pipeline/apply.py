@@ -30,6 +30,7 @@ from relay.faults import (
     RelayError,
     Undecodable,
     describe,
+    kind_of,
     timed_out,
 )
 from relay.handler_settings import PythonHandler
@@ -89,6 +90,7 @@ class Applier:
         self._routing = Routing(settings)
         self._waiting = Waiting(settings, self._routing)
         self._handling = Handling(settings, self._routing, self._waiting, connections)
+        self.at_work = self._handling.at_work
         self._connections = connections
         self._pool = HandlerPool(
             settings.target_dsn,
@@ -137,7 +139,9 @@ class Applier:
         Guarded, one transaction after the other is noted, applied and its note taken back. One that is noted already
         `crash_limit` times has killed as many processes and is dead-lettered.
         """
-        return self._in_the_way_it_takes(partial(self._attempt, task), guarded)
+        with self.at_work.job() as job:
+            outcome = self._in_the_way_it_takes(partial(self._attempt, task), guarded)
+        return replace(outcome, seconds=job.seconds) if job.seconds else outcome
 
     def _in_the_way_it_takes(self, attempt: Callable[[Run], Done], guarded: bool) -> Done:
         """Attempt something in a target transaction of its own: together first, else carefully."""
@@ -167,6 +171,7 @@ class Applier:
 
     def _commit(self, task: Work, run: Run) -> TaskOutcome:
         with self._pool.transaction() as conn:
+            self.at_work.enters(conn)
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
             locked = offsets.lock(
@@ -189,7 +194,7 @@ class Applier:
                 noted = np.unique(full_xids(fresh.facts["xid"], task.next_xid))
             offsets.advance(conn, self._group, moved, noted, self._durable)
         events = fresh.events
-        outcome = _outcome(task, events, task.events - events, [delivered])
+        outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))
         return replace(outcome, reached=self._reached(cursors, moved))
 
     def _reached(
@@ -217,10 +222,11 @@ class Applier:
         if not floors:
             return TaskOutcome(task.partitions)
         noted = snapshots.noted_in(conn, self._group, floors)
-        events = 0
+        events = count = 0
         all_delivered: list[_Delivered] = []
         for transactions in self._portions(self._of_range(task, floors, noted)):
             events += transactions.events
+            count += len(transactions)
             left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
             all_delivered.append(_Delivered(buried, 0, []))
             if not len(left):
@@ -230,7 +236,7 @@ class Applier:
             brake = Brake(self._limits, locked.streaks)
             all_delivered.append(self._deliver(conn, left, locked.holding, run, brake))
         offsets.polled(conn, self._group, _ends(task, floors), task.upto, self._durable)
-        return _outcome(task, events, 0, all_delivered)
+        return _outcome(task, events, 0, all_delivered, count)
 
     def _of_range(
         self, task: Range, floors: Mapping[int, int], noted: Mapping[int, Xids]
@@ -386,7 +392,8 @@ class Applier:
 
         Whatever it raises has left no trace in the target.
         """
-        return self._in_the_way_it_takes(self._revive, guarded)
+        with self.at_work.job():
+            return self._in_the_way_it_takes(self._revive, guarded)
 
     def seconds_to_next(self) -> float | None:
         """How long it is until the time of another transaction comes; None if none waits for a time."""
@@ -401,6 +408,7 @@ class Applier:
     def _retry(self, run: Run) -> Redelivery:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
+            self.at_work.enters(conn)
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
             if not due:
                 return Redelivery(0, 0, [])
@@ -532,10 +540,17 @@ class Applier:
             failure.handler,
             describe(failure.error),
             trace_id(events),
+            kind_of(failure.error),
         )
 
 
-def _outcome(task: Work, events: int, skipped: int, delivered: Sequence[_Delivered]) -> TaskOutcome:
+def _outcome(
+    task: Work,
+    events: int,
+    skipped: int,
+    delivered: Sequence[_Delivered],
+    transactions: int,
+) -> TaskOutcome:
     dead = tuple(item for each in delivered for item in each.dead)
     lost = sum(item.events for item in dead)
     waiting = sum(each.waiting for each in delivered)
@@ -547,6 +562,7 @@ def _outcome(task: Work, events: int, skipped: int, delivered: Sequence[_Deliver
         dead,
         tuple(line for each in delivered for line in each.braked),
         trail=joined(each.trail for each in delivered),
+        transactions=transactions,
     )
 
 

@@ -33,6 +33,7 @@ from relay.faults import (
 )
 from relay.handler_settings import PythonHandler
 from relay.patience import LONGEST_WAIT_SECONDS
+from relay.pipeline.at_work import AtWork
 from relay.pipeline.brake import Brake
 from relay.pipeline.routed import Parts, Routing
 from relay.pipeline.waiting import Waiting
@@ -82,6 +83,7 @@ class Handling:
             if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
+        self.at_work = AtWork()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -304,7 +306,8 @@ class Handling:
                 self._run_loosely(conn, handler, parts[name])
                 continue
             try:
-                handler.apply(conn, parts[name])
+                with self.at_work.handler(name):
+                    handler.apply(conn, parts[name])
                 if settle:
                     _settle_constraints(conn)
             except Exception as error:
@@ -325,7 +328,8 @@ class Handling:
         try:
             with conn.transaction(_savepoint()):
                 conn.execute("set constraints all deferred")
-                handler.apply(conn, routed)
+                with self.at_work.handler(handler.name):
+                    handler.apply(conn, routed)
                 _settle_constraints(conn)
         except Exception as error:
             reason = _blamed(conn, error)

@@ -8,9 +8,9 @@ from threading import Event
 
 from relay.faults import RelayError, TaskFault
 from relay.patience import say_once, until_it_works
-from relay.pipeline.apply import Applier
+from relay.pipeline.apply import Applier, Redelivery
+from relay.pulse import Due, Pulse
 from relay.threads import Thread
-from relay.trace_context import Trail
 
 log = logging.getLogger(__name__)
 
@@ -26,23 +26,21 @@ class Reviver:
         applier: Applier,
         patience: float,
         failed: Callable[[], None],
-        applied: Callable[[int], None],
-        traced: Callable[[Trail | None], None] | None = None,
+        retried: Callable[[Redelivery], None],
     ) -> None:
         """`patience` is how many seconds `close` waits for what is in flight.
 
-        `applied` is called with how many transactions were applied, after each commit, and `traced` with those that
-        are traced.
+        `retried` is called with what became of the transactions, after each commit.
         """
         self._applier = applier
         self._patience = patience
         self._failed = failed
-        self._applied = applied
-        self._traced = traced
+        self._retried = retried
         self._guarded = False
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="reviver", daemon=True)
         self.error: RelayError | None = None
+        self.pulse = Pulse()
 
     def start(self, guarded: bool) -> None:
         """Begin. Guarded, since a process has died, until nothing is left whose turn has come."""
@@ -59,6 +57,11 @@ class Reviver:
         if self._thread.is_alive():
             self._thread.join(self._patience)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         retrying = until_it_works(self._stopping, say_once(log, "cannot take up what waits yet"))
         try:
@@ -71,14 +74,14 @@ class Reviver:
 
     def _revive(self) -> float:
         """Take up what there is; returns how many seconds nothing else will be due."""
-        tried, applied, dead, trail = self._applier.revive(self._guarded)
-        if self._traced is not None:
-            self._traced(trail)
+        self.pulse.beat("retries what is deferred", Due.OPEN)
+        found = self._applier.revive(self._guarded)
+        tried, applied, dead, _ = found
         for each in dead:
             log.warning("dead letter", extra=each.fields)
         if tried:
             log.debug("redelivery", extra={"transactions": tried, "applied": applied})
-            self._applied(applied)
+            self._retried(found)
             return 0.0
         self._guarded = False
         following = self._applier.seconds_to_next()

@@ -31,11 +31,13 @@ from relay.faults import (
     describe,
     is_transient,
 )
+from relay.meter import Meter
 from relay.patience import until_it_works
 from relay.pipeline.apply import Applier
 from relay.pipeline.flight import Flight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
+from relay.pulse import Due, Pulse
 from relay.spark.session import Session
 from relay.store import arrays
 from relay.store.connections import open_pool
@@ -48,6 +50,12 @@ ONE_LANE_EVENTS = 100
 
 LOOK_SECONDS = 0.02
 """How often the source is asked for the batch after the one that Spark applies."""
+
+PLANS = "plans a batch"
+APPLIES_HERE = "applies a batch"
+APPLIES = "applies a batch with Spark"
+WAITS_FOR_SPARK = "waits for the Spark session"
+"""What the pulse of a pipeline does, besides waiting to try again."""
 
 LARGE = "large"
 GUARDED = "guarded"
@@ -94,6 +102,7 @@ class Pipeline:
         settings: Settings,
         session: Session | None = None,
         floors: Floors | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._floors = floors
         self._limit = settings.batch.inline_max_events
@@ -115,13 +124,15 @@ class Pipeline:
         self._retrying = until_it_works(self._stopping, self._say)
         self._in_hand = 0
         self._said = ""
+        self._meter = meter or Meter()
+        self.pulse = Pulse()
 
     @cached_property
     def _spark(self) -> SideEngine:
         # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
         from relay.spark.engine import SparkEngine
 
-        return SparkEngine(self._settings, self.session)
+        return SparkEngine(self._settings, self.session, self._meter)
 
     def start(self) -> None:
         """Start the Spark session in the background, unless the first large batch is to start it."""
@@ -159,11 +170,13 @@ class Pipeline:
         engine: Engine = self._inline
         reason = ""
         attempt = 0
+        self.pulse.beat(PLANS, Due.LATE)
         flight = self._landing(batch)
 
         def once() -> None:
             nonlocal todo, engine, reason, attempt, flight
             attempt += 1
+            self.pulse.beat(PLANS, Due.LATE)
             if flight is not None:
                 landed, flight = flight, None
                 engine, reason = self._spark, LARGE
@@ -206,7 +219,9 @@ class Pipeline:
     ) -> list[Result]:
         """Run the tasks; while Spark has them, start the batch after them."""
         if engine is self._inline:
+            self.pulse.beat(APPLIES_HERE)
             return engine.run(tasks, guarded, name)
+        self.pulse.beat(APPLIES, Due.LATE)
         results = self._threads.submit(engine.run, tasks, guarded, name)
         self._look_ahead(results, batch, tasks, ahead)
         return results.result()
@@ -299,6 +314,7 @@ class Pipeline:
         """Log why the batch in flight has to wait, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
+        self.pulse.beat(f"waits to try the batch again: {text}", Due.LATE)
         if text != self._said:
             self._said = text
             braked = isinstance(error, Braked)
@@ -317,7 +333,7 @@ class Pipeline:
             return self._inline, "small"
         if self._limit == 0:
             while not self.session.get(timeout=0.5) and not self._stopping.is_set():
-                pass
+                self.pulse.beat(WAITS_FOR_SPARK)
             return self._spark, LARGE
         if self.session.get():
             return self._spark, LARGE

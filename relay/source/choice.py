@@ -15,12 +15,14 @@ from relay.batch import Batch, Outcome
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import RelayError, describe
+from relay.pulse import Due, Pulse
 from relay.snapshots import full_xids
 from relay.source.assembler import Begun
 from relay.source.interval import Interval
 from relay.source.poll import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
 from relay.source.server import Sight
+from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS, SourceState
 from relay.source.wal import WalSource
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,17 @@ class Source(Protocol):
     def flushed(self) -> Lsn:
         """The position up to which PostgreSQL may recycle the WAL."""
 
+    @property
+    def pulse(self) -> Pulse:
+        """That of the thread that takes the batches, while it waits for one."""
+
+    @property
+    def receiver(self) -> WalSource | None:
+        """What receives the stream, in a thread of its own."""
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+
 
 def open_source(settings: Settings) -> Source:
     """The source that `source.mode` asks for."""
@@ -82,11 +95,15 @@ class StreamSource:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.pulse = Pulse()
+        self._takeovers = 0
+        self._stood_by = False
+        self._reason: str | None = None
         self._polls = settings.source.mode == "auto"
         self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
         self._wal = WalSource(settings, recovery, self._interval.ring, Recognition(settings))
-        self._poller = Poller(settings)
+        self._poller = Poller(settings, self.pulse)
         self._stopping = Event()
         self._progressed = True
         self._refused = False
@@ -124,6 +141,24 @@ class StreamSource:
         """The position that was reported, or is about to be, as durable."""
         return self._wal.flushed
 
+    @property
+    def receiver(self) -> WalSource:
+        """What receives the stream, in a thread of its own."""
+        return self._wal
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+        received, outage, mode = self._wal.received_now(), self._wal.outage, self._mode
+        if mode == POLLS and (outage is not None or self._wal.stuck is not None):
+            return SourceState(POLLS, self._reason, self._takeovers, received)
+        if received.connected and outage is None:
+            return SourceState(STREAMS, None, self._takeovers, received)
+        if self._wal.is_standing_by:
+            reason = "another process reads the slot"
+            return SourceState(STANDS_BY, reason, self._takeovers, received)
+        reason = outage.reason if outage else "not connected yet"
+        return SourceState(ELSEWHERE, reason, self._takeovers, received)
+
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """The batch is committed; a polled one as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
@@ -141,6 +176,7 @@ class StreamSource:
         """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
         self._follower = follower
         while not self._stopping.is_set():
+            self.pulse.beat("waits for events")
             batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
             if batch is not None:
                 yield from self._missing()
@@ -209,6 +245,7 @@ class StreamSource:
         now = time.monotonic()
         if now < self._next_audit:
             return
+        self.pulse.beat("compares the stream with the outbox", Due.LATE)
         try:
             self._sight = self._sight or self._poller.sight()
             if self._ahead is not None or self._wal.flushed < self._sight.lsn:
@@ -298,6 +335,7 @@ class StreamSource:
         self._enter("poll", outage.reason)
         window = self._poller.window()
         if window is None:
+            self.pulse.beat("waits for events", Due.LATE)
             self._interval.wait()
             return
         self._interval.shorten()
@@ -307,6 +345,7 @@ class StreamSource:
 
     def _stand_by(self) -> None:
         """Another process has taken the slot over, if this one has read it."""
+        self._stood_by = True
         if self._mode:
             self._mode = ""
             self._sight = None
@@ -316,8 +355,10 @@ class StreamSource:
     def _enter(self, mode: str, reason: str | None = None) -> None:
         if mode == self._mode:
             return
-        self._mode = mode
+        self._mode, self._reason = mode, reason
         if mode == "wal":
+            self._takeovers += self._stood_by
+            self._stood_by = False
             self._interval.leave()
             self._follower.streaming()
         else:

@@ -25,11 +25,13 @@ from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
 from relay.patience import say_once, until_it_works
+from relay.pulse import Due, Pulse
 from relay.source.differences import Difference
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import Sight, durable_sight, sight
+from relay.source.state import POLLS, SourceState
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
 from relay.store.snapshots import Link
@@ -66,8 +68,10 @@ class Poller:
     Raises RelayError if the source is older than the group, Interrupted by `stop`.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
+        """`pulse` is that of the thread that polls."""
         self._settings = settings
+        self._pulse = pulse or Pulse()
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
         # One connection holds the plan of a difference, the other answers.
@@ -148,6 +152,7 @@ class Poller:
     def _window(self, opening: bool, by_reference: bool) -> Batch | None:
         try:
             while not self._stopping.is_set():
+                self._pulse.beat("polls the outbox", Due.LATE)
                 plan = self._plan or self._begin(opening)
                 if plan is None:
                     return None
@@ -272,7 +277,8 @@ class PollSource:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._poller = Poller(settings)
+        self.pulse = Pulse()
+        self._poller = Poller(settings, self.pulse)
         self._interval = Interval(settings)
         self._stopping = Event()
         self._progressed = True
@@ -311,12 +317,22 @@ class PollSource:
         while not self._stopping.is_set():
             batch = self._poller.window()
             if batch is None:
+                self.pulse.beat("waits for events", Due.LATE)
                 self._interval.wait()
                 continue
             self._interval.shorten()
             yield batch
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+        return SourceState(POLLS, "source.mode is poll")
+
+    @property
+    def receiver(self) -> None:
+        """No thread receives."""
+        return None
 
     def ahead(self, events: int) -> Batch | None:
         """None: what a window has depends on how far the one before was claimed."""

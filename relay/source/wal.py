@@ -45,6 +45,7 @@ from relay.faults import (
     is_transient,
     server_error,
 )
+from relay.pulse import Due, Pulse
 from relay.source.assembler import Assembler, Begun
 from relay.source.bell import Bell
 from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
@@ -62,6 +63,7 @@ from relay.source.recovery import (
     open_replication,
 )
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
+from relay.source.state import Received
 from relay.source.translation import Encoding
 from relay.store.connections import pin_text_form
 from relay.threads import Thread
@@ -90,6 +92,8 @@ STEADY_SECONDS = 1.0
 RECONNECT_SECONDS = 0.1, 5.0
 """The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
 DEFAULT_SENDER_TIMEOUT = 60.0
+ASK_SECONDS = 10.0
+"""After how long a silence of the server it is asked for a reply, again and again until it answers."""
 STATUS_SHARE = 0.6
 
 
@@ -169,6 +173,10 @@ class WalSource:
         self._queue: deque[Transactions] = deque()
         self._changed = Condition()
         self._buffered = 0
+        self._buffered_events = 0
+        self._unapplied: deque[tuple[int, int]] = deque()
+        self._last_heard: float | None = None
+        self.pulse = Pulse()
         self._error: BaseException | None = None
         self._stopping = Event()
         self._closing = Event()
@@ -182,6 +190,28 @@ class WalSource:
     def start(self) -> None:
         """Begin to receive."""
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the receiver's thread runs."""
+        return self._thread.is_alive()
+
+    def received_now(self) -> Received:
+        """What the stream has brought up to now. Safe in any thread."""
+        heard = self._last_heard
+        with self._changed:
+            first = self._unapplied[0][1] if self._unapplied else None
+            if first is None and self._queue:
+                first = int(self._queue[0].facts["ts"][0])
+        return Received(
+            connected=heard is not None,
+            silent=0.0 if heard is None else max(0.0, time.monotonic() - heard),
+            position=self._progress.received,
+            buffered_bytes=self._buffered + self._assembler.size,
+            buffered_events=self._buffered_events,
+            oldest=None if first is None else _EPOCH_SECONDS + first / 1_000_000,
+            connections=self._connections,
+        )
 
     def stop(self) -> None:
         """Let `take()` return. Safe in a signal handler's thread."""
@@ -287,6 +317,8 @@ class WalSource:
             return None
         transactions = Transactions.joined(taken)
         self._batches += 1
+        with self._changed:
+            self._unapplied.append((self._batches, int(transactions.facts["ts"][0])))
         return Batch(
             number=self._batches,
             transactions=transactions,
@@ -313,6 +345,9 @@ class WalSource:
         """The batch is committed: its memory is free."""
         with self._changed:
             self._buffered -= batch.size
+            self._buffered_events -= batch.events
+            while self._unapplied and self._unapplied[0][0] <= batch.number:
+                self._unapplied.popleft()
         self._bell.ring()
 
     def confirm(self, end: Lsn) -> None:
@@ -385,6 +420,7 @@ class WalSource:
             # Without its traceback, which would keep what was being received in memory.
             ended = error.with_traceback(None)
         finally:
+            self._last_heard = None
             stream.conn.close()
         if ended is None:
             self._casualties.survived()
@@ -421,10 +457,12 @@ class WalSource:
         self._suffer(reason, certain=True)
 
     def _wait_to_pass_over(self) -> None:
+        self.pulse.beat("waits until a commit is polled that it cannot receive")
         with self._changed:
             self._changed.wait_for(lambda: self._stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
+        self.pulse.beat("waits to connect again", Due.LATE)
         first, longest = RECONNECT_SECONDS
         self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
         self._fruitless += 1
@@ -448,6 +486,7 @@ class WalSource:
     def _open(self) -> _Stream:
         if self._closing.is_set():
             raise _SlotActive
+        self.pulse.beat("connects", Due.LATE)
         source = self._settings.source
         conn = self._opening = open_replication(self._settings)
         try:
@@ -489,6 +528,7 @@ class WalSource:
             error = state.outcome.exception() if state.outcome else None
             if error is None:
                 return
+            self.pulse.beat("waits to connect again", Due.LATE)
             self._standing_by = isinstance(error, _SlotActive)
             if self._standing_by:
                 self._outage = None
@@ -504,6 +544,7 @@ class WalSource:
         return note
 
     def _creating(self, waits_for: str | None) -> None:
+        self.pulse.beat("recreates the slot", Due.OPEN)
         oldest = f"; the oldest is {waits_for}" if waits_for else ""
         self._suffer(
             f"the slot is recreated, which waits for all transactions that run{oldest}",
@@ -538,6 +579,7 @@ class WalSource:
             raise ConfigurationError(
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
             )
+        self.pulse.beat("starts to stream", Due.LATE)
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
         timeout = _sender_timeout(conn)
@@ -624,13 +666,14 @@ class WalSource:
         """Another server or timeline: what was received from the former is applied before positions begin again."""
         log.warning("the source is another server or timeline; what was received before is applied")
         while not self._progress.settled and not self._closing.is_set():
+            self.pulse.beat("waits until what was received before is applied")
             self._closing.wait(NAP_SECONDS * 10)
         self._progress = Progress()
 
     def _receive(self, stream: _Stream) -> None:
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
-        began = last_heard = last_sent = time.monotonic()
+        began = last_heard = last_sent = last_asked = time.monotonic()
         self._reported = Lsn(0)
         self._suspected = self._heard = steady = False
         with selectors.DefaultSelector() as selector:
@@ -640,6 +683,9 @@ class WalSource:
             # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
             asked = self._gulp(pgconn)
             while not self._closing.is_set() and not self._suspected:
+                self.pulse.beat("receives")
+                # What is not read is no silence.
+                self._last_heard = last_heard if reading else time.monotonic()
                 if not steady and self._is_steady(stream, time.monotonic() - began):
                     steady = True
                     self._recovered()
@@ -670,9 +716,11 @@ class WalSource:
                 due = now - last_sent > stream.status_every or (
                     owing and now - last_sent > IDLE_REPORT_SECONDS
                 )
-                if asked or rung or due:
-                    self._report(pgconn, reply=silent > stream.status_every / 2)
+                asks = min(silent, now - last_asked) > min(ASK_SECONDS, stream.status_every / 2)
+                if asked or rung or due or asks:
+                    self._report(pgconn, reply=asks)
                     last_sent, asked = now, False
+                    last_asked = now if asks else last_asked
             self._report(pgconn)
             if self._recognition is not None and self._closing.is_set() and not self._incomplete:
                 self._recognition.leave(self._progress.flushed)
@@ -767,9 +815,11 @@ class WalSource:
         """Commits came whole, and up to a position there is nothing else."""
         if commits:
             self._progress.commit(commits[-1].end)
+            events = sum(received.events for received in commits)
             with self._changed:
                 self._queue.extend(commits)
                 self._buffered += sum(received.held for received in commits)
+                self._buffered_events += events
                 self._changed.notify_all()
         if position:
             self._progress.nothing_until(position)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import pickle
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,6 +26,7 @@ from relay.events import Lsn
 from relay.faults import Action, RelayError, TaskFault
 from relay.garbage import collect_seldom, return_arrow_blocks, return_large_blocks
 from relay.logs import quiet_libraries
+from relay.meter import Meter
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
 from relay.spark.session import Session, kind_and_first_line
@@ -60,7 +62,8 @@ class SparkEngine:
 
     name = "spark"
 
-    def __init__(self, settings: Settings, session: Session) -> None:
+    def __init__(self, settings: Settings, session: Session, meter: Meter | None = None) -> None:
+        self._meter = meter or Meter()
         self._configuration = pickle.dumps(settings)
         self._session = session
         self._remote = settings.spark.remote is not None
@@ -125,6 +128,18 @@ class SparkEngine:
         yield
 
     def _run_job(
+        self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
+    ) -> list[Result]:
+        started = time.monotonic()
+        succeeded = False
+        try:
+            found = self._collected(session, tasks, guarded, name)
+            succeeded = True
+            return found
+        finally:
+            self._meter.spark_job(time.monotonic() - started, succeeded)
+
+    def _collected(
         self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
     ) -> list[Result]:
         # As Arrow batches of their own the tasks become partitions of their own.

@@ -100,6 +100,7 @@ class Session:
         self._starting = Lock()
         self._replacing = Lock()
         self._error: ConfigurationError | None = None
+        self._failed_since: float | None = None
 
     @property
     def slots(self) -> int | None:
@@ -117,6 +118,21 @@ class Session:
             with suppress(Exception):
                 self._slots = _slots(session)
         return self._slots
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a session. It may have died a moment ago."""
+        return self._session is not None
+
+    @property
+    def counted_slots(self) -> int | None:
+        """`slots` as they were counted last: asks nobody."""
+        return self._slots if self._session is not None else None
+
+    @property
+    def failed_since(self) -> float | None:
+        """Since when building one fails (monotonic clock, seconds); None while there is one, or none has failed."""
+        return self._failed_since
 
     def start(self) -> None:
         """Begin to build the session unless it is there or under way; returns at once."""
@@ -160,7 +176,7 @@ class Session:
             wait=wait_exponential_jitter(multiplier=1.0, max=30.0),
             stop=stop_when_event_set(self._closing),
             sleep=sleep_using_event(self._closing),
-            before_sleep=_say,
+            before_sleep=self._note_failure,
             reraise=True,
         )
         try:
@@ -172,6 +188,11 @@ class Session:
             log.debug(
                 "gave up building the Spark session", extra={"fault": kind_and_first_line(error)}
             )
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+        _say(state)
 
     def _build(self) -> None:
         if self._closing.is_set():
@@ -195,6 +216,7 @@ class Session:
         for configuration in (*[b""] * (_WARM_UP_JOBS - 1), self._configuration):
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
+        self._failed_since = None
         self._settled.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
 

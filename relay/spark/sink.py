@@ -23,6 +23,7 @@ from relay.delivery.checkpoint import CAUGHT_UP, LAGGING, Moved
 from relay.faults import TransientFault, describe
 from relay.handler_settings import SparkHandler
 from relay.handlers.imports import load
+from relay.meter import Meter
 from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
@@ -66,9 +67,10 @@ class _Waiting:
 class SparkWorker:
     """Works a sink from `start` to `close`. What fails is tried until it works: the events are safe in the outbox."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings, meter: Meter | None = None) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
-        self._name = name
+        self.name = self._name = name
+        self._meter = meter or Meter()
         self._settings = settings
         self._handler: SparkHandler = settings.spark_handlers[name]
         self._table = Table(settings.source.table_name, settings.source.mapping)
@@ -286,6 +288,7 @@ class SparkWorker:
     def _write(self, batch: Begun, tried: bool = True) -> None:
         """Write a batch and move past it; `tried`: an earlier attempt may have written something of it."""
         session = self._ready_session()
+        started = time.monotonic()
         each = self._handler.model_copy(
             update={"partition_by": batch.partition_by, "host_buckets": batch.host_buckets}
         )
@@ -313,6 +316,12 @@ class SparkWorker:
             # What py4j holds of the JVM is in cycles.
             gc.collect(1)
         self._finish(batch)
+        self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     @contextmanager
     def _frame(self, session: SparkSession, batch: Begun) -> Iterator[DataFrame]:

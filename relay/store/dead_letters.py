@@ -307,10 +307,10 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
 
 
 def count_by_handler(conn: psycopg.Connection[Any], group: str) -> dict[tuple[str, str], int]:
-    """How many dead events each handler has, by sink ('' for the target) and handler ('' where no route matched)."""
+    """How many dead transactions each handler has, by sink (empty: the target) and handler (empty: none is to blame)."""
     rows = conn.execute(
         """
-        select sink, coalesce(handler, ''), count(*) from relay.dead_letter_queue
+        select sink, coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letter_queue
          where group_id = %s and status = 'dead' group by 1, 2
         """,
         (group,),

@@ -651,6 +651,40 @@ def count_by_sink(conn: Connection, group: str) -> dict[str, int]:
     return dict(rows.fetchall())
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Deferred transactions of a sink, or ('') of the target, by `kind`, as in Reason. `since`: the oldest of them."""
+
+    sink: str
+    kind: str
+    transactions: int
+    since: datetime
+
+
+def count_by_kind(conn: Connection, group: str) -> list[Count]:
+    """How many transactions are deferred, by sink and kind. Reads all of them."""
+    with conn.cursor(row_factory=class_row(Count)) as cursor:
+        return cursor.execute(
+            sql.SQL(
+                """
+                select d.sink, {kind} as kind, count(*) as transactions,
+                       min(coalesce(d.first_failed_at, d.deferred_at)) as since
+                  from relay.deferred as d where d.group_id = %s group by 1, 2
+                """
+            ).format(kind=KIND),
+            (group,),
+        ).fetchall()
+
+
+def count_keys(conn: Connection, group: str) -> dict[str, int]:
+    """How many ordering keys deferred transactions hold, of each sink; '' is the target."""
+    rows = conn.execute(
+        "select sink, count(distinct key) from relay.deferred_keys where group_id = %s group by 1",
+        (group,),
+    )
+    return dict(rows.fetchall())
+
+
 def forget(conn: Connection, group: str, sink: str) -> int:
     """Forget what is deferred for a sink; returns how many transactions."""
     return conn.execute(

@@ -14,7 +14,7 @@ from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay, running
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("stays_live")]
 
 EVERYTHING = 200_000
 CHANCE = random.Random(20_26)

@@ -16,9 +16,11 @@ import yaml
 
 from relay.admin.uninstall import plan_removal, remove
 from relay.config import Settings
+from relay.embedded import free_port
 from relay.install import initialise
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
+from tests.observing import Scrape, ask, is_good
 from tests.outbox import Outbox, relaying, wait_until
 from tests.postgres import Server
 from tests.process import Running, relay, running
@@ -246,3 +248,26 @@ def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Pat
     assert not outbox.column("select relname from pg_class where relname ~ 'relay_c_xid$'")
     shop.publish("payments", 0, 1)
     initialise(settings)
+
+
+def test_groups_of_a_process_share_one_address_for_metrics_and_health(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    shop = made(outbox, {"orders": outbox.dsn, "payments": outbox.dsn}, tmp_path)
+    port = free_port()
+    for file in shop.files.values():
+        content = yaml.safe_load(file.read_text())
+        content["observe"] = {"listen": f"127.0.0.1:{port}"}
+        file.write_text(yaml.safe_dump(content))
+    with running(shop.first, *shop.options) as service:
+        for group in shop.files:
+            shop.publish(group, 0, 3)
+            shop.wait_seen(group, 3)
+        wait_until(lambda: is_good(port, "/readyz"))
+        for group in shop.files:
+            applied = {"group": group, "outcome": "applied"}
+            wait_until(
+                lambda applied=applied: Scrape(port).value("relay_events_total", **applied) == 3  # type: ignore[misc]
+            )
+            assert f"{group}: source: ok: reads the WAL" in ask(port, "/healthz").text
+        assert service.terminate() == 0

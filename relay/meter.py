@@ -1,0 +1,31 @@
+"""What relay tells about its work while it happens. Here nobody listens; `relay.observe.metrics` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from relay.batch import Batch, DeadTransaction, Outcome
+from relay.handlers import Sink
+
+
+class Meter:
+    """Takes what happens. Safe in several threads; nothing here waits or raises."""
+
+    def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
+        """A batch is durable, so many seconds after it was taken."""
+
+    def retried(self, sink: str, tried: int, dead: Iterable[DeadTransaction]) -> None:
+        """Deferred transactions were tried again, for a sink or ('') for the target; some of them are dead now."""
+
+    def settled(self, sink: str, deferred: int, dead: Iterable[DeadTransaction]) -> None:
+        """A sink has stored which deliveries it has deferred, and which are dead."""
+
+    def watched(self, sink: Sink) -> Sink:
+        """The sink, with its deliveries counted and timed."""
+        return sink
+
+    def spark_job(self, seconds: float, succeeded: bool) -> None:
+        """A job of the Spark engine has ended."""
+
+    def spark_batch(self, sink: str, seconds: float, events: int) -> None:
+        """A sink of type spark has written a batch."""

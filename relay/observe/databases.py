@@ -1,0 +1,276 @@
+"""What metrics and health show of the two databases: read by one thread, on connections of its own.
+
+A look is cheap: a row for each sink, slot and handler. Counts of what is unread, deferred and dead take as long as
+there is much of it, so they are read seldom where they take long, and only by a process that reads the source.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import psycopg
+
+from relay.config import Settings
+from relay.events import Lsn
+from relay.faults import RelayError, describe
+from relay.source.applied import applied_in
+from relay.source.rows import OutboxRows
+from relay.source.slot import SlotState, slot_state
+from relay.store import brakes, dead_letters, deferred, groups, presence, sinks, snapshots
+from relay.store.connections import connect, pin_text_form
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+Found = TypeVar("Found")
+
+APPLICATION_NAME = "relay observe"
+STATEMENT_SECONDS = 5
+"""How long a statement may take: what takes longer is not shown."""
+COUNT_SECONDS = 10.0
+"""How often is counted, at most."""
+COUNTING_SHARE = 0.05
+"""The share of the time that counting may take."""
+_REACH = {
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""Within 20 s it is known that the peer has vanished."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLook:
+    """What the target showed. `active` are the server processes, of those asked for, that work on a statement.
+
+    `began` is when the last statement of each began or ended.
+    """
+
+    group: groups.Group | None
+    epoch: int
+    timeline: int | None
+    recreations: int
+    instances: list[str]
+    sinks: list[sinks.Sink]
+    stopped: list[str]
+    active: frozenset[int]
+    began: Mapping[int, datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLook:
+    """What the source showed. `end` is the position of its WAL, None of a standby."""
+
+    slot: SlotState | None
+    safe_bytes: int | None
+    end: Lsn | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """How many events a reader has not had, and the moment of the oldest, where it is known."""
+
+    events: int
+    oldest: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What takes long to count; None, or missing, where it took too long or cannot be told."""
+
+    target: Unread | None = None
+    sinks: Mapping[str, Unread] = field(default_factory=dict)
+    deferred: list[deferred.Count] | None = None
+    keys: Mapping[str, int] | None = None
+    dead: Mapping[tuple[str, str], int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Look:
+    """The last look at a database: when it succeeded and when it failed (monotonic clock, seconds), and why."""
+
+    succeeded: float | None = None
+    failed: float | None = None
+    fault: str | None = None
+
+    def is_up(self, within: float) -> bool:
+        """Whether it succeeded last, not longer ago than so many seconds."""
+        if self.succeeded is None or self.fault is not None:
+            return False
+        return time.monotonic() - self.succeeded <= within
+
+
+class Databases:
+    """Reads both databases. `look` is for one thread; what it finds may be read in any.
+
+    `source_look`, `target_look` and `counted` are None while nothing is known.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._rows = OutboxRows(settings)
+        self._source: Connection | None = None
+        self._target: Connection | None = None
+        self._next_count = 0.0
+        self.source = Look()
+        self.target = Look()
+        self.source_look: SourceLook | None = None
+        self.target_look: TargetLook | None = None
+        self.counted: Counted | None = None
+
+    def close(self) -> None:
+        """Close the connections."""
+        for conn in (self._source, self._target):
+            if conn is not None:
+                conn.close()
+        self._source = self._target = None
+
+    def look(self, pids: Iterable[int], counts: bool) -> None:
+        """Read both; `pids` are sessions of the target to look at, `counts` says that this process counts."""
+        self.target_look = self._try(self.target, self._look_at_target, list(pids))
+        self.source_look = self._try(self.source, self._look_at_source)
+        if not counts:
+            self.counted = None
+            return
+        if time.monotonic() < self._next_count or None in (self.target_look, self.source_look):
+            return
+        began = time.monotonic()
+        with suppress(psycopg.Error):
+            self.counted = self._count()
+        took = time.monotonic() - began
+        self._next_count = began + max(COUNT_SECONDS, took / COUNTING_SHARE)
+
+    def _try(self, look: Look, read: Callable[..., Found], *arguments: object) -> Found | None:
+        try:
+            found = read(*arguments)
+        except psycopg.Error as error:
+            look.failed, look.fault = time.monotonic(), describe(error)
+            log.debug("cannot look at a database", extra={"fault": look.fault})
+            return None
+        look.succeeded, look.fault = time.monotonic(), None
+        return found
+
+    @contextmanager
+    def _connected(self, of: str) -> Any:
+        """The connection to a database, closed where it is of no use any more."""
+        name = f"_{of}"
+        conn: Connection | None = getattr(self, name)
+        if conn is None or conn.closed:
+            dsn = self._settings.source_dsn if of == "source" else self._settings.target_dsn
+            conn = connect(dsn, application_name=APPLICATION_NAME, **_REACH)
+            setattr(self, name, conn)
+            pin_text_form(conn)
+            conn.execute(
+                f"set statement_timeout = '{STATEMENT_SECONDS}s'; set lock_timeout = '1s';"
+                " set default_transaction_read_only = on".encode()
+            )
+        try:
+            yield conn
+        except psycopg.errors.QueryCanceled:
+            raise
+        except psycopg.Error:
+            if conn.broken:
+                conn.close()
+            raise
+
+    def _look_at_target(self, pids: list[int]) -> TargetLook:
+        settings, group = self._settings, self._settings.group
+        with self._connected("target") as conn:
+            row = conn.execute(
+                "select coalesce(source_epoch, 0), timeline from relay.groups where group_id = %s",
+                (group,),
+            ).fetchone()
+            epoch, timeline = row or (0, None)
+            activity = conn.execute(
+                "select pid, state in ('active', 'fastpath function call'), greatest(query_start, state_change)"
+                " from pg_stat_activity where pid = any(%s)",
+                (pids,),
+            ).fetchall()
+            return TargetLook(
+                groups.read(conn, group),
+                epoch,
+                timeline,
+                groups.recreations(conn, group),
+                presence.instances(conn, group),
+                sinks.read(conn, group, settings.sink_handlers),
+                [each.handler for each in brakes.braked(conn, group)],
+                frozenset(pid for pid, works, _ in activity if works),
+                {pid: began for pid, _, began in activity if began is not None},
+            )
+
+    def _look_at_source(self) -> SourceLook:
+        if self._settings.source.mode == "poll":
+            with self._connected("source") as conn:
+                conn.execute("select 1")
+            return SourceLook(None, None, None)
+        with self._connected("source") as conn:
+            slot = slot_state(conn, self._settings.source.slot)
+            row = conn.execute(
+                """
+                select case when not pg_is_in_recovery() then pg_current_wal_lsn()::text end,
+                       (select safe_wal_size from pg_replication_slots where slot_name = %s)
+                """,
+                (self._settings.source.slot,),
+            ).fetchone()
+            end, safe = row or (None, None)
+            return SourceLook(slot, safe, None if end is None else Lsn.parse(end))
+
+    def _count(self) -> Counted:
+        """Count what takes as long as there is much of it. Raises psycopg.OperationalError."""
+        group = self._settings.group
+        with self._connected("target") as target, self._connected("source") as source:
+            return Counted(
+                _or_none(self._unread, source, target),
+                _or_none(self._unread_of_sinks, source, target) or {},
+                _or_none(deferred.count_by_kind, target, group),
+                _or_none(deferred.count_keys, target, group),
+                _or_none(dead_letters.count_by_handler, target, group),
+            )
+
+    def _unread(self, source: Connection, target: Connection) -> Unread | None:
+        group = self._settings.group
+        applied = applied_in(target, group)
+        if not applied:
+            return None
+        found = self._rows.unread(source, applied, snapshots.noted(target, group))
+        moments = [moment for _, moment in found.values() if moment is not None]
+        return Unread(sum(count for count, _ in found.values()), min(moments, default=None))
+
+    def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Unread]:
+        """Of the configured sinks that the stream does not feed."""
+        found: dict[str, Unread] = {}
+        configured = self._settings.sink_handlers
+        for each in sinks.read(target, self._settings.group, configured):
+            if each.sink not in configured or each.position.snapshot is None:
+                continue
+            if each.state == "attached" and each.fault is None:
+                continue
+            done = sinks.done(target, self._settings.group, each.sink)
+            unread = _or_none(self._rows.unread_after, source, each.position, done)
+            if unread is not None:
+                found[each.sink] = Unread(*unread)
+        return found
+
+
+def _or_none(read: Callable[..., Found], *arguments: object) -> Found | None:
+    """What is read; None where that takes too long, or the outbox does not tell it."""
+    try:
+        return read(*arguments)
+    except psycopg.OperationalError as error:
+        if not isinstance(error, psycopg.errors.QueryCanceled):
+            raise
+    except (psycopg.Error, RelayError) as error:
+        log.debug("cannot count", extra={"fault": describe(error)})
+    return None
+
+
+def age(moment: datetime | None) -> float:
+    """How many seconds ago a moment was; 0 for none."""
+    return 0.0 if moment is None else max(0.0, (datetime.now(UTC) - moment).total_seconds())

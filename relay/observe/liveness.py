@@ -1,0 +1,231 @@
+"""Whether a running service makes progress, and whether it does its work: what /livez, /readyz and /healthz say.
+
+It is not live where nothing goes on that would go on by itself, so that only a new process helps: a thread that does
+not beat, a handler that neither computes nor lets the target work, a Spark session that batches need and that cannot
+be built. While a database is away relay waits, and is live.
+
+It is ready while it reads the source, or stands by, and the target answers. A sink that is down is told, and counts for
+neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from relay.config import Settings
+from relay.observe.databases import Databases
+from relay.observe.parts import Parts
+from relay.pipeline.at_work import Job
+from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
+from relay.pulse import Due, Pulse
+from relay.source import wal
+from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS
+
+UP_SECONDS = 20.0
+"""How long a look at a database tells that it can be reached."""
+
+
+class Level(StrEnum):
+    """How a part is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Somebody should know, and relay does its work."""
+    NOT_READY = "not ready"
+    HANGS = "hangs"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a part of the service is, in words that are safe to show."""
+
+    part: str
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a group is in this process."""
+
+    group: str
+    states: tuple[State, ...]
+
+    @property
+    def live(self) -> bool:
+        """Whether it makes progress, or will by itself."""
+        return not any(each.level is Level.HANGS for each in self.states)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it does its work, or stands by to do it."""
+        return not any(each.level in (Level.HANGS, Level.NOT_READY) for each in self.states)
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """When a job was seen to go on (monotonic clock, seconds), and by what: its processor time and last statement."""
+
+    moved: float
+    ticks: int | None
+    began: datetime | None
+
+
+class Liveness:
+    """Judges a service. `sample` is called by one thread every few seconds; `health` in any, at any time."""
+
+    def __init__(self, settings: Settings, parts: Parts, databases: Databases) -> None:
+        self._settings = settings
+        self._limits = settings.observe
+        self._parts = parts
+        self._databases = databases
+        self._seen: dict[Job, _Seen] = {}
+        self._sampled = time.monotonic()
+
+    def sample(self) -> None:
+        """Note which jobs go on, after a look at the target."""
+        now = time.monotonic()
+        look = self._databases.target_look
+        seen: dict[Job, _Seen] = {}
+        for job in self._parts.pipeline.applier.at_work.jobs():
+            before = self._seen.get(job)
+            ticks = _ticks(job.thread)
+            began = look.began.get(job.pid) if look and job.pid else None
+            moved = before.moved if before else now
+            computes = before is not None and ticks is not None and ticks != before.ticks
+            if look is None or (job.pid in look.active) or (before and began != before.began):
+                # Without the target nobody knows.
+                moved = now
+            elif computes and now - job.at < self._limits.busy_seconds:
+                moved = now
+            seen[job] = _Seen(moved, ticks, began)
+        self._seen, self._sampled = seen, now
+
+    def health(self) -> Health:
+        """How the service is now. Asks nobody, and waits for nothing."""
+        if not self._parts.running():
+            starting = State("service", Level.NOT_READY, "starts or stops")
+            return Health(self._settings.group, (starting,))
+        return Health(self._settings.group, tuple(self._states()))
+
+    def _states(self) -> Iterator[State]:
+        parts = self._parts
+        yield self._loop()
+        yield from self._jobs()
+        if parts.source.receiver is not None:
+            yield self._thread("receiver", parts.source.receiver.pulse, True)
+        yield self._thread("retries", parts.reviver.pulse, parts.reviver.is_alive)
+        yield self._source()
+        yield self._target()
+        if self._settings.needs_spark:
+            yield self._spark()
+        for worker in parts.sinks.workers:
+            thread = self._thread(f"sink {worker.name}", worker.pulse, worker.is_alive)
+            if thread.level is not Level.OK:
+                yield thread
+        yield from self._sinks()
+        yield from self._stopped()
+
+    def _loop(self) -> State:
+        parts = self._parts
+        pulse = max(
+            (parts.source.pulse, parts.pipeline.pulse, parts.sinks.pulse), key=lambda each: each.at
+        )
+        jobs = parts.pipeline.applier.at_work.jobs()
+        if pulse is parts.pipeline.pulse and pulse.doing == APPLIES_HERE and jobs:
+            # Each job is judged by itself.
+            return State("loop", Level.OK, pulse.doing)
+        return self._thread("loop", pulse, True)
+
+    def _thread(self, part: str, pulse: Pulse, alive: bool) -> State:
+        if not alive:
+            return State(part, Level.HANGS, "its thread has ended")
+        silent = time.monotonic() - pulse.at
+        limit = {Due.SOON: self._limits.stall_seconds, Due.LATE: self._limits.busy_seconds}
+        if silent > limit.get(pulse.due, silent):
+            return State(part, Level.HANGS, f"no sign of life for {silent:.0f} s: {pulse.doing}")
+        return State(part, Level.OK, pulse.doing)
+
+    def _jobs(self) -> Iterator[State]:
+        """The handlers that neither compute nor let the target work."""
+        now = time.monotonic()
+        if now - self._sampled > UP_SECONDS:
+            # The target does not answer.
+            return
+        for job, seen in self._seen.items():
+            still = now - max(seen.moved, job.at)
+            if still > self._limits.stall_seconds:
+                what = f"handler {job.handler}" if job.handler else "a task"
+                yield State(what, Level.HANGS, f"no statement and no computing for {still:.0f} s")
+
+    def _source(self) -> State:
+        found, part = self._parts.source.state(), "source"
+        silent = found.received.silent if found.received else 0.0
+        # It is asked after a silence of ASK_SECONDS, and has as long to answer.
+        if found.doing == STREAMS and silent > max(self._limits.stall_seconds, 2 * wal.ASK_SECONDS):
+            text = f"the server has been asked and has sent nothing for {silent:.0f} s: half open?"
+            return State(part, Level.NOT_READY, text)
+        if found.doing == POLLS and not self._databases.source.is_up(UP_SECONDS):
+            fault = self._databases.source.fault or "no answer"
+            return State(part, Level.NOT_READY, f"cannot be polled: {fault}")
+        text = {
+            STREAMS: "reads the WAL",
+            POLLS: f"polls: {found.reason}",
+            STANDS_BY: f"stands by: {found.reason}",
+            ELSEWHERE: f"cannot be read: {found.reason}",
+        }[found.doing]
+        return State(part, Level.NOT_READY if found.doing == ELSEWHERE else Level.OK, text)
+
+    def _target(self) -> State:
+        if self._databases.target.is_up(UP_SECONDS):
+            return State("target", Level.OK, "answers")
+        fault = self._databases.target.fault or "no answer"
+        return State("target", Level.NOT_READY, f"cannot be reached: {fault}")
+
+    def _spark(self) -> State:
+        session = self._parts.pipeline.session
+        if session.is_ready:
+            return State("spark", Level.OK, "the session is ready")
+        since = session.failed_since
+        if since is None:
+            return State("spark", Level.OK, "no session yet")
+        failing = time.monotonic() - since
+        text = f"no session can be built for {failing:.0f} s"
+        if self._parts.pipeline.pulse.doing != WAITS_FOR_SPARK:
+            return State("spark", Level.NOTE, text)
+        if failing > self._limits.stall_seconds:
+            return State("spark", Level.HANGS, f"{text}, and batches wait for it")
+        return State("spark", Level.NOT_READY, text)
+
+    def _sinks(self) -> Iterator[State]:
+        look = self._databases.target_look
+        for each in look.sinks if look else ():
+            part = f"sink {each.sink}"
+            if each.fault:
+                yield State(part, Level.NOTE, f"nothing is delivered: {each.fault}")
+            elif each.state == "paused":
+                yield State(part, Level.NOTE, f"paused by {each.paused_by}")
+            else:
+                yield State(part, Level.OK, each.state)
+
+    def _stopped(self) -> Iterator[State]:
+        look = self._databases.target_look
+        for handler in look.stopped if look else ():
+            text = "stopped: too many transactions in a row failed"
+            yield State(f"handler {handler}", Level.NOTE, text)
+
+
+def _ticks(thread: int) -> int | None:
+    """The processor time of a thread of this process, in ticks; None where the system does not tell."""
+    try:
+        text = Path(f"/proc/self/task/{thread}/stat").read_text()
+    except OSError:
+        return None
+    # After the name, which may hold anything: state is field 3, utime and stime are fields 14 and 15.
+    fields = text.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,110 @@
+"""Observes one running service: a thread that looks at it every few seconds, and what it shows at an address."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from threading import Event
+
+from relay.config import Settings
+from relay.meter import Meter
+from relay.observe import history
+from relay.observe.databases import Databases
+from relay.observe.gauges import ServiceGauges
+from relay.observe.liveness import Liveness
+from relay.observe.metrics import Metrics
+from relay.observe.parts import Parts
+from relay.observe.server import Listener, listen
+from relay.source.state import POLLS, STREAMS
+from relay.threads import Thread
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""How often the databases and the jobs are looked at."""
+
+
+class Observer:
+    """Metrics, health and history of one service, from `start` to `close`.
+
+    `meter` is told what happens.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._metrics = Metrics(settings)
+        self.meter: Meter = self._metrics
+        self._closing = Event()
+        self._listener: Listener | None = None
+        self._next_sample = 0.0
+        self._thread = Thread(target=self._run, name="observe", daemon=True)
+
+    def start(self, parts: Parts) -> None:
+        """Begin to look, and to show it at `observe.listen`. Raises ConfigurationError if that address is taken."""
+        self._parts = parts
+        self._databases = Databases(self._settings)
+        self._liveness = Liveness(self._settings, parts, self._databases)
+        self._metrics.supply(ServiceGauges(self._settings, parts, self._databases, self._liveness))
+        if self._settings.observe.listen is not None:
+            self._listener = listen(self._settings.observe.listen)
+            self._listener.add(self._metrics, self._liveness.health)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End. What is asked of a database may end later."""
+        self._closing.set()
+        if self._listener is not None:
+            self._listener.remove(self._metrics, self._liveness.health)
+            self._listener.close()
+            self._listener = None
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._look()
+            except Exception:
+                # Whatever is wrong with looking must not look like something that is wrong with relaying.
+                log.exception("cannot observe")
+            self._closing.wait(LOOK_SECONDS)
+        self._databases.close()
+
+    def _look(self) -> None:
+        pids = [job.pid for job in self._parts.pipeline.applier.at_work.jobs() if job.pid]
+        reads = self._parts.source.state().doing in (STREAMS, POLLS)
+        self._databases.look(pids, reads)
+        self._liveness.sample()
+        if time.monotonic() >= self._next_sample:
+            self._next_sample = time.monotonic() + history.SAMPLE_SECONDS - LOOK_SECONDS / 2
+            history.of(self._settings.group).add(self._sample())
+
+    def _sample(self) -> history.Sample:
+        gauges = self._metrics.values()
+        names = {
+            "lag_bytes": "relay_slot_lag_bytes",
+            "retained_bytes": "relay_slot_retained_bytes",
+            "lag_events": "relay_target_lag_events",
+            "lag_seconds": "relay_target_lag_seconds",
+            "deferred": "relay_deferred_transactions",
+            "dead_letters": "relay_dead_letters",
+            "buffered_bytes": "relay_receive_buffer_bytes",
+        }
+        values = {
+            key: sum(gauges[name].values()) for key, name in names.items() if gauges.get(name)
+        }
+        values["events_total"] = self._metrics.applied
+        sinks = {name: self._of_sink(gauges, name) for name in self._settings.sink_handlers}
+        return history.Sample(time.time(), values, sinks)
+
+    def _of_sink(
+        self, gauges: Mapping[str, Mapping[tuple[str, ...], float]], sink: str
+    ) -> dict[str, float]:
+        found: dict[str, float] = {"delivered_total": self._metrics.delivered(sink)}
+        for key in ("lag_events", "lag_seconds"):
+            value = gauges.get(f"relay_sink_{key}", {}).get((sink,))
+            if value is not None:
+                found[key] = value
+        waiting = gauges.get("relay_deferred_transactions", {})
+        if waiting:
+            found["deferred"] = sum(each for (name, _), each in waiting.items() if name == sink)
+        return found

@@ -1,0 +1,22 @@
+"""The parts of a running service, as metrics and health look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from relay.delivery.sinks import Sinks
+from relay.pipeline.reviver import Reviver
+from relay.pipeline.runner import Pipeline
+from relay.source.choice import Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """`running` says whether the service relays: not while it starts, and not once it stops."""
+
+    source: Source
+    pipeline: Pipeline
+    sinks: Sinks
+    reviver: Reviver
+    running: Callable[[], bool]

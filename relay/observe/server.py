@@ -1,0 +1,222 @@
+"""Serves /metrics, /livez, /readyz and /healthz. All groups of a process that have one address share its server."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import BoundedSemaphore, Lock, Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client.exposition import choose_encoder
+
+from relay import __version__
+from relay.faults import ConfigurationError
+from relay.observe.liveness import Health
+from relay.observe.metrics import Metrics, Site
+from relay.observe.settings import Address
+
+log = logging.getLogger(__name__)
+
+CLIENT_SECONDS = 5.0
+"""How long a client may take to send its request, or to take what it asked for, from one packet to the next."""
+MOST_CLIENTS = 16
+"""How many requests are answered side by side; others are refused at once."""
+
+Check = Callable[[], Health]
+TEXT = "text/plain; charset=utf-8"
+
+
+class Listener:
+    """The server of one address, in threads that keep no process alive."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises ConfigurationError if the address cannot be had."""
+        self._site = Site(__version__)
+        self._checks: list[Check] = []
+        self._users = 0
+        self._address = address
+        try:
+            self._server = _server(self, address)
+        except OSError as error:
+            why = (
+                "is taken"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be had ({error.strerror})"
+            )
+            raise ConfigurationError(
+                f"observe.listen: {address.host}:{address.port} {why}: give another address or port"
+            ) from None
+        self.port = int(self._server.server_address[1])
+        thread = Thread(target=self._server.serve_forever, name="observe http", daemon=True)
+        thread.start()
+        log.info("metrics and health", extra={"listen": f"{address.host}:{self.port}"})
+
+    def add(self, metrics: Metrics, check: Check) -> None:
+        """Show a group too."""
+        self._site.add(metrics)
+        self._checks.append(check)
+
+    def remove(self, metrics: Metrics, check: Check) -> None:
+        """Show it no longer."""
+        self._site.remove(metrics)
+        self._checks.remove(check)
+
+    def close(self) -> None:
+        """One user less; the last one ends the server."""
+        with _lock:
+            self._users -= 1
+            if self._users:
+                return
+            _listeners.pop(self._address, None)
+        # It ends by itself within half a second, which nobody has to wait for.
+        Thread(target=self._server.shutdown, daemon=True).start()
+        self._server.socket.close()
+
+    def used(self) -> Listener:
+        """One user more."""
+        self._users += 1
+        return self
+
+    def answer(self, target: str, accept: str | None) -> tuple[HTTPStatus, str, bytes]:
+        """Status, type and text for a path with its query. Neither waits nor asks anybody."""
+        path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
+        if path == "/metrics":
+            encode, kind = choose_encoder(accept or "")
+            return HTTPStatus.OK, kind, encode(self._site.registry)
+        if path not in ("/livez", "/readyz", "/healthz"):
+            text = "there are /metrics, /livez, /readyz and /healthz\n"
+            return HTTPStatus.NOT_FOUND, TEXT, text.encode()
+        found = [check() for check in tuple(self._checks)]
+        live = all(each.live for each in found)
+        ready = bool(found) and all(each.ready for each in found)
+        good = live if path == "/livez" else live and ready
+        status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
+        if query.get("format") == ["json"] or "application/json" in (accept or ""):
+            return status, "application/json", _as_json(live, ready, found)
+        return status, TEXT, _as_text(path, good, found).encode()
+
+
+_listeners: dict[Address, Listener] = {}
+_lock = Lock()
+
+
+def listen(address: Address) -> Listener:
+    """The server of an address, to be closed as often; port 0 takes a free port, each time another one.
+
+    Raises ConfigurationError if the address cannot be had.
+    """
+    with _lock:
+        found = _listeners.get(address) or Listener(address)
+        if address.port:
+            _listeners[address] = found
+        return found.used()
+
+
+def _server(listener: Listener, address: Address) -> ThreadingHTTPServer:
+    (family, *_, resolved), *_ = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+
+    class Server(_BoundedServer):
+        address_family = family
+
+    class Requests(_Requests):
+        answers = listener
+
+    return Server(resolved[:2], Requests)
+
+
+class _BoundedServer(ThreadingHTTPServer):
+    """A thread for each request, and not more than so many."""
+
+    daemon_threads = True
+    request_queue_size = 16
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = BoundedSemaphore(MOST_CLIENTS)
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        # Without the look at the host's name, which may take long.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a request to observe.listen failed", exc_info=True)
+
+
+class _Requests(BaseHTTPRequestHandler):
+    """GET and HEAD; everything else is refused."""
+
+    answers: Listener
+    timeout = CLIENT_SECONDS
+    server_version = "relay"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._send(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._send(with_body=False)
+
+    def _send(self, with_body: bool) -> None:
+        status, kind, text = self.answers.answer(self.path, self.headers.get("Accept"))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+def _as_text(path: str, good: bool, found: Sequence[Health]) -> str:
+    word = {"/livez": "live", "/readyz": "ready", "/healthz": "healthy"}[path]
+    lines = [word if good else f"not {word}"]
+    if not found:
+        lines.append("relay starts: it waits for the databases")
+    for health in found:
+        shown = health.states
+        if path != "/healthz":
+            shown = tuple(each for each in shown if each.level in ("hangs", "not ready"))
+        lines += [f"{health.group}: {each.part}: {each.level}: {each.text}" for each in shown]
+    return "\n".join([*lines, ""])
+
+
+def _as_json(live: bool, ready: bool, found: Sequence[Health]) -> bytes:
+    groups = {
+        each.group: {
+            "live": each.live,
+            "ready": each.ready,
+            "states": [
+                {"part": state.part, "level": state.level, "text": state.text}
+                for state in each.states
+            ],
+        }
+        for each in found
+    }
+    return json.dumps({"live": live, "ready": ready, "groups": groups}, indent=2).encode() + b"\n"

@@ -1,0 +1,36 @@
+"""Signs of life of a thread: when it went on last, and what it does. No I/O."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+
+
+class Due(Enum):
+    """When a thread goes on again that works as it should."""
+
+    SOON = "soon"
+    """Within seconds: all that it waits for has a short limit."""
+    LATE = "late"
+    """Within minutes: something large may be read or written first."""
+    OPEN = "open"
+    """Nobody knows: what it waits for belongs to somebody else, or is judged by itself."""
+
+
+class Pulse:
+    """When a thread went on last (monotonic clock, seconds), what it does, and when it goes on again.
+
+    The thread beats; anybody may read.
+    """
+
+    __slots__ = ("at", "doing", "due")
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self.doing = "starts"
+        self.due = Due.OPEN
+
+    def beat(self, doing: str, due: Due = Due.SOON) -> None:
+        """The thread goes on, with something that it does from now on."""
+        self.doing, self.due = doing, due
+        self.at = time.monotonic()

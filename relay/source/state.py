@@ -1,0 +1,39 @@
+"""How this process reads the source at a moment: what metrics and health show of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relay.events import Lsn
+
+STREAMS, POLLS, STANDS_BY, ELSEWHERE = "wal", "poll", "standby", ""
+"""What it does: it reads the slot, polls, waits for another process that reads the slot, or cannot read now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What the stream has brought. `silent` is for how many seconds nothing came that was waited for.
+
+    `oldest` is when the oldest commit happened that is not applied, in seconds since 1970; None if all are.
+    """
+
+    connected: bool
+    silent: float
+    position: Lsn
+    buffered_bytes: int
+    buffered_events: int
+    oldest: float | None
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """`doing` is one of the constants above, `reason` why it polls or cannot read.
+
+    `takeovers` counts how often it has begun to read a slot that it had waited for. `received` is None without a slot.
+    """
+
+    doing: str
+    reason: str | None = None
+    takeovers: int = 0
+    received: Received | None = None
