@@ -307,7 +307,7 @@ def count(conn: psycopg.Connection[Any], group: str) -> int:
 
 
 def count_by_handler(conn: psycopg.Connection[Any], group: str) -> dict[tuple[str, str], int]:
-    """How many dead transactions each handler has, by sink (empty: the target) and handler (empty: none is to blame)."""
+    """How many dead transactions there are, by sink (empty: the target) and handler (empty: none is to blame)."""
     rows = conn.execute(
         """
         select sink, coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letter_queue

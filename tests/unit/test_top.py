@@ -94,7 +94,7 @@ def test_everything_that_is_wrong_is_named() -> None:
         "lost (wal_removed)",
         "7 transactions, 1 holding",
         "sink shop: shop: HTTP 503",
-        "12 events: shop 9, orders 3",
+        "12 transactions: shop 9, orders 3",
         "ago, after 100 dead letters in a row: KeyError",
     ):
         assert part in text
