@@ -54,9 +54,10 @@ test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16
 	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
-lint: $(INSTALLED) ## style, format and types, changing nothing
+lint: $(INSTALLED) ## style, format, imports and types, changing nothing
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy --strict $(SOURCES)
 
 fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
