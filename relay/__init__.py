@@ -31,12 +31,14 @@ _PUBLIC = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name. Raises AttributeError for any other."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'relay' has no attribute {name!r}")
-    module, attribute = _PUBLIC[name]
-    return getattr(import_module(module), attribute)
+if not TYPE_CHECKING:
+    # Type checkers would take any name for one of relay's.
+    def __getattr__(name: str) -> Any:
+        """Import a public name. Raises AttributeError for any other."""
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'relay' has no attribute {name!r}")
+        module, attribute = _PUBLIC[name]
+        return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
