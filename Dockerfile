@@ -32,6 +32,7 @@ RUN /opt/build/bin/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist 
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="relay" \
+      org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.description="Carries committed outbox events from PostgreSQL's WAL to handlers" \
       org.opencontainers.image.licenses="Apache-2.0"
 # Spark asks for the name of its user, so the account has to exist.

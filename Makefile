@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before dist lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -54,9 +54,10 @@ test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16
 	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
-lint: $(INSTALLED) ## style, format and types, changing nothing
+lint: $(INSTALLED) ## style, format, imports and types, changing nothing
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy --strict $(SOURCES)
 
 fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
@@ -97,6 +98,13 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
 	$(LOCK) --upgrade --extra service --extra java --extra connect $(IMAGE_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
+
+# The same bytes wherever they are built: hatchling sorts what it packs and gives all of it one time and one mode, unless
+# SOURCE_DATE_EPOCH names another time.
+dist: $(INSTALLED) ## build the wheel and the archive of the source, reproducibly: dist/
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build -d dist >/dev/null
+	@ls dist/*
 
 secrets: .env ## make up the passwords of docker-compose.yml, once, into .env
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from relay.batch import Batch, DeadTransaction, Outcome
-from relay.handlers import Sink
+if TYPE_CHECKING:
+    from relay.batch import Batch, DeadTransaction, Outcome
+    from relay.handlers import Sink
 
 
 class Meter:

@@ -6,13 +6,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from psycopg.abc import Buffer
 
 from relay.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
 
 Places = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -21,12 +21,9 @@ from relay.meter import Meter
 from relay.pipeline.brake import Brake
 from relay.source.server import Sight
 from relay.store import brakes
-from relay.store.sinks import Claim, Position, State
+from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, State
 
 log = logging.getLogger(__name__)
-
-ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
-"""What a sink does: it is fed from the stream, it polls the log, or it is left to who reads the stream."""
 
 STORE_SECONDS = 1.0
 """How often progress is stored, and what an operator wants is read: what a crash delivers again."""
@@ -34,10 +31,6 @@ IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets nothing stores a newer snapshot: each is a write to the target."""
 _CHECK_SECONDS = 0.2
 """How often it is looked whether it is time to store progress."""
-
-
-class Moved(Exception):
-    """An operator has moved the sink, or removed it: what is in memory counts no more."""
 
 
 class Blocking(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 import psycopg
 
 from relay.config import Settings
-from relay.delivery.checkpoint import ATTACHED, CAUGHT_UP, LAGGING, STORE_SECONDS, Checkpoint
+from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.log_reader import LogReader, Polled
@@ -35,7 +35,7 @@ from relay.snapshots import Xids, full_xids
 from relay.source.differences import Difference
 from relay.source.server import Sight
 from relay.store.presence import instances
-from relay.store.sinks import BEFORE_FIRST, Claim, State
+from relay.store.sinks import ATTACHED, BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, State
 from relay.threads import pool
 from relay.transactions import Routed
 

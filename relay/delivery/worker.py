@@ -9,7 +9,6 @@ from contextlib import suppress
 from threading import Event
 
 from relay.config import Settings
-from relay.delivery.checkpoint import Moved
 from relay.delivery.feed import Feed
 from relay.delivery.session import Session, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
@@ -20,7 +19,7 @@ from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.pulse import Due, Pulse
 from relay.source.server import Sight
 from relay.store import sinks
-from relay.store.sinks import Claim, State
+from relay.store.sinks import Claim, Moved, State
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

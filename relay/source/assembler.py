@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from psycopg.abc import Buffer
 
 from relay.events import Lsn, microseconds
 from relay.source.emitted import Emitted
@@ -16,6 +15,9 @@ from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
 from relay.source.pgoutput import Message, ProtocolError, Relation, decode
 from relay.source.translation import Encoding, Translation
 from relay.transactions import Places, Transactions
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
 _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})

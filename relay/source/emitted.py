@@ -13,10 +13,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
-
-from psycopg.abc import Buffer
 
 from relay.event_types import exact_json
 from relay.events import FIELDS, NOTE, microseconds, timestamp
@@ -30,6 +28,9 @@ from relay.source.pgoutput import (
     encode_tuple,
 )
 from relay.source.translation import Encoding
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
 
 _BEGIN, _MESSAGE = b"BM"
 _INSERT = Struct(">cIc")

@@ -6,14 +6,16 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from psycopg.abc import Buffer
 
 from relay.source.pgoutput import ProtocolError
 from relay.transactions import Places, Rows, at_each_octet
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
 
 BEGIN = np.dtype([("kind", "u1"), ("lsn", ">u8"), ("ts", ">i8"), ("xid", ">u4")])
 COMMIT = np.dtype(

@@ -19,7 +19,6 @@ import psycopg
 from psycopg import sql
 
 from relay.config import Settings
-from relay.delivery.checkpoint import CAUGHT_UP, LAGGING, Moved
 from relay.faults import TransientFault, describe
 from relay.handler_settings import SparkHandler
 from relay.handlers.imports import load
@@ -34,7 +33,7 @@ from relay.spark.session import Session
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import connect
-from relay.store.sinks import BEFORE_FIRST, Claim, Position, State
+from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, State
 from relay.store.spark_batches import Begun, Contents
 from relay.threads import Thread
 

@@ -22,6 +22,12 @@ Connection = psycopg.Connection[Any]
 _CLAIM = 0x73696E6B  # "sink"
 BEFORE_FIRST = -(1 << 63)
 """A position in a difference that all of its transactions come after."""
+ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
+"""What a sink does: it is fed from the stream, it polls the log, or it is left to who reads the stream."""
+
+
+class Moved(Exception):
+    """An operator has moved the sink, or removed it: what is in memory counts no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import pytest
 
 from relay.admin.sinks import listed, plan_seek, seek, set_paused
 from relay.config import Settings
-from relay.delivery.checkpoint import Moved
 from relay.replay import DeadLetters
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
@@ -23,6 +22,7 @@ from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
 from relay.store.connections import pin_text_form
 from relay.store.dead_letters import Filter
+from relay.store.sinks import Moved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 from tests.process import running

@@ -1,0 +1,34 @@
+"""Reserves stock for orders, in the transaction that moves relay's position: each order once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from relay import RetryLater, Transaction
+
+
+def reserve(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Reserve what a transaction's orders ask for, all of it or nothing.
+
+    Raises RetryLater where the stock does not suffice, and LookupError for an article that does not exist.
+    """
+    for event in transaction.events:
+        order = event.payload
+        found = cursor.execute(
+            "select free from stock where sku = %s for update", (order["sku"],)
+        ).fetchone()
+        if found is None:
+            # Anything but RetryLater and an outage makes the transaction a dead letter.
+            raise LookupError("no such article")
+        if found[0] < order["quantity"]:
+            raise RetryLater("not enough in stock")
+        cursor.execute(
+            "update stock set free = free - %(quantity)s where sku = %(sku)s",
+            order,
+        )
+        cursor.execute(
+            "insert into reservations (event_id, order_id, sku, quantity) values (%s, %s, %s, %s)",
+            (event.id, event.aggregate_id, order["sku"], order["quantity"]),
+        )

@@ -1,0 +1,63 @@
+"""What users' code may import is there, light, and documented."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import relay
+from tests.process import ROOT
+
+REFERENCE = (ROOT / "docs" / "python.md").read_text()
+CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
+MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_public_name_is_there_and_documented(module: str) -> None:
+    found = import_module(module)
+    assert set(found.__all__) <= set(dir(found))
+    assert set(found.__all__) <= CODE
+    for name in found.__all__:
+        assert getattr(found, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'relay' has no attribute 'Nothing'"):
+        _ = relay.Nothing  # type: ignore[attr-defined]
+    with pytest.raises(ImportError):
+        from relay import Nothing  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_each_attribute_of_an_event_is_documented() -> None:
+    public = {name for name in vars(relay.Event) if not name.startswith("_") and name != "row"}
+    assert public - {"without", "with_texts"} <= CODE
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    """In a process of its own, since others have imported more."""
+    program = (
+        "import sys; before = set(sys.modules); import relay; first = set(sys.modules) - before; "
+        "from relay import Event, Transaction; second = set(sys.modules) - before - first; "
+        "print(*sorted(each for each in first if each.startswith('relay')), "
+        "'/', *sorted(each for each in second if each.startswith('relay')), "
+        "'/', *({'numpy', 'psycopg', 'pydantic', 'pyspark'} & set(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    first, second, heavy = (part.split() for part in found.stdout.split("/"))
+    assert first == ["relay"]
+    assert second == ["relay.events"]
+    assert heavy == []
+
+
+def test_the_block_of_the_reference_is_a_handler() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(block, "docs/python.md", "exec"), names)
+    assert callable(names["on_order"])
