@@ -169,10 +169,18 @@ def _ranges(options: Mapping[str, str]) -> list[tuple[str, str, str]]:
     for name, operator in (("fromOffset", ">="), ("toOffset", "<")):
         if name in options:
             text = options[name]
-            if not (text.isascii() and text.removeprefix("-").isdecimal()):
+            if not _is_bigint(text):
                 _refuse(name, f"must be a c_offset, not {text!r}")
             found.append(("c_offset", operator, text))
     return found
+
+
+def _is_bigint(text: str) -> bool:
+    # The length first: Python refuses to read thousands of digits.
+    digits = text.removeprefix("-")
+    if not (text.isascii() and digits.isdecimal() and len(digits) <= 19):
+        return False
+    return -(2**63) <= int(text) < 2**63
 
 
 def _time(text: str, name: str) -> str:

@@ -24,6 +24,7 @@ from relay.spark.source import SCHEMA, StreamReader
         ({"fromTime": "2026-01-01"}, "option fromTime: needs an offset from UTC"),
         ({"toTime": "noon"}, "option toTime: must be a time such as"),
         ({"fromOffset": "1.5"}, "option fromOffset: must be a c_offset"),
+        ({"fromOffset": "9223372036854775808"}, "option fromOffset: must be a c_offset"),
         ({"table": "t"}, "option table: must be schema.table"),
         ({"columns": "{"}, "option columns: is not JSON"),
         ({"columns": '{"body": "x"}'}, "option columns: 'body' is not a field of an event"),
