@@ -148,7 +148,11 @@ def configure(log_format: LogFormat, level: str) -> None:
     quiet_libraries()
 
 
+_SPARK = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
+"""PySpark's loggers: of an error in a query they write the message, which quotes values, and the stack."""
+
+
 def quiet_libraries() -> None:
-    """Silence libraries that repeat, in words of their own and with names of hosts, what a fault says."""
-    for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j"):
+    """Silence libraries that repeat, in words of their own, with names of hosts or with values, what a fault says."""
+    for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j", *_SPARK):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -20,7 +20,7 @@ log = logging.getLogger("relay.test")
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """Logging belongs to the whole process."""
-    names = ("", "relay", "psycopg.pool", "py4j")
+    names = ("", "relay", "psycopg.pool", "py4j", "SQLQueryContextLogger")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     handlers = list(logging.getLogger().handlers)
@@ -138,11 +138,11 @@ def test_the_level_counts_for_relay(
 def test_others_are_heard_only_when_they_warn_and_the_pool_not_at_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The pool's warnings quote libpq, and say again what the fault of the task says."""
+    """The pool's quote libpq, PySpark's quote values, and both say again what the fault of the task says."""
     logs.configure(LogFormat.JSON, "debug")
-    for name in ("other", "psycopg.pool", "py4j"):
+    for name in ("other", "psycopg.pool", "py4j", "SQLQueryContextLogger"):
         logging.getLogger(name).info("x")
-        logging.getLogger(name).warning("x")
+        logging.getLogger(name).error("x")
     assert [json.loads(line)["logger"] for line in capsys.readouterr().err.splitlines()] == [
         "other"
     ]
