@@ -29,7 +29,8 @@ from relay.logs import quiet_libraries
 from relay.meter import Meter
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
-from relay.spark.session import Session, kind_and_first_line
+from relay.spark.faults import told
+from relay.spark.session import Session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -92,9 +93,7 @@ class SparkEngine:
                 result for task in tasks for result in self._run_job(session, [task], guarded, name)
             ]
         except Exception as error:
-            fault = TaskFault(
-                Action.RETRY, f"the Spark job failed: {kind_and_first_line(error)}", died=True
-            )
+            fault = TaskFault(Action.RETRY, f"the Spark job failed: {told(error)}", died=True)
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
         finally:

@@ -19,7 +19,7 @@ import psycopg
 from psycopg import sql
 
 from relay.config import Settings
-from relay.faults import TransientFault, describe
+from relay.faults import ConfigurationError, TransientFault
 from relay.handler_settings import SparkHandler
 from relay.handlers.imports import load
 from relay.meter import Meter
@@ -28,6 +28,7 @@ from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
 from relay.source.server import durable_sight
 from relay.spark import frames, replays
+from relay.spark.faults import of_function, told
 from relay.spark.reading import Table
 from relay.spark.session import Session
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
@@ -121,7 +122,8 @@ class SparkWorker:
             except Moved:
                 log.info("a sink goes on from what is stored", extra={"handler": self._name})
             except Exception as error:
-                fault = describe(error)
+                # A function may have written values into its query.
+                fault = told(error, quoted=self._transform is None)
                 if self._stopping.is_set():
                     break
                 if fault != said:
@@ -347,12 +349,33 @@ class SparkWorker:
         with _view if query else nullcontext():
             if query:
                 frame.createOrReplaceTempView(VIEW)
-                frame = session.sql(query)
+                frame = self._queried(session, query)
             if transform:
-                frame = transform(frame)
+                frame = self._transformed(frame)
             if query or transform:
                 frame = frame.withColumn(BATCH_COLUMN, functions.lit(batch.id))
             yield frame
+
+    def _queried(self, session: SparkSession, query: str) -> DataFrame:
+        from pyspark.errors import AnalysisException
+
+        try:
+            return session.sql(query)
+        except AnalysisException as error:
+            raise ConfigurationError(f"handlers.{self._name}.sql: {told(error)}") from error
+
+    def _transformed(self, frame: DataFrame) -> DataFrame:
+        from pyspark.sql import DataFrame
+
+        assert self._transform is not None  # noqa: S101
+        key = f"handlers.{self._name}.transform"
+        with of_function(key):
+            found = self._transform(frame)
+        if not isinstance(found, DataFrame):
+            raise ConfigurationError(
+                f"{key}: the function returned {type(found).__name__}, not a DataFrame: let it return the one to write"
+            )
+        return found
 
     def _ready_session(self) -> SparkSession:
         assert self._session is not None  # noqa: S101

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -353,6 +354,84 @@ def test_a_destination_that_cannot_be_written_holds_up_nobody(
         written_all(outbox)
         assert listed(outbox.settings(**config))[0].fault is None
     assert_each_once(outbox, path)
+
+
+def raises(frame: Any) -> Any:
+    raise ValueError("s3cret")
+
+
+def returns_nothing(frame: Any) -> Any:
+    return None
+
+
+def breaks_the_query(frame: Any) -> Any:
+    return frame.where(f"payload = {frame.select('payload').first().payload}")
+
+
+def test_a_fault_tells_where_and_what_and_no_value(
+    outbox: Outbox, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.publish(host(1), event(1, payload={"card": "s3cret"}))
+    here = "tests.integration.test_spark_handler"
+    broken: dict[str, dict[str, str]] = {
+        "cast": {"sql": "select cast(payload as int) as amount from events"},
+        "syntax": {"sql": "selec * form events"},
+        "column": {"sql": "select amount from events"},
+        "raising": {"transform": f"{here}:raises"},
+        "quoting": {"transform": f"{here}:breaks_the_query"},
+        "nothing": {"transform": f"{here}:returns_nothing"},
+        "calling": {"callable": f"{here}:raises_for"},
+        "misplaced": {"format": "delta", "path": f"{__file__}/lake"},
+        "unknown": {"table": "nowhere.lake"},
+    }
+    kinds = ("path", "table", "callable")
+    handlers = {
+        name: {"type": "spark", "every": 0.2}
+        | (more if any(kind in more for kind in kinds) else {"path": str(tmp_path / name)} | more)
+        for name, more in broken.items()
+    }
+    config = {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+    settings = outbox.settings(**config)
+    with relayed(outbox, "inline", session, **config):
+        wait_until(lambda: all(each.fault for each in listed(settings)), 60)
+    found = {each.name: str(each.fault) for each in listed(settings)}
+    assert "s3cret" not in str(found) + caplog.text
+    line = r" \(/.*test_spark_handler\.py:\d+\)"
+    expected = {
+        "cast": "NumberFormatException: CAST_INVALID_INPUT: sqlstate 22018",
+        "syntax": r"handlers.syntax.sql: ParseException: \[PARSE_SYNTAX_ERROR\] .* 'selec'.*\(line 1, pos 0\)",
+        "column": r"handlers.column.sql: AnalysisException: \[UNRESOLVED_COLUMN.* `amount` .*",
+        "raising": f"handlers.raising.transform: ValueError{line}",
+        "quoting": f"handlers.quoting.transform: ParseException: .*{line}",
+        "nothing": "handlers.nothing.transform: the function returned NoneType, not a DataFrame: .*",
+        "calling": f"handlers.calling.callable: RuntimeError{line}",
+        "misplaced": r"PythonException: .*: NotADirectoryError \(.*\)",
+        "unknown": r"AnalysisException: \[SCHEMA_NOT_FOUND\] .*",
+    }
+    wrong = {
+        name: fault for name, fault in found.items() if not re.fullmatch(expected[name], fault)
+    }
+    assert not wrong
+    assert {vars(record)["fault"] for record in caplog.records if "fault" in vars(record)} == set(
+        found.values()
+    )
+
+
+def raises_for(frame: Any, batch: BatchId) -> None:
+    raise RuntimeError("s3cret")
+
+
+def test_the_jvm_logs_lost_executors_and_no_value(session: Session) -> None:
+    spark = session.get()
+    assert spark is not None
+    manager: Any = spark.sparkContext._jvm.org.apache.logging.log4j.LogManager  # type: ignore[union-attr]
+
+    def heard(name: str) -> bool:
+        return bool(manager.getLogger(f"org.apache.spark.{name}").isErrorEnabled())
+
+    assert heard("scheduler.TaskSchedulerImpl")
+    quoting = ("executor.Executor", "scheduler.TaskSetManager", "util.Utils")
+    assert not any(map(heard, (*quoting, "sql.execution.datasources.FileFormatWriter", "")))
 
 
 def worker(settings: Settings, session: Session) -> SparkWorker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from relay.handlers.imports import load
+from relay.spark.faults import of_function
 from relay.spark.writers import BatchId
 
 if TYPE_CHECKING:
@@ -16,11 +17,13 @@ class Call:
 
     def __init__(self, name: str, path: str) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
-        self._function = load(f"handlers.{name}.callable", path)
+        self._key = f"handlers.{name}.callable"
+        self._function = load(self._key, path)
 
     def check(self, session: SparkSession) -> None:
         """What the function needs, it checks itself."""
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Call the function."""
-        self._function(frame, batch)
+        """Call the function. Raises RelayError that tells the kind and the line of what the function raises."""
+        with of_function(self._key):
+            self._function(frame, batch)

@@ -1,0 +1,127 @@
+"""What may be told of an error that Spark or a function of the user's raises.
+
+Spark's messages quote the values that it cannot convert, and Python's what the function was given.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from relay.faults import RelayError, describe, first_line
+
+_LINE_LENGTH = 300
+_CAUSES = 3
+"""How many causes of a Java error are named, at most."""
+_LOST = re.compile(
+    r"(\([\w.]+\) )?Job aborted due to stage failure: [\w .,:]+ \(TID \d+\) \([^()\n]*\): "
+    r"(?P<why>ExecutorLostFailure .*)"
+)
+"""What Spark says of a job whose executors end; the words are its own."""
+_IN_WORKER = re.compile(
+    r"Traceback \(most recent call last\):\n(?P<frames>(?: .*\n)+)(?P<line>(?P<kind>[\w.]+).*)"
+)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
+_RELAY = str(Path(__file__).parents[1])
+_LIBRARIES = ("/pyspark/", "/py4j/", "/pyspark.zip/")
+
+
+def told(error: BaseException, quoted: bool = True) -> str:
+    """The fault in words that are safe in a log: its kind, Spark's error condition and SQLSTATE.
+
+    `quoted`: of an error of a query's analysis the first line too, which names columns, tables and positions. Not so
+    where a function of the user's made the query: it may have written values into it.
+    """
+    if isinstance(error, RelayError | psycopg.Error):
+        return describe(error)
+    from pyspark.errors import AnalysisException, PySparkException
+
+    if quoted and isinstance(error, AnalysisException):
+        return f"{type(error).__name__}: {first_line(error)[:_LINE_LENGTH].rstrip(';')}"
+    thrown = getattr(error, "java_exception", None)
+    if thrown is not None:
+        return _java_error(thrown) or type(error).__name__
+    if isinstance(error, PySparkException):
+        return _spark_error(error)
+    return describe(error)
+
+
+@contextmanager
+def of_function(key: str) -> Iterator[None]:
+    """Turn what a function of the user's raises inside into a RelayError that tells the kind of it, and where."""
+    try:
+        yield
+    except RelayError:
+        raise
+    except Exception as error:
+        raise RelayError(f"{key}: {told(error, quoted=False)}{_where(error)}") from error
+
+
+def _spark_error(error: Any) -> str:
+    text = ""
+    with suppress(Exception):
+        text = str(error)
+    lost = _LOST.match(text)
+    parts = [type(error).__name__, *_condition(error)]
+    return ": ".join([*parts, lost["why"][:_LINE_LENGTH]] if lost else [*parts, *_in_worker(text)])
+
+
+def _java_error(thrown: Any) -> str:
+    """The class of a Java error, its condition and its causes' classes; nothing where the JVM is gone."""
+    parts: list[str] = []
+    with suppress(Exception):
+        text = str(thrown.getMessage())
+        parts = [_class_name(thrown), *_condition(thrown)]
+        lost = _LOST.match(text)
+        if lost:
+            return f"{parts[0]}: {lost['why'][:_LINE_LENGTH]}"
+        causes: list[str] = []
+        cause = thrown.getCause()
+        while cause is not None and len(causes) < _CAUSES:
+            causes.append(": ".join([_class_name(cause), *_condition(cause)]))
+            cause = cause.getCause()
+        parts += [f"caused by {each}" for each in dict.fromkeys(causes)] or _in_worker(text)
+    return ": ".join(parts)
+
+
+def _class_name(thrown: Any) -> str:
+    return str(thrown.getClass().getName()).rpartition(".")[2]
+
+
+def _condition(error: Any) -> list[str]:
+    """Spark's error condition and SQLSTATE, of those that have them."""
+    found: list[str] = []
+    # An exception of Java's own has no such method.
+    with suppress(Exception):
+        found += [str(each) for each in [error.getCondition()] if each]
+        found += [f"sqlstate {each}" for each in [error.getSqlState()] if each]
+    return found
+
+
+def _in_worker(text: str) -> list[str]:
+    """What a Python worker raised, and where, from the traceback in Spark's message."""
+    found = _IN_WORKER.search(text)
+    if not found:
+        return []
+    kind = found["kind"].rstrip(".")
+    if kind.startswith("relay.faults."):
+        return [found["line"][:_LINE_LENGTH]]
+    frames = _FRAME.findall(found["frames"])
+    return [f"{kind} ({frames[-1][0]}:{frames[-1][1]})"] if frames else [kind]
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's function, or of what it calls, below which only Spark's own are."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_RELAY)
+        and not any(part in frame.filename for part in _LIBRARIES)
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
