@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from psycopg import sql
 from pydantic import ValidationError
@@ -23,6 +23,10 @@ NAMES = (
     *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
     *("startingPosition", "maxEventsPerTrigger", "reader"),
 )
+_ONLY = {
+    "batch": ("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
+    "stream": ("startingPosition", "maxEventsPerTrigger", "reader"),
+}
 _KNOWN = {name.lower(): name for name in NAMES}
 _DEFAULT_PARTITIONS = 8
 
@@ -32,6 +36,8 @@ class Options:
     """What is read, and how. `dsn` is a secret; `repr` does not show it."""
 
     dsn: str
+    names_server: bool
+    """Whether `dsn` was given; else libpq's variables lead to a server."""
     table: Table
     partitions: int
     ordered: bool
@@ -65,22 +71,35 @@ class Options:
         return sql.SQL(" and ").join(found) if found else None
 
 
-def parse(given: Mapping[str, str]) -> Options:
-    """Read options, whose names are case-insensitive. Raises ConfigurationError that names the option."""
+def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None = None) -> Options:
+    """Read options, whose names are case-insensitive; None for `reading` takes those of a batch and of a stream.
+
+    Raises ConfigurationError that names the option.
+    """
     options: dict[str, str] = {}
     for name, value in given.items():
         if name.lower() not in _KNOWN:
             raise ConfigurationError(f"option {name}: unknown; the options are {', '.join(NAMES)}")
         options[_KNOWN[name.lower()]] = value
+    for kind, names in _ONLY.items():
+        for name in names:
+            if reading and kind != reading and name in options:
+                _refuse(name, f"is of a {kind}, and this is a {reading}: leave it out")
     source = _source(options)
+    before, after = _snapshot(options, "fromSnapshot"), _snapshot(options, "toSnapshot")
+    if before and after and before != after and before.covers(after):
+        _refuse("toSnapshot", f"{after} is before fromSnapshot, {before}: exchange the two")
     return Options(
         dsn=source.dsn.get_secret_value(),
-        table=Table(source.table_name, source.mapping),
+        names_server=any(name in options for name in ("dsn", "dsn.env", "dsn.file")),
+        table=Table(
+            source.table_name, source.mapping, frozenset(filter(None, source.columns.values()))
+        ),
         partitions=_number(options, "partitions") or _DEFAULT_PARTITIONS,
         ordered=_flag(options, "ordered", default=True),
         push_filters=_flag(options, "pushFilters", default=False),
-        from_snapshot=_snapshot(options, "fromSnapshot") or BEGINNING,
-        to_snapshot=_snapshot(options, "toSnapshot"),
+        from_snapshot=before or BEGINNING,
+        to_snapshot=after,
         ranges=tuple(_ranges(options)),
         starting=_starting(options),
         max_events=_number(options, "maxEventsPerTrigger"),
@@ -100,9 +119,13 @@ def _source(options: Mapping[str, str]) -> Source:
         values["table"] = options["table"]
     if "columns" in options:
         try:
-            values["columns"] = json.loads(options["columns"])
+            values["columns"] = columns = json.loads(options["columns"])
         except ValueError:
             _refuse("columns", 'is not JSON; write {"payload": "body"}: the column of each field')
+        if not isinstance(columns, dict) or not all(
+            isinstance(column, str | None) for column in columns.values()
+        ):
+            _refuse("columns", 'must name the column of each field, such as {"payload": "body"}')
     if "headers" in options:
         try:
             values["headers"] = json.loads(options["headers"])
@@ -166,12 +189,19 @@ def _ranges(options: Mapping[str, str]) -> list[tuple[str, str, str]]:
     for name, operator in (("fromTime", ">="), ("toTime", "<")):
         if name in options:
             found.append(("event_ts", operator, _time(options[name], name)))
+    if len(found) == 2 and datetime.fromisoformat(found[0][2]) > datetime.fromisoformat(
+        found[1][2]
+    ):
+        _refuse("toTime", f"{found[1][2]} is before fromTime, {found[0][2]}: exchange the two")
     for name, operator in (("fromOffset", ">="), ("toOffset", "<")):
         if name in options:
             text = options[name]
             if not _is_bigint(text):
                 _refuse(name, f"must be a c_offset, not {text!r}")
             found.append(("c_offset", operator, text))
+    offsets = [int(value) for field, _, value in found if field == "c_offset"]
+    if len(offsets) == 2 and offsets[0] > offsets[1]:
+        _refuse("toOffset", f"{offsets[1]} is before fromOffset, {offsets[0]}: exchange the two")
     return found
 
 

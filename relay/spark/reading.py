@@ -62,6 +62,8 @@ class Table:
 
     name: tuple[str, str]
     mapping: Mapping[str, str]
+    named: frozenset[str] = frozenset()
+    """Columns that the user named, which have to be there."""
 
     @property
     def identifier(self) -> sql.Identifier:
@@ -107,7 +109,7 @@ def read(
     with connect(dsn, application_name="relay spark") as conn:
         pin_text_form(conn)
         _wait_until_visible(conn, portion.between.after)
-        known = _columns(conn, table)
+        known = columns(conn, table)
         statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         if encoding is not None:
@@ -136,20 +138,29 @@ def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
     require_visible(conn, snapshot)
 
 
-def _columns(conn: Connection, table: Table) -> frozenset[str]:
+def columns(conn: Connection, table: Table) -> frozenset[str]:
+    """The columns that an outbox has. Raises psycopg.Error, and RelayError where it cannot be read."""
+    name = ".".join(table.name)
     try:
         cursor = conn.execute(sql.SQL("select * from {} limit 0").format(table.identifier))
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege) as error:
+    except psycopg.errors.UndefinedTable:
         raise RelayError(
-            f"table: {'.'.join(table.name)} cannot be read: {first_line(error)}: name the outbox, and grant "
-            "SELECT on it"
+            f"table: there is no table {name} in database {conn.info.dbname}: name the outbox with its schema"
+        ) from None
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise RelayError(
+            f"table: {name} cannot be read: {first_line(error)}: grant {conn.info.user} USAGE on the schema and "
+            "SELECT on the table"
         ) from None
     known = frozenset(column.name for column in cursor.description or ())
     if INSERTED_BY not in known:
         raise RelayError(
-            f"table: {'.'.join(table.name)} has no column {INSERTED_BY}, by which it is read: run `relay init`, which "
+            f"table: {name} has no column {INSERTED_BY}, by which it is read: run `relay init`, which "
             "adds it"
         )
+    missing = sorted(table.named - known)
+    if missing:
+        raise RelayError(f"columns: {name} has no column {missing[0]}: name one that it has")
     return known
 
 

@@ -57,6 +57,8 @@ _LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "512m",
+    # Elsewhere the workers write to the executors' logs, not to relay's.
+    "spark.python.daemon.module": "relay.spark.daemon",
 }
 _PROTECTION = {
     # Tasks carry events and the target's password. YARN and Kubernetes make the secret, a standalone cluster has one.
@@ -101,6 +103,8 @@ class Session:
         self._replacing = Lock()
         self._error: ConfigurationError | None = None
         self._failed_since: float | None = None
+        self.trouble: str | None = None
+        """Why there is no session yet, where an attempt to build one has failed."""
 
     @property
     def slots(self) -> int | None:
@@ -189,11 +193,6 @@ class Session:
                 "gave up building the Spark session", extra={"fault": kind_and_first_line(error)}
             )
 
-    def _note_failure(self, state: RetryCallState) -> None:
-        if self._failed_since is None:
-            self._failed_since = time.monotonic()
-        _say(state)
-
     def _build(self) -> None:
         if self._closing.is_set():
             return
@@ -217,8 +216,17 @@ class Session:
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
         self._failed_since = None
+        self.trouble = None
         self._settled.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None:
+            self.trouble = _why_not_built(error)
+            log.warning("the Spark session cannot be built yet", extra={"fault": self.trouble})
 
     def _discard(self) -> None:
         session, self._session = self._session, None
@@ -342,12 +350,6 @@ def kind_and_first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message, which Spark follows with a page of Java."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line[:300]}"
-
-
-def _say(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    if error is not None:
-        log.warning("the Spark session cannot be built yet", extra={"fault": _why_not_built(error)})
 
 
 def _why_not_built(error: BaseException) -> str:

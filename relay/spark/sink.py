@@ -49,6 +49,8 @@ POLL_SECONDS = 1.0
 """How often it is looked whether a batch is due, at most."""
 CLAIM_SECONDS = 2.0
 """How often it is tried to claim a sink that another process works."""
+BUILD_SECONDS = 5.0
+"""How long the Spark session is waited for before `relay status` tells that nothing is written."""
 VIEW = "events"
 """The name of the frame in a sink's query."""
 
@@ -380,9 +382,16 @@ class SparkWorker:
     def _ready_session(self) -> SparkSession:
         assert self._session is not None  # noqa: S101
         session = self._session.get()
+        began, noted = time.monotonic(), ""
         while session is None:
             if self._stopping.is_set():
                 raise TransientFault("stopping")
+            if time.monotonic() - began >= BUILD_SECONDS:
+                why = self._session.trouble
+                fault = f"the Spark session is being built{f': {why}' if why else ''}"
+                if fault != noted:
+                    self._claim.note_fault(fault)
+                    noted = fault
             self._session.start()
             session = self._session.get(timeout=0.5)
         return session

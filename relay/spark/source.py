@@ -10,6 +10,7 @@ Source: Spark documentation, "Python Data Source API".
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -40,7 +41,7 @@ from pyspark.sql.types import (
 
 from relay import headers
 from relay.events import SQL_TYPES
-from relay.faults import RelayError
+from relay.faults import RelayError, first_line
 from relay.retention.floor import note_reader
 from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
@@ -48,7 +49,7 @@ from relay.source.server import durable_sight
 from relay.spark import planning
 from relay.spark.options import Options, parse
 from relay.spark.pushdown import condition_of
-from relay.spark.reading import COLUMNS, Portion, read
+from relay.spark.reading import COLUMNS, Portion, columns, read
 from relay.store.connections import connect
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ class OutboxDataSource(DataSource):
         return HEADERS_SCHEMA if parse(self.options).table.headers else SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        options = parse(self.options)
+        options = parse(self.options, "batch")
         return FilteringReader(options) if options.push_filters else Reader(options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        return StreamReader(parse(self.options))
+        return StreamReader(parse(self.options, "stream"))
 
 
 class Rows(InputPartition):
@@ -121,9 +122,14 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        with connect(options.dsn, application_name="relay spark") as conn:
+        with (
+            _one_line(options),
+            connect(options.dsn, application_name="relay spark") as conn,
+        ):
+            columns(conn, options.table)
             seen = durable_sight(conn).snapshot
             after = options.to_snapshot or seen
+            _require_seen(seen, options.from_snapshot)
             _require_seen(seen, after)
             return _partitions(conn, options, Difference(options.from_snapshot, after))
 
@@ -182,9 +188,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             # A replica that has not replayed yet what another one had.
             return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        end, count = cut(
-            self._connected(), self._options.table.identifier, Difference(before, after), most or 1
-        )
+        table = self._options.table.identifier
+        with _one_line(self._options):
+            end, count = cut(self._connected(), table, Difference(before, after), most or 1)
         if not count:
             return start
         return _offset(end if most else after)
@@ -193,7 +199,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         before, after = Snapshot.parse(start["snapshot"]), Snapshot.parse(end["snapshot"])
         if before == after:
             return []
-        return _partitions(self._connected(), self._options, Difference(before, after))
+        with _one_line(self._options):
+            return _partitions(self._connected(), self._options, Difference(before, after))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, Rows)  # noqa: S101
@@ -204,7 +211,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Let retention remove what the query has read, if it has a name."""
         if self._options.reader is not None:
             outbox = ".".join(self._options.table.name)
-            note_reader(self._connected(), self._options.reader, end["snapshot"], outbox)
+            with _one_line(self._options):
+                conn = self._connected()
+            try:
+                note_reader(conn, self._options.reader, end["snapshot"], outbox)
+            except psycopg.Error as error:
+                raise RelayError(
+                    f"option reader: it cannot be noted how far it is: {first_line(error)}: run `relay init`, read "
+                    "the primary, and with a role that may write relay.readers, as `relay` may"
+                ) from None
         self._noted = True
 
     def stop(self) -> None:
@@ -215,15 +230,34 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _connected(self) -> psycopg.Connection[Any]:
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._options.dsn, application_name="relay spark")
+            columns(self._conn, self._options.table)
         return self._conn
 
     def _seen(self) -> Snapshot:
-        try:
-            return durable_sight(self._connected()).snapshot
-        except psycopg.OperationalError:
-            # The server ended the session since the last trigger.
-            self.stop()
-            return durable_sight(self._connected()).snapshot
+        with _one_line(self._options):
+            try:
+                return durable_sight(self._connected()).snapshot
+            except psycopg.OperationalError:
+                # The server ended the session since the last trigger.
+                self.stop()
+                return durable_sight(self._connected()).snapshot
+
+
+@contextmanager
+def _one_line(options: Options) -> Iterator[None]:
+    """Turn an error of PostgreSQL's into a RelayError: what is wrong, the option, what to do."""
+    try:
+        yield
+    except psycopg.Error as error:
+        said = first_line(error).removeprefix("connection failed: ")
+        if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+            cure = (
+                "name a server and a role that can log in"
+                if options.names_server
+                else "set the option dsn, dsn.env or dsn.file, without which libpq's PG* variables count"
+            )
+            raise RelayError(f"option dsn: no connection: {said}: {cure}") from None
+        raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {said}") from None
 
 
 def _offset(snapshot: Snapshot) -> dict[str, str]:

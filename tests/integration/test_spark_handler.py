@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -356,6 +357,35 @@ def test_a_destination_that_cannot_be_written_holds_up_nobody(
     assert_each_once(outbox, path)
 
 
+class NoSession:
+    """A session that cannot be built."""
+
+    trouble: str | None = None
+
+    def start(self) -> None:
+        """It has begun."""
+
+    def get(self, timeout: float = 0.0) -> None:
+        time.sleep(timeout / 10)
+
+
+def test_status_tells_that_the_session_is_missing(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.spark.sink.BUILD_SECONDS", 0.0)
+    settings = outbox.settings(**lake(tmp_path / "lake", start="beginning"))
+    outbox.publish(host(1), event(1))
+    missing: Any = NoSession()
+    waiting = SparkWorker("lake", settings)
+    waiting.start(missing)
+    told = "the Spark session is being built"
+    wait_until(lambda: listed(settings)[0].fault == told)
+    missing.trouble = "SparkException: Master removed our application"
+    wait_until(lambda: listed(settings)[0].fault == f"{told}: {missing.trouble}")
+    assert listed(settings)[0].since is not None
+    waiting.close(10)
+
+
 def raises(frame: Any) -> Any:
     raise ValueError("s3cret")
 
@@ -390,7 +420,7 @@ def test_a_fault_tells_where_and_what_and_no_value(
         | (more if any(kind in more for kind in kinds) else {"path": str(tmp_path / name)} | more)
         for name, more in broken.items()
     }
-    config = {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+    config: dict[str, Any] = {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
     settings = outbox.settings(**config)
     with relayed(outbox, "inline", session, **config):
         wait_until(lambda: all(each.fault for each in listed(settings)), 60)

@@ -13,13 +13,18 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
+from pyspark.errors import AnalysisException
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
+from relay.faults import RelayError
 from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse
 from relay.spark.reading import COLUMNS, Portion, read
 from relay.spark.session import Session
+from relay.spark.source import Reader as BatchReader
+from relay.spark.source import StreamReader
 from tests.outbox import Outbox, event, host
 from tests.postgres import Server
 
@@ -141,6 +146,99 @@ def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> N
     assert frame.count() == 1
     plan: str = frame._sc._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "extended")  # type: ignore[union-attr]
     assert "hunter2" not in plan
+
+
+@pytest.fixture
+def stranger(outbox: Outbox) -> Iterator[str]:
+    """The dsn of a role that may read nothing."""
+    outbox.conn.execute(f"create role s_{outbox.slot} login password 'hunter2'")
+    yield psycopg.conninfo.make_conninfo(outbox.dsn, user=f"s_{outbox.slot}", password="hunter2")
+    outbox.conn.execute(f"drop role s_{outbox.slot}")
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "table": ({"table": "public.nope"}, "table: there is no table public.nope in database"),
+    "column": (
+        {"columns": '{"payload": "body"}'},
+        "columns: public.outbox_message_t has no column body: name one that it has",
+    ),
+    "server": (
+        {"dsn": "postgresql://u:hunter2@127.0.0.1:1/x"},
+        'option dsn: no connection: connection to server at "127.0.0.1"',
+    ),
+    "right": ({"dsn": "stranger"}, "table: public.outbox_message_t cannot be read: permission"),
+}
+
+
+def planned_batch(options: dict[str, str]) -> None:
+    BatchReader(parse(options)).partitions()
+
+
+def planned_stream(options: dict[str, str]) -> None:
+    reader = StreamReader(parse(options))
+    try:
+        reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    finally:
+        reader.stop()
+
+
+@pytest.mark.parametrize("reading", ["batch", "stream"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_one_line_on_the_driver(
+    outbox: Outbox, stranger: str, wrong: str, reading: str
+) -> None:
+    options, expected = WRONG[wrong]
+    outbox.publish(host(1), event(1))
+    given = {"dsn": outbox.dsn, "ordered": "false"} | options
+    if given["dsn"] == "stranger":
+        given["dsn"] = stranger
+    plan = planned_stream if reading == "stream" else planned_batch
+    with pytest.raises(RelayError) as raised:
+        plan(given)
+    assert str(raised.value).startswith(expected)
+    assert len(str(raised.value).splitlines()) == 1
+    assert "hunter2" not in str(raised.value)
+
+
+def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGHOST", "127.0.0.1")
+    monkeypatch.setenv("PGPORT", "1")
+    with pytest.raises(RelayError, match=r"option dsn: no .*: set the option dsn, dsn\.env or"):
+        planned_batch({})
+
+
+def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, stranger: str) -> None:
+    outbox.conn.execute(f"grant select on outbox_message_t to s_{outbox.slot}")
+    with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, as `relay` may$"):
+        planned_stream({"dsn": stranger, "reader": "r"})
+    outbox.conn.execute(f"drop owned by s_{outbox.slot}")
+
+
+def test_a_snapshot_of_the_future_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(RelayError, match="this server's next transaction"):
+        planned_batch({"dsn": outbox.dsn, "fromSnapshot": "999999:999999:"})
+
+
+def test_a_field_without_a_column_of_its_own_name_is_null(
+    spark: SparkSession, outbox: Outbox
+) -> None:
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("alter table outbox_message_t rename metadata to more")
+    assert [row.metadata for row in load(spark, outbox).collect()] == [None]
+
+
+def test_an_option_of_a_stream_is_refused_in_a_batch_and_the_other_way_round(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        AnalysisException, match="option reader: is of a stream, and this is a batch"
+    ):
+        load(spark, outbox, reader="r").count()
+    with (
+        pytest.raises(Exception, match="option toOffset: is of a batch, and this is a stream"),
+        query(spark, outbox, tmp_path, toOffset="7") as running,
+    ):
+        running.processAllAvailable()
 
 
 def test_a_filter_is_applied_by_the_server_where_asked(spark: SparkSession, outbox: Outbox) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,6 +41,17 @@ from relay.spark.source import SCHEMA, StreamReader
             {"startingPosition": "soon"},
             "option startingPosition: must be beginning, now or a snapshot",
         ),
+        ({"columns": "[1]"}, "option columns: must name the column of each field, such as"),
+        ({"columns": '{"payload": 1}'}, "option columns: must name the column of each field"),
+        (
+            {"fromSnapshot": "9:9:", "toSnapshot": "5:5:"},
+            "option toSnapshot: 5:5: is before fromSnapshot, 9:9:",
+        ),
+        (
+            {"fromTime": "2026-01-01T01:00:00+00:00", "toTime": "2026-01-01T01:30:00+01:00"},
+            "option toTime: 2026-01-01T01:30:00+01:00 is before fromTime",
+        ),
+        ({"fromOffset": "10", "toOffset": "9"}, "option toOffset: 9 is before fromOffset, 10"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: dict[str, str], message: str) -> None:
@@ -47,6 +60,30 @@ def test_a_wrong_option_is_one_line(options: dict[str, str], message: str) -> No
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [
+        ("fromTime", "stream"),
+        ("toSnapshot", "stream"),
+        ("tooffset", "stream"),
+        ("reader", "batch"),
+        ("startingPosition", "batch"),
+        ("maxEventsPerTrigger", "batch"),
+    ],
+)
+def test_an_option_of_the_other_kind_of_query_is_refused(
+    name: str, reading: Literal["batch", "stream"]
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"(?i)option {name}: is of a .*: leave it out"):
+        parse({name: "1"}, reading)
+
+
+def test_ranges_that_end_where_they_begin_are_empty_and_right() -> None:
+    time = "2026-01-01T00:00:00+00:00"
+    parse({"fromSnapshot": "9:9:", "toSnapshot": "9:9:", "fromTime": time, "toTime": time})
+    parse({"fromOffset": "-9", "toOffset": "10", "fromSnapshot": "5:9:5", "toSnapshot": "7:9:7,8"})
 
 
 def test_names_are_case_insensitive() -> None:
