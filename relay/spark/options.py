@@ -27,6 +27,10 @@ _ONLY = {
     "batch": ("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
     "stream": ("startingPosition", "maxEventsPerTrigger", "reader"),
 }
+_FORMS = {
+    "columns": 'must name the column of each field, such as {"payload": "body"}',
+    "headers": 'must name columns, such as ["region"] or {"region": "tenant_region"}',
+}
 _KNOWN = {name.lower(): name for name in NAMES}
 _DEFAULT_PARTITIONS = 8
 
@@ -119,13 +123,9 @@ def _source(options: Mapping[str, str]) -> Source:
         values["table"] = options["table"]
     if "columns" in options:
         try:
-            values["columns"] = columns = json.loads(options["columns"])
+            values["columns"] = json.loads(options["columns"])
         except ValueError:
             _refuse("columns", 'is not JSON; write {"payload": "body"}: the column of each field')
-        if not isinstance(columns, dict) or not all(
-            isinstance(column, str | None) for column in columns.values()
-        ):
-            _refuse("columns", 'must name the column of each field, such as {"payload": "body"}')
     if "headers" in options:
         try:
             values["headers"] = json.loads(options["headers"])
@@ -136,6 +136,9 @@ def _source(options: Mapping[str, str]) -> Source:
     except ValidationError as error:
         # Pydantic's own text would show the value, which may hold a password.
         first = error.errors(include_input=False, include_url=False)[0]
+        option = str(first["loc"][0])
+        if first["type"] in ("dict_type", "string_type") and option in _FORMS:
+            _refuse(option, _FORMS[option])
         _refuse(".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))
 
 

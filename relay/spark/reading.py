@@ -161,6 +161,9 @@ def columns(conn: Connection, table: Table) -> frozenset[str]:
     missing = sorted(table.named - known)
     if missing:
         raise RelayError(f"columns: {name} has no column {missing[0]}: name one that it has")
+    missing = sorted({table.mapping[headers.PREFIX + each] for each in table.headers} - known)
+    if missing:
+        raise RelayError(f"headers: {name} has no column {missing[0]}: name one that it has")
     return known
 
 

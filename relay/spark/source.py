@@ -249,7 +249,11 @@ def _one_line(options: Options) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        said = first_line(error).removeprefix("connection failed: ")
+        said = (
+            first_line(error)
+            .removeprefix("connection failed: ")
+            .removeprefix("connection is bad: ")
+        )
         if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
             cure = (
                 "name a server and a role that can log in"

@@ -162,6 +162,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
         {"columns": '{"payload": "body"}'},
         "columns: public.outbox_message_t has no column body: name one that it has",
     ),
+    "header": (
+        {"headers": '["region"]'},
+        "headers: public.outbox_message_t has no column region: name one that it has",
+    ),
     "server": (
         {"dsn": "postgresql://u:hunter2@127.0.0.1:1/x"},
         'option dsn: no connection: connection to server at "127.0.0.1"',

@@ -43,6 +43,8 @@ from relay.spark.source import SCHEMA, StreamReader
         ),
         ({"columns": "[1]"}, "option columns: must name the column of each field, such as"),
         ({"columns": '{"payload": 1}'}, "option columns: must name the column of each field"),
+        ({"headers": "1"}, "option headers: must name columns, such as"),
+        ({"headers": "[1]"}, "option headers: must name columns, such as"),
         (
             {"fromSnapshot": "9:9:", "toSnapshot": "5:5:"},
             "option toSnapshot: 5:5: is before fromSnapshot, 9:9:",
