@@ -19,7 +19,7 @@ log = logging.getLogger("relay.test")
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """Logging belongs to the whole process. PySpark cannot use a logger of its own that is plain and heard: it stays quiet."""
+    """Logging belongs to the whole process. PySpark's loggers stay quiet: it cannot write to one that logging made."""
     names = ("", "relay", "psycopg.pool", "py4j")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
