@@ -10,7 +10,12 @@ from tests.brokers import BROKERS, assert_complete_and_in_order, sending, starte
 from tests.outbox import Outbox, wait_until
 from tests.process import running
 
-pytestmark = [pytest.mark.brokers, pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.brokers,
+    pytest.mark.chaos,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("stays_live"),
+]
 
 PATIENT = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 60}
 """So that what meets the outage waits in place, and most of it goes the short way."""

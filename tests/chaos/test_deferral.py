@@ -14,7 +14,7 @@ from tests.outbox import APPEND, Outbox, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("stays_live")]
 
 CHANCE = random.Random()
 HASTY = {"wait": 0.3, "max_wait": 1.0, "jitter": 0.2, "defer_after": 0}

@@ -11,7 +11,7 @@ from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import running
 
-pytestmark = [pytest.mark.chaos, pytest.mark.rare]
+pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.usefixtures("stays_live")]
 
 CHANCE = random.Random(16)
 

@@ -103,6 +103,7 @@ def test_two_relays_take_over_from_each_other(outbox: Outbox, tmp_path: Path) ->
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("stays_live")
 def test_killed_while_the_ways_change(outbox: Outbox, tmp_path: Path) -> None:
     outbox.fill(3_000, events=5, hosts=64)
     batch = {"inline_max_events": 10**9, "max_events": 500}
@@ -183,6 +184,7 @@ def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.usefixtures("stays_live")
 def test_a_transaction_that_kills_its_process_is_dead_lettered(
     outbox: Outbox, tmp_path: Path, mode: str
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_transaction_that_kills_its_process_is_dead_lettered(
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("stays_live")
 def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
     outbox: Outbox, tmp_path: Path
 ) -> None:
@@ -295,6 +298,7 @@ def test_another_server_has_other_positions_and_c_offset_decides(outbox: Outbox)
 @pytest.mark.skipif(
     not hasattr(psutil, "RLIMIT_DATA"), reason="Linux limits another process's memory"
 )
+@pytest.mark.usefixtures("stays_live")
 def test_a_row_larger_than_memory_is_dead_lettered_by_reference(
     outbox: Outbox, tmp_path: Path
 ) -> None:

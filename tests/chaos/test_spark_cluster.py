@@ -20,7 +20,12 @@ from tests.outbox import Outbox, wait_until
 from tests.process import Running, running
 from tests.spark_cluster import StandaloneCluster, frozen
 
-pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.rare,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("stays_live"),
+]
 
 CHANCE = random.Random(16)
 TRANSACTIONS = 2_000

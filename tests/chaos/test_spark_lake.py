@@ -13,7 +13,12 @@ import pytest
 from tests.outbox import Outbox, wait_until
 from tests.process import running
 
-pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.rare,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("stays_live"),
+]
 
 KILLS = 10
 EVENTS = 100_000
