@@ -55,6 +55,9 @@ def test_without_a_session_large_batches_stay_in_this_process(outbox: Outbox) ->
     class Unready:
         slots = None
 
+        def start(self) -> None:
+            pass
+
         def get(self, timeout: float = 0.0) -> None:
             return None
 

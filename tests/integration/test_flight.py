@@ -30,6 +30,9 @@ class ReadySession:
 
     slots = 4
 
+    def start(self) -> None:
+        pass
+
     def get(self, timeout: float = 0.0) -> object:
         return self
 
