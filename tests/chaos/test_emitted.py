@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from relay.config import Settings
 from relay.install import initialise
 from tests.integration.test_emitted import AMOUNTS, config, emit, message, shop, webhook
@@ -19,6 +21,7 @@ def has_applied(shop: Outbox, more_than: int) -> bool:
     return bool(shop.value("select count(*) > %s from projection", (more_than,)))
 
 
+@pytest.mark.rare
 def test_a_relay_that_is_killed_goes_on(shop: Outbox, webhook: Webhook, tmp_path: Path) -> None:
     file = shop.config_file(tmp_path / "relay.yaml", **config(shop, webhook))
     initialise(Settings(**config(shop, webhook)))

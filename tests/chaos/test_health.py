@@ -131,6 +131,7 @@ def test_a_half_open_stream_is_told_within_thirty_seconds(outbox: Outbox) -> Non
             proxy.resume()
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("hasty")
 def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> None:
     with Outbox(mortal_server.create_database("source")) as outbox:

@@ -445,6 +445,7 @@ def fill_up(outbox: Outbox) -> None:
     outbox.conn.execute("analyze relay.dead_letter_queue")
 
 
+@pytest.mark.rare
 def test_it_stays_usable_when_there_is_much(outbox: Outbox) -> None:
     """Pages have a bounded number of rows, and every one of them comes within its limit, by indexes."""
     config = outbox.config()
@@ -590,6 +591,7 @@ def test_relay_run_serves_it_and_ends_with_it(outbox: Outbox, tmp_path: Path) ->
         assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.rare
 def test_relay_console_serves_it_alone(outbox: Outbox, tmp_path: Path) -> None:
     """In the foreground, without a relay: there is no history, and the stopped group can be moved."""
     port = _free_port()

@@ -159,6 +159,7 @@ def test_a_commit_larger_than_memory_goes_through_a_file(shop: Outbox) -> None:
     assert shop.column(AMOUNTS) == list(range(200))
 
 
+@pytest.mark.rare
 def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -> None:
     file = str(shop.config_file(tmp_path / "relay.yaml", **config(shop)))
     made = relay("init", "--config", file)

@@ -165,6 +165,7 @@ def test_a_real_prometheus_scrapes_relay_and_evaluates_its_rules(
         assert service.terminate() == 0
 
 
+@pytest.mark.rare
 def test_a_sink_that_is_down_is_told_and_makes_relay_neither_dead_nor_unready(
     outbox: Outbox, tmp_path: Path
 ) -> None:

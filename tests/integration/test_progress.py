@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from relay.preflight import reach_target
 from relay.publish import business_transactions, publish
@@ -26,6 +27,7 @@ def teller(told: Told):  # type: ignore[no-untyped-def]
     return tell
 
 
+@pytest.mark.rare
 def test_what_is_published_is_shown_with_rate_and_time_left(outbox: Outbox, tmp_path: Path) -> None:
     config = str(outbox.config_file(tmp_path / "relay.yaml"))
     command = ("publish", "--generate", "1500", "--config", config)
@@ -62,6 +64,7 @@ def test_init_shows_whom_the_slot_waits_for(database: str, tmp_path: Path) -> No
             wait_until(lambda: shown.shows("created replication slot"))
 
 
+@pytest.mark.rare
 def test_functions_report_without_a_terminal(outbox: Outbox, tmp_path: Path) -> None:
     settings = outbox.settings()
     told: Told = []

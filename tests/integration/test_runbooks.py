@@ -309,6 +309,7 @@ def running_shop(shop: Shop) -> Iterator[Shop]:
     shop.assert_applied()
 
 
+@pytest.mark.rare
 def test_relay_down(running_shop: Shop) -> None:
     assert running_shop.process is not None
     running_shop.process.kill()
@@ -410,6 +411,7 @@ def test_relay_sink_down(running_shop: Shop) -> None:
     shop.run_book("RelaySinkDown", mend="relay deferred run")
 
 
+@pytest.mark.rare
 def test_relay_dead_letters(running_shop: Shop) -> None:
     shop = running_shop
     shop.publish(amount=-5)

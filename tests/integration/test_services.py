@@ -115,7 +115,7 @@ def made(outbox: Outbox, sources: dict[str, str], folder: Path) -> Shop:
     return shop
 
 
-@pytest.fixture(params=["two tables", "two databases"])
+@pytest.fixture(params=["two tables", pytest.param("two databases", marks=pytest.mark.rare)])
 def shop(
     request: pytest.FixtureRequest, server: Server, database: str, tmp_path: Path
 ) -> Iterator[Shop]:

@@ -104,6 +104,7 @@ def test_a_database_that_goes_away_is_a_line_and_comes_back(outbox: Outbox) -> N
     outbox.reconnect()
 
 
+@pytest.mark.rare
 def test_without_a_terminal_one_frame_is_printed(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     shown = relay("top", "--config", str(config))

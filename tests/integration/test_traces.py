@@ -441,6 +441,7 @@ def test_a_process_without_a_collector_relays_and_ends(
     assert "Traceback" not in text
 
 
+@pytest.mark.rare
 def test_traces_without_the_extra_are_refused(outbox: Outbox, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     (hidden / "opentelemetry").mkdir(parents=True)
