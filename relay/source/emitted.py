@@ -160,6 +160,9 @@ class Emitted:
     def _value(self, name: str, event: dict[str, Any], defaults: Mapping[str, str]) -> str | None:
         """The text of a field. Raises ValueError, OverflowError or RecursionError for what it cannot be."""
         value = event.get(name)
+        if name == "id" and value == "":
+            # It would tell no event from another.
+            value = None
         if name == "payload" and name in event:
             return exact_json.dumps(value, name)
         if value is None:

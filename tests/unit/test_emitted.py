@@ -292,3 +292,12 @@ def test_an_array_of_next_to_nothing_is_one_event(unit: str) -> None:
     found = received(message(f"[{','.join([unit] * 1_000)}]".encode()))
     assert len(events(found)) == 1
     assert "most of its 1000 events have nothing in them" in str(notes(found))
+
+
+def test_an_empty_id_is_none() -> None:
+    first, second = events(
+        received(message(json.dumps([{**EVENT, "id": ""}] * 2).encode()), types={"id": "text"})
+    )
+    assert first.id
+    assert second.id
+    assert first.id != second.id
