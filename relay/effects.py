@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from relay.config import Settings
+from relay.events import SQL_TYPES
 
 _LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
@@ -46,6 +47,9 @@ class Effects:
             found["source.message_prefix"] = settings.source.message_prefix
         for field, column in settings.source.columns.items():
             found[f"source.columns.{field}"] = column
+        for field, kind in settings.source.types.items():
+            if kind != SQL_TYPES[field]:
+                found[f"source.types.{field}"] = kind
         for name, column in settings.source.headers.items():
             found[f"source.headers.{name}"] = column
         for name, handler in settings.handlers.items():

@@ -33,8 +33,12 @@ _EXTENSIONS = {
 
 
 def identity(event: Event) -> str:
-    """What makes an event recognisable wherever it comes twice: its id, or its place where it has none."""
-    return event.text("id") or f"{event.text('commit_lsn') or ''}/{event.text('c_offset') or ''}"
+    """What makes an event recognisable wherever it comes twice: its id, or its place where it has none.
+
+    An event that is polled has no position in the WAL.
+    """
+    offset = event.text("c_offset")
+    return event.text("id") or (f"/{offset}" if offset else f"{event.text('commit_lsn') or ''}/")
 
 
 def attributes(event: Event, source: str) -> dict[str, str]:

@@ -147,10 +147,11 @@ class Attachments:
 
 
 _STATEMENTS = r"""
-    with t as (select c.* from pg_class as c where c.oid = %(table)s::regclass),
+    with t as (select c.*, n.nspname from pg_class as c join pg_namespace as n on n.oid = c.relnamespace
+                where c.oid = %(table)s::regclass),
     triggers as (
         select g.*, quote_ident(g.tgname) as name,
-               replace(pg_get_triggerdef(g.oid), format(' ON %%I.%%I ', relnamespace::regnamespace::name, relname),
+               replace(pg_get_triggerdef(g.oid), format(' ON %%I.%%I ', nspname, relname),
                        ' ON {table} ') as definition
           from pg_trigger as g, t where g.tgrelid = t.oid and not g.tgisinternal),
     published as (
@@ -162,7 +163,7 @@ _STATEMENTS = r"""
          cross join lateral (
                select to_jsonb(pt) as whole from pg_publication_tables as pt
                 where pt.pubname = p.pubname and pt.tablename = t.relname
-                  and pt.schemaname = t.relnamespace::regnamespace::text) as pt)
+                  and pt.schemaname = t.nspname) as pt)
     select statement from (
         select 1 as step, format('alter table {table} owner to %%I', pg_get_userbyid(relowner)) as statement from t
         union all

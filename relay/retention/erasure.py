@@ -14,6 +14,7 @@ from relay.config import Settings
 from relay.faults import ConfigurationError
 from relay.retention import floor
 from relay.store import actions
+from relay.store.suspects import within
 
 Connection = psycopg.Connection[Any]
 
@@ -100,7 +101,7 @@ def _names(settings: Settings) -> dict[str, sql.Composable]:
 def _transactions_of(
     settings: Settings, source: Connection, target: Connection, host: str
 ) -> list[str]:
-    """The ids of the host's business transactions, by which suspects are named."""
+    """What the ids of the host's business transactions are in the names of suspects."""
     noted = target.execute(
         "select exists (select from relay.suspects where group_id = %s)", (settings.group,)
     ).fetchone()
@@ -113,7 +114,7 @@ def _transactions_of(
         ).format(id=sql.Identifier(column), **_names(settings)),
         (host,),
     )
-    return [str(each) for (each,) in rows]
+    return [within(str(each)) for (each,) in rows]
 
 
 def _erase_from_target(
@@ -131,7 +132,7 @@ def _erase_from_target(
     report.removed["suspects"] = target.execute(
         """
         delete from relay.suspects
-         where group_id = %(group)s and split_part(suspect, '/', 2) = any (%(transactions)s::text[])
+         where group_id = %(group)s and substr(suspect, strpos(suspect, '/') + 1) = any (%(transactions)s::text[])
         """,
         of,
     ).rowcount

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, LiteralString, TypeVar
 
 import psycopg
+from psycopg import sql
 
 Connection = psycopg.Connection[Any]
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def unfinished(source: Connection, table: str) -> list[Unfinished]:
            and conrelid in (select to_regclass(%(table)s)
                              union select relid from pg_partition_tree(to_regclass(%(table)s)))
         """,
-        {"table": table},
+        {"table": _quoted(source, table)},
     )
     return [Unfinished(*row) for row in rows]
 
@@ -98,11 +99,12 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     """The partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
     rows = source.execute(
         """
-        select format('%%I.%%I', relnamespace::regnamespace::name, relname), nullif(lower, '-infinity'), upper,
-               is_default, substring(obj_description(oid, 'pg_class') from %(restored)s)::timestamptz
-          from relay.partitions(%(table)s::regclass) join pg_class on oid = partition order by upper nulls last
+        select format('%%I.%%I', nspname, relname), nullif(lower, '-infinity'), upper,
+               is_default, substring(obj_description(c.oid, 'pg_class') from %(restored)s)::timestamptz
+          from relay.partitions(%(table)s::regclass) join pg_class as c on c.oid = partition
+          join pg_namespace as n on n.oid = relnamespace order by upper nulls last
         """,
-        {"table": table, "restored": f"^{RESTORED}(.*)$"},
+        {"table": _quoted(source, table), "restored": f"^{RESTORED}(.*)$"},
     )
     return [Partition(*row) for row in rows]
 
@@ -202,6 +204,11 @@ def delete_read(
         if deleted < PORTION // 2:
             break
     return total
+
+
+def _quoted(source: Connection, table: str) -> str:
+    """A qualified name as SQL writes it."""
+    return sql.Identifier(*table.split(".")).as_string(source)
 
 
 def _value(source: Connection, query: LiteralString, *parameters: object) -> Any:

@@ -23,6 +23,7 @@ from relay.faults import ConfigurationError
 from relay.reporting import Report, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained
+from relay.source.columns import columns as table_columns
 
 _TIME = "c_ts"
 _COPYING = "copying archived events"
@@ -65,12 +66,13 @@ def restore(
                 "lies before or after it"
             )
     schema, parent = settings.source.table_name
+    root = sql.Identifier(schema, parent)
     row = source.execute(
-        "select relay.partition_name(%s::regclass, %s, %s)", (table, lower, given.every)
+        "select relay.partition_name(%s::regclass, %s, %s)",
+        (root.as_string(source), lower, given.every),
     ).fetchone()
     assert row is not None  # noqa: S101
     name = sql.Identifier(schema, row[0])
-    root = sql.Identifier(schema, parent)
     # Unlogged while it is filled, so that no publication has its rows.
     source.execute(sql.SQL("drop table if exists {}").format(name))
     source.execute(
@@ -140,9 +142,15 @@ def _fill(
 ) -> int:
     """Copy the archived events; returns how many the outbox did not have any more."""
     columns: dict[str, str] = {}
+    # PostgreSQL makes these values itself, and takes none.
+    generated = {
+        name
+        for name, each in table_columns(source, settings.source.table_name).items()
+        if each.generated
+    }
     for field, column in settings.source.mapping.items():
         # One column may be several fields.
-        if column not in ("", INSERTED_BY, _TIME):
+        if column not in ("", INSERTED_BY, _TIME, *generated):
             columns.setdefault(column, field)
     into = sql.SQL(", ").join(sql.Identifier(column) for column in (*columns, INSERTED_BY, _TIME))
     total = None if report is silent else archive.count(settings, lower, upper)

@@ -40,6 +40,10 @@ _NAMESPACE = UUID("6d0b3c6e-3f0c-5f0e-9a53-2b8d0d3f7a11")
 """Of the ids that are derived from positions."""
 _COLUMNS = (*FIELDS, NOTE)
 _NEEDED = ("host_id", "event_type", "payload")
+_LEAST = len('{"host_id":0,"event_type":0,"payload":0}')
+"""How many characters an event has at least."""
+_FEW = 100
+"""Of so many events each is looked at, whatever they are."""
 _COUNTED = ("transaction_ordinal", "transaction_count", "c_offset")
 """What a message does not say of its events."""
 
@@ -156,6 +160,9 @@ class Emitted:
     def _value(self, name: str, event: dict[str, Any], defaults: Mapping[str, str]) -> str | None:
         """The text of a field. Raises ValueError, OverflowError or RecursionError for what it cannot be."""
         value = event.get(name)
+        if name == "id" and value == "":
+            # It would tell no event from another.
+            value = None
         if name == "payload" and name in event:
             return exact_json.dumps(value, name)
         if value is None:
@@ -166,6 +173,8 @@ class Emitted:
             return None
         text = _PRINTED[self._types[name]](value)
         text.encode()
+        if "\0" in text:
+            raise _Wrong("has a zero character, which PostgreSQL has in no text")
         return text
 
 
@@ -176,7 +185,12 @@ def _events(text: str) -> tuple[list[Any], str | None]:
     except (ValueError, RecursionError):
         return [None], "it is not JSON"
     events = found if isinstance(found, list) else [found]
-    return (events, None) if events else ([None], "it has no events")
+    if not events:
+        return [None], "it has no events"
+    if len(events) > _FEW and len(text) < len(events) * _LEAST:
+        # Each would be a row of its own, hundreds of times as large as what stands for it.
+        return [None], f"most of its {len(events)} events have nothing in them"
+    return events, None
 
 
 class _Wrong(ValueError):

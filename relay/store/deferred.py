@@ -27,6 +27,7 @@ from relay.events import Lsn, Tuples
 from relay.source.spool import Spool, SpooledTuples
 from relay.store import arrays
 from relay.store.deferred_copy import COLUMNS, END, START, Encoder
+from relay.store.encodings import codec_of, writable
 from relay.transactions import FACTS, Rows, Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
@@ -103,6 +104,8 @@ DUE_COLUMNS = sql.SQL(
 
 def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[str]:
     """Those of the keys that a deferred transaction holds."""
+    codec = codec_of(conn)
+    asked = {writable(key, codec): key for key in keys}
     with conn.cursor(row_factory=scalar_row) as cursor:
         # The order lets only the index be of use: a key that nobody holds would be looked for in the whole table where
         # most rows have the same one.
@@ -113,10 +116,10 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
                      where k.group_id = %(group)s and k.sink = %(sink)s and k.key = asked.key
                      order by k.deferred_id limit 1) is not null
             """,
-            {"group": group, "sink": sink, "asked": arrays.of_texts(keys)},
+            {"group": group, "sink": sink, "asked": arrays.of_texts(asked)},
             prepare=False,
         )
-        return set(cursor)
+        return {asked[key] for key in cursor}
 
 
 _COPY = f"copy relay.deferred ({', '.join(COLUMNS)}) from stdin (format binary)"
@@ -149,7 +152,7 @@ def park(
                 """,
                 (len(some),),
             ).fetchall()[0]
-            encoder = Encoder(group, sink, conn.info.encoding, now)
+            encoder = Encoder(group, sink, conn.info.encoding, now, codec_of(conn))
             large: list[tuple[int, Tuples]] = []
             with cursor.copy(_COPY) as copy:
                 portion = bytearray(START)

@@ -11,6 +11,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from relay.events import POSTGRES_EPOCH, microseconds
+from relay.store.encodings import writable
 
 if TYPE_CHECKING:
     from relay.store.deferred import Wait
@@ -42,15 +43,20 @@ _EPOCH = POSTGRES_EPOCH.timestamp()
 class Encoder:
     """Encodes transactions of one group and sink for a connection with this encoding (as Python names it).
 
-    `now` is the server's time, in microseconds since POSTGRES_EPOCH.
+    `now` is the server's time, in microseconds since POSTGRES_EPOCH, `codec` the encoding of its database where that
+    lacks characters.
     """
 
-    def __init__(self, group: str, sink: str, encoding: str, now: int) -> None:
+    def __init__(
+        self, group: str, sink: str, encoding: str, now: int, codec: str | None = None
+    ) -> None:
         self._encoding = encoding
+        self._codec = codec
         self._now = now
         self._owner = self._text(group) + self._text(sink)
         # Few in many rows.
         self._known_texts: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._texts)
+        self._known_names: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._names)
         self._known_text: Callable[[str | None], bytes] = lru_cache(1_000)(self._text)
 
     def row(
@@ -85,16 +91,22 @@ class Encoder:
                 self._known_text(wait.reason),
                 self._text(transaction.transaction_id),
                 self._known_texts(transaction.hosts),
-                self._known_texts(transaction.columns),
+                self._known_names(transaction.columns),
                 *((_NULL, _NULL) if rows is None else _sizes_and_data(rows)),
             )
         )
 
     def _text(self, value: str | None) -> bytes:
-        return _NULL if value is None else _bytes(value.encode(self._encoding))
+        if value is None:
+            return _NULL
+        return _bytes(writable(value, self._codec).encode(self._encoding))
 
     def _texts(self, values: Sequence[str]) -> bytes:
         return _array(_TEXT_OID, [self._text(value) for value in values])
+
+    def _names(self, values: Sequence[str]) -> bytes:
+        """Names by which something is found again: they are exact, or refused."""
+        return _array(_TEXT_OID, [_bytes(value.encode(self._encoding)) for value in values])
 
 
 def _number(value: int | None) -> bytes:

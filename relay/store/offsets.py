@@ -17,6 +17,7 @@ from relay.ordering_keys import host_part
 from relay.snapshots import Snapshot, Xids
 from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
+from relay.store.encodings import codec_of, writable
 from relay.store.snapshots import Link
 
 TOPIC = 1
@@ -136,7 +137,8 @@ def lock(
 
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
-    asked = {host_part(host): host for host in hosts}
+    codec = codec_of(conn)
+    asked = {writable(host_part(host), codec): host for host in hosts}
     *rows, (_, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(asked)),

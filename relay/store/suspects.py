@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
@@ -14,6 +15,7 @@ import psycopg
 from psycopg_pool import ConnectionPool
 
 from relay.config import Settings
+from relay.ordering_keys import LONGEST
 from relay.store.connections import open_pool
 from relay.transactions import Undecoded
 
@@ -23,11 +25,18 @@ def name_of(transaction: Undecoded) -> str:
 
     Where it has no transaction_id either, its first row tells it from the others of that commit.
     """
-    location, name = transaction.last_offset, transaction.transaction_id or ""
+    location, name = transaction.last_offset, within(transaction.transaction_id or "")
     if not location:
         location = transaction.commit.end_lsn
         name = name or f"{crc32(next(iter(transaction.tuples))):08x}"
     return f"{location:d}/{name}"
+
+
+def within(transaction_id: str) -> str:
+    """What stands for a transaction_id in the name: a digest where it is long, or has what an encoding may lack."""
+    if transaction_id.isascii() and len(transaction_id) <= LONGEST:
+        return transaction_id
+    return sha256(transaction_id.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Suspects:

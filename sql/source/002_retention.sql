@@ -82,7 +82,8 @@ create or replace function relay.retained_outbox(outbox text, out relation regcl
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 begin
-    select to_regclass(r.outbox), r.offset_column, r.every into relation, offset_column, every
+    select to_regclass(format('%I.%I', split_part(r.outbox, '.', 1), split_part(r.outbox, '.', 2))), r.offset_column, r.every
+      into relation, offset_column, every
       from relay.retained as r where r.outbox = retained_outbox.outbox;
     if relation is null then
         raise insufficient_privilege using message = format('%s is not given to retention', outbox),
@@ -133,7 +134,8 @@ returns text
 language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
 as $$
 declare
-    its_schema name := (select relnamespace::regnamespace::name from pg_class where oid = outbox);
+    its_schema name := (select nspname from pg_class as c join pg_namespace as n on n.oid = c.relnamespace
+                        where c.oid = outbox);
     its_name   text := case when lower is null then relay.partition_name(outbox, upper, every) || '_before'
                             else relay.partition_name(outbox, lower, every) end;
 begin
@@ -257,7 +259,8 @@ create or replace function relay.add_default(outbox regclass, its_name text) ret
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 declare
-    its_schema name := (select relnamespace::regnamespace::name from pg_class where oid = outbox);
+    its_schema name := (select nspname from pg_class as c join pg_namespace as n on n.oid = c.relnamespace
+                        where c.oid = outbox);
 begin
     execute format('create table %I.%I (like %s including defaults including generated including constraints '
                    'including storage including compression including comments)', its_schema, its_name, outbox);
@@ -337,14 +340,15 @@ create or replace function relay.retain(relation regclass, outbox text, offset_c
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 declare
-    owner    name := (select relowner::regrole::name from pg_class where oid = relation);
+    owner    name := (select pg_get_userbyid(relowner) from pg_class where oid = relation);
     called   text;
     creating boolean;
     other    record;
 begin
     -- A function has one owner, whose rights must not be lent to the triggers of another one's table.
-    select r.outbox, c.relowner::regrole::name into other
-      from relay.retained as r join pg_class as c on c.oid = to_regclass(r.outbox)::oid
+    select r.outbox, pg_get_userbyid(c.relowner) as relowner into other
+      from relay.retained as r
+      join pg_class as c on c.oid = to_regclass(format('%I.%I', split_part(r.outbox, '.', 1), split_part(r.outbox, '.', 2)))::oid
      where c.relowner <> (select relowner from pg_class where oid = relation) limit 1;
     if found then
         raise object_not_in_prerequisite_state using message = format(
@@ -381,6 +385,21 @@ end
 $$;
 
 revoke all on all functions in schema relay from public;
+
+-- A schema that has outboxes already: functions that were written again have lost the rights of the outbox's owner.
+do $$
+declare
+    outbox   record;
+    relation regclass;
+begin
+    for outbox in select r.outbox as name, r.offset_column from relay.retained as r loop
+        relation := to_regclass(format('%I.%I', split_part(outbox.name, '.', 1), split_part(outbox.name, '.', 2)));
+        if relation is not null then
+            perform relay.retain(relation, outbox.name, outbox.offset_column);
+        end if;
+    end loop;
+end
+$$;
 
 do $$
 begin

@@ -196,7 +196,9 @@ comment on column relay.dead_letter_queue.headers is
 comment on column relay.dead_letter_queue.status is
     'dead, replaying, replayed or discarded: the same for all events of a transaction';
 
-create index if not exists dead_letter_queue_transaction on relay.dead_letter_queue (group_id, transaction_id);
+-- A hash, since an entry of a btree holds at most 2,704 bytes. An edition had a btree.
+drop index if exists relay.dead_letter_queue_transaction;
+create index if not exists dead_letter_queue_transaction_hash on relay.dead_letter_queue using hash (transaction_id);
 create index if not exists dead_letter_queue_dead on relay.dead_letter_queue (dead_transaction);
 
 create table if not exists relay.dead_letter_actions (

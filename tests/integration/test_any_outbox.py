@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 from uuid import UUID
 
@@ -15,9 +17,12 @@ from relay.faults import ConfigurationError
 from relay.install import initialise
 from relay.preflight import require
 from relay.replay import DeadLetters
+from relay.retention.erasure import erase
 from relay.spark.session import Session
+from relay.store.connections import connect
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, relaying, wait_until
+from tests.postgres import Server
 from tests.process import relay
 from tests.webhook import Answer, Webhook
 
@@ -326,3 +331,100 @@ def test_dead_letters_are_found_by_a_host_however_it_is_written(
     assert json.loads(found.stdout)["host_id"] == str(host)
     refused = relay("dlq", "list", "--config", str(config), "--host", "nobody")
     assert refused.stderr.splitlines() == ["relay: --host: 'nobody' is no uuid"]
+
+
+def test_suspects_of_a_host_are_erased_whatever_its_ids_look_like(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    settings = shop(outbox, "text", webhook, "auto")
+    initialise(settings)
+    outbox.conn.execute(
+        "insert into shop (number, tenant, unit, kind, body) values ('1', 't', 'a/b', 'e', '{}')"
+    )
+    outbox.conn.execute(
+        "insert into relay.suspects (group_id, suspect) values ('shop', '7/a/b'), ('shop', '8/a')"
+    )
+    erase(settings, outbox.conn, outbox.conn, "t", force=True)
+    assert outbox.column("select suspect from relay.suspects") == ["8/a"]
+
+
+@pytest.mark.parametrize("after_a_crash", [False, True])
+def test_a_transaction_id_too_long_for_a_btree(
+    outbox: Outbox, webhook: Webhook, after_a_crash: bool
+) -> None:
+    settings = shop(outbox, "text", webhook, "auto")
+    initialise(settings)
+    unit = token_hex(9_000)
+    for number, amount in enumerate((-1, 1)):
+        outbox.conn.execute(
+            "insert into shop (number, tenant, actor, unit, kind, body) values "
+            "(%s, 't', 'a', %s, 'e', jsonb_build_object('amount', %s::int))",
+            (str(number), unit, amount),
+        )
+    if after_a_crash:
+        outbox.conn.execute(
+            "insert into relay.groups (group_id, running, instances) values ('shop', true, '{gone:1}') "
+            "on conflict (group_id) do update set running = true, instances = '{gone:1}'"
+        )
+    with relaying(settings):
+        wait_until(lambda: outbox.value("select count(*) from seen") == 1)
+    assert outbox.column("select transaction_id from relay.dead_letter_queue") == [unit]
+    assert outbox.value("select count(*) from relay.suspects") == 0
+
+
+@pytest.fixture
+def narrow(server: Server, outbox: Outbox) -> Iterator[str]:
+    """The DSN of a target whose encoding lacks most characters."""
+    name = f"{outbox.slot}_narrow"
+    options = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
+    yield server.create_database(name, options)
+    server.drop_database(name)
+
+
+def test_keys_that_the_target_cannot_spell_are_held_in_order(
+    outbox: Outbox, webhook: Webhook, narrow: str
+) -> None:
+    failing = True
+    webhook.answers = lambda _, body: Answer(503 if failing else 204)
+    create, publish, _ = PROJECTS["debezium"]
+    outbox.conn.execute(create.encode())
+    name = f"{outbox.slot}_other"
+    with closing(connect(narrow)) as target:
+        target.execute("create table relayed (seq bigserial, n int check (n <> 0))")
+        hook = {
+            **{
+                "type": "http",
+                "url": webhook.url,
+                "order_by": "aggregate",
+                "circuit_breaker": None,
+            },
+            "retry": {"wait": 0.05, "max_wait": 0.1, "jitter": 0, "defer_after": 0},
+        }
+        relayed = {
+            "type": "sql",
+            "statement": "insert into relayed (n) values ((%(payload)s->>'n')::int)",
+            "on_exhausted": "block_key",
+        }
+        settings = outbox.settings(
+            source={"dsn": outbox.dsn, "slot": name, "publication": name, "profile": "debezium"},
+            target={"dsn": narrow},
+            group="other",
+            handlers={"relayed": relayed, "hook": hook},
+            routes=[{"handlers": ["relayed", "hook"]}],
+        )
+        initialise(settings)
+        with relaying(settings):
+            for number in range(3):
+                outbox.conn.execute(publish.encode(), {"key": "日本", "n": number})
+            deferred = "select sink, count(*) from relay.deferred group by 1 order by 1"
+            wait_until(
+                lambda: target.execute(deferred).fetchall() == [("", 3), ("hook", 3)],
+            )
+            failing = False
+            target.execute("alter table relayed drop constraint relayed_n_check")
+            letters = DeadLetters(settings, target)
+            letters.replay(letters.find(Filter()), None)
+            wait_until(lambda: target.execute(deferred).fetchall() == [])
+        found = target.execute("select n from relayed order by seq").fetchall()
+        assert found == [(0,), (1,), (2,)]
+    assert [request.event["data"]["n"] for request in webhook.taken][-3:] == [0, 1, 2]

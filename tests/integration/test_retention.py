@@ -18,12 +18,14 @@ from relay.admin.partitioning import partition, partition_new
 from relay.config import OWN_OUTBOX, Settings
 from relay.cursors import plan_seek, seek
 from relay.faults import ConfigurationError
+from relay.install import initialise
 from relay.preflight import examine
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service
 from relay.spark.session import Session
 from relay.spark.source import register
+from relay.store import migrations
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -537,3 +539,59 @@ def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
         ) == [owner]
     finally:
         outbox.conn.execute(f"drop owned by {owner} cascade; drop role {owner}".encode())
+
+
+def test_a_schema_that_is_migrated_still_removes_events(kept: Outbox) -> None:
+    """With the rights of the outbox's owner, whose name needs quotes, for the role relay."""
+    settings = relayed(kept)
+    owner = f"{kept.slot}_Own-er"
+    kept.conn.execute(
+        f'create role "{owner}"; grant create on schema public to "{owner}";'
+        f'alter table outbox_message_t owner to "{owner}"; delete from relay.retained'.encode()
+    )
+    try:
+        initialise(settings)
+        (former, *_) = sorted(migrations.FORMER["source/002_retention.sql"])
+        kept.conn.execute(
+            "update relay.migrations set digest = %s where name = 'source/002_retention.sql'",
+            (former,),
+        )
+        assert initialise(settings) == ["schema file source/002_retention.sql"]
+        with kept.clerk() as (_, dsn):
+            turn(settings, days=30, dsn=dsn)
+        assert kept.value("select count(*) from outbox_message_t") == 0
+    finally:
+        kept.conn.execute(
+            f'reassign owned by "{owner}" to current_user; drop owned by "{owner}"; drop role "{owner}"'.encode()
+        )
+
+
+def test_names_that_need_quotes(database: str) -> None:
+    with Outbox(database) as shop:
+        shop.conn.execute(
+            """
+            create schema "Shop";
+            create table "Shop"."Orders" (id uuid primary key default gen_random_uuid(), host_id uuid, event_type text,
+                                          payload jsonb);
+            create table seen (id uuid)
+            """
+        )
+        settings = shop.settings(
+            **KEEP,
+            source={**shop.config()["source"], "table": "Shop.Orders"},
+            handlers={"seen": {"type": "sql", "statement": "insert into seen values (%(id)s)"}},
+            routes=[{"handlers": ["seen"]}],
+        )
+        initialise(settings)
+        insert = 'insert into "Shop"."Orders" (host_id, event_type, payload) values (gen_random_uuid(), %s, %s)'
+        for count in (1, 2):
+            with relaying(settings):
+                shop.conn.execute(insert, ("e", Jsonb({})))
+                wait_until(lambda count=count: shop.value("select count(*) from seen") == count)  # type: ignore[misc]
+                shop.wait_drained()
+                shop.wait_compared()
+            turn(settings, days=30)
+            assert shop.value('select count(*) from "Shop"."Orders"') == 0
+            partition(settings, "1d")
+        # It is published as before.
+        assert shop.value("select count(*) from pg_publication_tables") == 1

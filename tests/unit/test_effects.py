@@ -101,3 +101,12 @@ def test_no_secret_and_no_long_statement_is_kept() -> None:
     assert "authorization" not in kept
     assert "select 1" in kept
     assert long not in kept
+
+
+def test_the_types_of_ids_decide_effects() -> None:
+    plain, text, same = (
+        Effects.of(Settings.model_validate({"source": {"types": types}}))
+        for types in ({}, {"id": "text"}, {"id": "uuid"})
+    )
+    assert plain == same
+    assert text.difference(plain.values) == "source.types.id (only here)"

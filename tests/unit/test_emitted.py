@@ -277,3 +277,27 @@ def test_the_prefix_decides_effects() -> None:
     settings = Settings(source={"message_prefix": PREFIX, "mode": "wal"})
     assert Effects.of(settings).values["source.message_prefix"] == PREFIX
     assert not settings.source.owns_table
+
+
+@pytest.mark.parametrize("field", ["id", "host_id", "event_type", "aggregate_id"])
+def test_no_text_has_a_zero_character(field: str) -> None:
+    event, note = one({**EVENT, field: "a\0b"}, types={"id": "text", "host_id": "text"})
+    assert event.text(field) is None
+    assert note is not None
+    assert f"{field} has a zero character" in note
+
+
+@pytest.mark.parametrize("unit", ["0", "{}", '{"payload":1}'])
+def test_an_array_of_next_to_nothing_is_one_event(unit: str) -> None:
+    found = received(message(f"[{','.join([unit] * 1_000)}]".encode()))
+    assert len(events(found)) == 1
+    assert "most of its 1000 events have nothing in them" in str(notes(found))
+
+
+def test_an_empty_id_is_none() -> None:
+    first, second = events(
+        received(message(json.dumps([{**EVENT, "id": ""}] * 2).encode()), types={"id": "text"})
+    )
+    assert first.id
+    assert second.id
+    assert first.id != second.id

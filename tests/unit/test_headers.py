@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from relay.config import Route, Settings, Source
 from relay.effects import Effects
-from relay.events import FIELDS, Event, TypedEvent
+from relay.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
 from relay.faults import ConfigurationError, Rejected
 from relay.handlers import cloudevents, relation
 from relay.handlers.sql import SqlEvent
@@ -211,3 +211,11 @@ def test_a_table_that_gains_a_header_midway_gives_it_to_the_rows_after() -> None
         {"region": None},
         {"region": "eu"},
     ]
+
+
+def test_an_event_without_an_id_is_the_same_from_the_wal_and_polled() -> None:
+    def without_id(**fields: str) -> str:
+        return cloudevents.identity(Event(tuple(fields.get(name) for name in EVENT_FIELDS)))
+
+    assert without_id(id="", c_offset="7", commit_lsn="0/10") == without_id(c_offset="7") == "/7"
+    assert without_id(commit_lsn="0/10") == "0/10/"
