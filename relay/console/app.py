@@ -218,6 +218,9 @@ def _answered(request: Request, error: Exception) -> Response:
             return _answer(
                 request, 503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less"
             )
+        case psycopg.errors.StatementTooComplex() | psycopg.errors.ProgramLimitExceeded():
+            # Operational errors too, of what was asked: as JSON that is nested too deep.
+            return _answer(request, 409, f"the database refuses: {first_line(error)}")
         case psycopg.OperationalError():
             return _answer(request, 503, f"the database is away: {first_line(error)}")
         case psycopg.Error():

@@ -663,50 +663,55 @@ ODD_QUERIES = (
 )
 
 
-@pytest.mark.parametrize("query", ODD_QUERIES, ids=lambda each: each[:40])
-def test_an_odd_request_is_refused_in_a_sentence(address: str, query: str) -> None:
+def test_an_odd_request_is_refused_in_a_sentence(address: str) -> None:
     """Never as a failure of relay's, whatever is in it."""
-    visitor = Visitor(address)
-    answer = visitor.client.get(f"{G}/{query}")
-    assert answer.status_code in (200, 404, 409, 422), answer.text[-500:]
-    assert "<script>" not in answer.text
-    program = Program(address)
-    answer = program.client.get(f"/{query}")
-    assert answer.status_code in (200, 404, 405, 409, 422), answer.text[-500:]
+    visitor, program = Visitor(address), Program(address)
+    for query in ODD_QUERIES:
+        page = visitor.client.get(f"{G}/{query}")
+        assert page.status_code in (200, 404, 409, 422), query[:80]
+        assert "<script>" not in page.text
+        answer = program.client.get(f"/{query}")
+        assert answer.status_code in (200, 404, 405, 409, 422), query[:80]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"reason": "\\ud800", "all": true}',
-        b'{"reason": "\\u0000", "all": true}',
-        b'{"reason": "x", "filter": {"ids": [99999999999999999999999]}}',
-        b'{"reason": "x", "filter": {"ids": [' + b"9" * 5_000 + b"]}}",
-        b'{"reason": "x", "filter": {"exception": "\\ud800"}}',
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b"NaN",
-    ],
-    ids=lambda each: repr(each[:45]),
+ODD_BODIES = (
+    b'{"reason": "\\ud800", "all": true}',
+    b'{"reason": "\\u0000", "all": true}',
+    b'{"reason": "x", "filter": {"ids": [99999999999999999999999]}}',
+    b'{"reason": "x", "filter": {"ids": [' + b"9" * 5_000 + b"]}}",
+    b'{"reason": "x", "filter": {"exception": "\\ud800"}}',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b"NaN",
 )
-def test_an_odd_body_is_refused_in_a_sentence(outbox: Outbox, address: str, body: bytes) -> None:
+
+
+def test_an_odd_body_is_refused_in_a_sentence(outbox: Outbox, address: str) -> None:
     program = Program(address, **{"content-type": "application/json"})
-    for path in ("/dead-letters/replay", "/deferred/run", "/sinks/hook/pause"):
-        answer = program.client.post(path, content=body)
-        assert answer.status_code in (200, 400, 404, 409, 422), answer.text
+    for body in ODD_BODIES:
+        for path in ("/dead-letters/replay", "/deferred/run", "/sinks/hook/pause"):
+            answer = program.client.post(path, content=body)
+            assert answer.status_code in (200, 400, 404, 409, 422), (body[:60], answer.text)
     assert outbox.value("select count(*) from relay.dead_letter_actions") == 0
 
 
-@pytest.mark.parametrize(
-    "payload", ["[" * 50_000 + "]" * 50_000, '"\\u0000"', '"\\ud800"', "{", "", "1e999999", "\x00"]
-)
 def test_an_odd_payload_is_refused_in_a_sentence(
-    outbox: Outbox, settings: Settings, address: str, payload: str
+    outbox: Outbox, settings: Settings, address: str
 ) -> None:
     (letter,) = kill_some(outbox, settings)
-    fields = {"id": str(letter), "payload": payload, "reason": "x"}
-    page = Visitor(address).send(f"{G}/dead-letter/edit", **fields)
-    body = {"reason": "x", "payload": payload}
-    answer = Program(address).client.post(f"/dead-letters/{letter}/payload", json=body)
-    assert page.status_code == answer.status_code == 409, page.text[-300:] + answer.text
+    visitor, program = Visitor(address), Program(address)
+    for payload in (
+        "[" * 50_000 + "]" * 50_000,
+        '"\\u0000"',
+        '"\\ud800"',
+        "{",
+        "",
+        "1e999999",
+        "\x00",
+    ):
+        fields = {"id": str(letter), "payload": payload, "reason": "x"}
+        page = visitor.send(f"{G}/dead-letter/edit", **fields)
+        body = {"reason": "x", "payload": payload}
+        answer = program.client.post(f"/dead-letters/{letter}/payload", json=body)
+        assert page.status_code == answer.status_code == 409, payload[:30]
     assert outbox.value("select payload->>'amount' from relay.dead_letter_queue") == "-1"
