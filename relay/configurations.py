@@ -137,6 +137,11 @@ def _in_folder(folder: Path) -> list[Path]:
 def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
     if one.group == other.group and _database(one.target_dsn) == _database(other.target_dsn):
         yield f"group: both have {one.group!r} in the same target: name another group in one of them"
+    elif one.group == other.group and (one.observe.observes or other.observe.observes):
+        yield (
+            f"group: both have {one.group!r}, and what is observed tells groups by their names: name another group in "
+            "one of them"
+        )
     streams = "poll" not in (one.source.mode, other.source.mode)
     # A slot's name is unique in the whole server.
     same_server = _database(one.source_dsn)[:2] == _database(other.source_dsn)[:2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 from fastapi import FastAPI, Request
@@ -30,6 +33,10 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES = 1_500_000
 """The largest request that is read."""
+LOGIN_BYTES = 10_000
+"""The largest one of somebody who is not known yet."""
+BODY_SECONDS = 30.0
+"""How long the body of a request may take to come."""
 _SAFE = frozenset({"GET", "HEAD"})
 _OPEN = ("/static/", "/login")
 """What a browser needs before it has logged in."""
@@ -119,7 +126,7 @@ class Gate:
         try:
             refusal = _refusal(request)
             if refusal is None:
-                await self._app(scope, _bounded(receive), guarded)
+                await self._app(scope, _bounded(receive, _most_bytes(request)), guarded)
             else:
                 await refusal(scope, receive, guarded)
         except Exception as error:
@@ -132,12 +139,13 @@ class Gate:
 
 def _refusal(request: Request) -> Response | None:
     """Why a request is refused before anything looks at it; None if it is not."""
-    path, changes = request.url.path, request.method not in _SAFE
-    if int(request.headers.get("content-length") or 0) > BODY_BYTES:
-        return _answer(request, 413, f"the request has more than {BODY_BYTES} bytes")
+    changes = request.method not in _SAFE
+    most = _most_bytes(request)
+    if int(request.headers.get("content-length") or 0) > most:
+        return _answer(request, 413, f"the request has more than {most} bytes")
     if changes and not is_from_here(request):
         return _answer(request, 403, "another site has sent this request: it is refused")
-    if path.startswith(_OPEN):
+    if _is_open(request):
         return None
     guard: Guard = request.app.state.guard
     try:
@@ -162,20 +170,26 @@ def _unknown(request: Request, guard: Guard) -> Response:
         )
     if not guard.has_login:
         return _answer(request, 401, "the reverse proxy has not said who you are: go through it")
-    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    asked = quote(_path(request)) + (f"?{request.url.query}" if request.url.query else "")
     return RedirectResponse(pages.login_url(asked), 303)
 
 
-def _bounded(receive: Receive) -> Receive:
-    """The request's body, which ends in an error where it is too large."""
-    read = 0
+def _bounded(receive: Receive, most: int) -> Receive:
+    """The request's body, which ends in an error where it is too large, or takes too long."""
+    read, whole, ends = 0, False, time.monotonic() + BODY_SECONDS
 
     async def receiving() -> Message:
-        nonlocal read
-        message = await receive()
+        nonlocal read, whole
+        if whole:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, ends - time.monotonic()))
+        except TimeoutError:
+            raise HTTPException(408, "the request has taken too long to come") from None
         read += len(message.get("body", b""))
-        if read > BODY_BYTES:
-            raise HTTPException(413, f"the request has more than {BODY_BYTES} bytes")
+        whole = not message.get("more_body", False)
+        if read > most:
+            raise HTTPException(413, f"the request has more than {most} bytes")
         return message
 
     return receiving
@@ -204,6 +218,9 @@ def _answered(request: Request, error: Exception) -> Response:
             return _answer(
                 request, 503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less"
             )
+        case psycopg.errors.StatementTooComplex() | psycopg.errors.ProgramLimitExceeded():
+            # Operational errors too, of what was asked: as JSON that is nested too deep.
+            return _answer(request, 409, f"the database refuses: {first_line(error)}")
         case psycopg.OperationalError():
             return _answer(request, 503, f"the database is away: {first_line(error)}")
         case psycopg.Error():
@@ -222,6 +239,7 @@ _TITLES = {
     403: "Refused",
     404: "Not there",
     405: "Not allowed",
+    408: "Too slow",
     409: "Cannot be done",
     413: "Too large",
     415: "Not JSON",
@@ -245,8 +263,21 @@ def _answer(request: Request, status: int, detail: str) -> Response:
     )
 
 
+def _path(request: Request) -> str:
+    """The path that routes are found by; that of the request's URL could begin with the header `Host`."""
+    return str(request.scope["path"])
+
+
+def _is_open(request: Request) -> bool:
+    return _path(request).startswith(_OPEN)
+
+
+def _most_bytes(request: Request) -> int:
+    return LOGIN_BYTES if _is_open(request) else BODY_BYTES
+
+
 def _is_api(request: Request) -> bool:
-    return request.url.path.startswith("/api/")
+    return _path(request).startswith("/api/")
 
 
 def _where(error: BaseException) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import BoundedSemaphore
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -19,7 +20,7 @@ from relay.console import measured
 from relay.console.measured import Series
 from relay.cursors import Standing
 from relay.deferrals import Deferrals
-from relay.faults import ConfigurationError, Unreachable
+from relay.faults import ConfigurationError, TransientFault, Unreachable
 from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.preflight import reach_target
@@ -55,6 +56,9 @@ COUNT_SECONDS = 2.0
 """How long the rows may be counted that a partition or a sink has still to look at; without an answer there is none."""
 ACT_SECONDS = 60.0
 """How long a statement may take that changes something."""
+ASKING = 20
+"""How many requests wait for the databases side by side; there are threads left for those that need none."""
+_TURN_SECONDS = 1.0
 HISTORY_HOURS = history.KEPT_SECONDS / 3600
 """How far back the samples go at most."""
 _KINDS = 12
@@ -354,9 +358,26 @@ class Group:
         return Missing(f"there is no dead letter {letter} in group {self.name!r}")
 
 
+_asking = BoundedSemaphore(ASKING)
+
+
+@contextmanager
+def _sessions(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sessions with settings, for a request whose turn it is. Raises TransientFault where too many wait."""
+    if not _asking.acquire(timeout=_TURN_SECONDS):
+        raise TransientFault(
+            f"the databases do not answer: {ASKING} requests wait for them: try again later"
+        )
+    try:
+        with sessions_with(settings):
+            yield
+    finally:
+        _asking.release()
+
+
 @contextmanager
 def _reading(seconds: float = READ_SECONDS) -> Iterator[None]:
-    with sessions_with({"statement_timeout": f"{seconds * 1000:.0f}"}):
+    with _sessions({"statement_timeout": f"{seconds * 1000:.0f}"}):
         yield
 
 
@@ -367,5 +388,5 @@ def _acting(by: str) -> Iterator[None]:
         "lock_timeout": f"{_LOCK_SECONDS * 1000:.0f}",
         "relay.operator": by,
     }
-    with sessions_with(settings):
+    with _sessions(settings):
         yield

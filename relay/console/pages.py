@@ -32,6 +32,9 @@ _OFTEN, _SELDOM = 5, 15
 """Seconds after which a page that is watched is read again."""
 _STATUSES = ("dead", "replaying", "replayed", "discarded")
 
+_DIGITS = 20
+"""What a bigint has, with its sign."""
+
 Form = dict[str, str]
 
 
@@ -416,8 +419,8 @@ def _reason(form: Form) -> str:
 def _number(text: str) -> int | None:
     if not text.strip():
         return None
-    if not text.strip().isdecimal():
-        raise ConfigurationError(f"{text!r} is no number")
+    if not text.strip().isdecimal() or len(text) > _DIGITS:
+        raise ConfigurationError(f"{text[:_DIGITS]!r} is no number")
     return int(text)
 
 

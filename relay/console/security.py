@@ -78,29 +78,34 @@ class Signer:
 
 
 class Failures:
-    """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads."""
+    """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads.
+
+    The same one counts once: a program that still has a former token guesses nothing, and must not keep out all others
+    of its address, as behind a reverse proxy.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = Lock()
-        self._counted: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._counted: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
 
     def require_few(self, address: str) -> None:
         """Raise TooManyFailures if the address has to wait."""
         with self._lock:
-            since, count = self._counted.get(address, (0.0, 0))
-            left = since + _WINDOW_SECONDS - self._clock()
+            since, tokens = self._counted.get(address, (0.0, ()))
+            count, left = len(tokens), since + _WINDOW_SECONDS - self._clock()
         if count >= _FAILURES and left > 0:
             raise TooManyFailures(left)
 
-    def note(self, address: str) -> None:
+    def note(self, address: str, token: str) -> None:
         """The address has sent a wrong token."""
         now = self._clock()
         with self._lock:
-            since, count = self._counted.pop(address, (now, 0))
-            self._counted[address] = (
-                (now, 1) if now - since > _WINDOW_SECONDS else (since, count + 1)
-            )
+            since, tokens = self._counted.pop(address, (now, set()))
+            if now - since > _WINDOW_SECONDS:
+                since, tokens = now, set()
+            tokens.add(sha256(token.encode("utf-8", "replace")).digest())
+            self._counted[address] = (since, tokens)
             if len(self._counted) > _ADDRESSES:
                 self._counted.popitem(last=False)
 
@@ -167,7 +172,7 @@ class Guard:
         self._failures.require_few(address)
         if equal(given, self._token):
             return True
-        self._failures.note(address)
+        self._failures.note(address, given)
         return False
 
 

@@ -31,6 +31,7 @@ class Server:
             import uvicorn
 
             from relay.console.app import create_app
+            from relay.console.connections import Impatient
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "relay":
                 raise
@@ -42,7 +43,10 @@ class Server:
             uvicorn.Config(
                 create_app(groups, console),
                 log_config=None,
-                log_level="warning",
+                # Below that is what any client can cause: it would fill the log.
+                log_level="error",
+                http=Impatient,
+                ws="none",
                 access_log=False,
                 lifespan="off",
                 server_header=False,

@@ -1,7 +1,8 @@
-"""What metrics and health show of the two databases: read by one thread, on connections of its own.
+"""What metrics and health show of the two databases: read by threads of their own, on connections of their own.
 
 A look is cheap: a row for each sink, slot and handler. Counts of what is unread, deferred and dead take as long as
-there is much of it, so they are read seldom where they take long, and only by a process that reads the source.
+there is much of it, so they are read seldom where they take long, and only by a process that reads the source. A
+database that does not answer, and a count that takes long, keep nobody waiting who looks at something else.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psycopg
 
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import RelayError, describe
+from relay.faults import RelayError, describe, kind_of
 from relay.source.applied import applied_in
 from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_state
 from relay.store import brakes, dead_letters, deferred, groups, presence, sinks, snapshots
 from relay.store.connections import connect, pin_text_form
+from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ Found = TypeVar("Found")
 APPLICATION_NAME = "relay observe"
 STATEMENT_SECONDS = 5
 """How long a statement may take: what takes longer is not shown."""
+ANSWER_SECONDS = 5.0
+"""How long a look is waited for: of a database that has not answered by then, nothing is shown."""
 COUNT_SECONDS = 10.0
 """How often is counted, at most."""
 COUNTING_SHARE = 0.05
@@ -75,10 +79,13 @@ class SourceLook:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """How many events a reader has not had, and the moment of the oldest, where it is known."""
+    """How many events a reader has not had, and how old the oldest was when they were counted, in seconds.
+
+    An age that grew until the next count would be that of an event which may be long applied.
+    """
 
     events: int
-    oldest: datetime | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +100,16 @@ class Counted:
 
 
 @dataclass(slots=True, eq=False)
-class Look:
-    """The last look at a database: when it succeeded and when it failed (monotonic clock, seconds), and why."""
+class Look(Generic[Found]):
+    """The last look at a database: what it found, when it succeeded (monotonic clock, seconds), or why it failed.
 
+    `found` is None while nothing is known; `asking` is the thread that looks.
+    """
+
+    found: Found | None = None
     succeeded: float | None = None
-    failed: float | None = None
     fault: str | None = None
+    asking: Thread | None = None
 
     def is_up(self, within: float) -> bool:
         """Whether it succeeded last, not longer ago than so many seconds."""
@@ -110,62 +121,88 @@ class Look:
 class Databases:
     """Reads both databases. `look` is for one thread; what it finds may be read in any.
 
-    `source_look`, `target_look` and `counted` are None while nothing is known.
+    `counted` is None while nothing is known.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._rows = OutboxRows(settings)
-        self._source: Connection | None = None
-        self._target: Connection | None = None
+        self._connections: dict[tuple[str, str], Connection] = {}
+        self._counts = False
+        self._counting: Thread | None = None
         self._next_count = 0.0
-        self.source = Look()
-        self.target = Look()
-        self.source_look: SourceLook | None = None
-        self.target_look: TargetLook | None = None
+        self.source: Look[SourceLook] = Look()
+        self.target: Look[TargetLook] = Look()
         self.counted: Counted | None = None
 
+    @property
+    def source_look(self) -> SourceLook | None:
+        """What the last look at the source found; None while nothing is known."""
+        return self.source.found
+
+    @property
+    def target_look(self) -> TargetLook | None:
+        """What the last look at the target found; None while nothing is known."""
+        return self.target.found
+
     def close(self) -> None:
-        """Close the connections."""
-        for conn in (self._source, self._target):
-            if conn is not None:
-                conn.close()
-        self._source = self._target = None
+        """Close the connections, but those on which something is still asked."""
+        self._counts = False
+        if any(map(_runs, (self.source.asking, self.target.asking, self._counting))):
+            return
+        for conn in self._connections.values():
+            conn.close()
 
     def look(self, pids: Iterable[int], counts: bool) -> None:
         """Read both; `pids` are sessions of the target to look at, `counts` says that this process counts."""
-        self.target_look = self._try(self.target, self._look_at_target, list(pids))
-        self.source_look = self._try(self.source, self._look_at_source)
-        if not counts:
+        ends = time.monotonic() + ANSWER_SECONDS
+        self._ask(self.target, self._look_at_target, list(pids))
+        self._ask(self.source, self._look_at_source)
+        for look in (self.target, self.source):
+            self._await(look, ends)
+        self._counts = counts
+        if not counts or None in (self.target_look, self.source_look):
             self.counted = None
             return
-        if time.monotonic() < self._next_count or None in (self.target_look, self.source_look):
-            return
-        began = time.monotonic()
-        with suppress(psycopg.Error):
-            self.counted = self._count()
-        took = time.monotonic() - began
-        self._next_count = began + max(COUNT_SECONDS, took / COUNTING_SHARE)
+        if time.monotonic() >= self._next_count and not _runs(self._counting):
+            self._counting = Thread(self._count, name="observe counts", daemon=True)
+            self._counting.start()
 
-    def _try(self, look: Look, read: Callable[..., Found], *arguments: object) -> Found | None:
+    def _ask(self, look: Look[Found], read: Callable[..., Found], *arguments: object) -> None:
+        """Look at a database, unless the last look is not over."""
+        if not _runs(look.asking):
+            look.asking = Thread(
+                self._try, name="observe looks", args=(look, read, *arguments), daemon=True
+            )
+            look.asking.start()
+
+    def _await(self, look: Look[Any], ends: float) -> None:
+        assert look.asking is not None  # noqa: S101
+        look.asking.join(max(0.0, ends - time.monotonic()))
+        if look.asking.is_alive():
+            look.found = None
+
+    def _try(self, look: Look[Found], read: Callable[..., Found], *arguments: object) -> None:
         try:
-            found = read(*arguments)
+            look.found = read(*arguments)
         except psycopg.Error as error:
-            look.failed, look.fault = time.monotonic(), describe(error)
+            look.found, look.fault = None, describe(error)
             log.debug("cannot look at a database", extra={"fault": look.fault})
-            return None
+            return
+        except Exception as error:
+            look.found, look.fault = None, kind_of(error)
+            log.exception("cannot observe")
+            return
         look.succeeded, look.fault = time.monotonic(), None
-        return found
 
     @contextmanager
-    def _connected(self, of: str) -> Any:
-        """The connection to a database, closed where it is of no use any more."""
-        name = f"_{of}"
-        conn: Connection | None = getattr(self, name)
+    def _connected(self, of: str, use: str = "looks") -> Any:
+        """The connection to a database for one use, closed where it is of no use any more."""
+        conn = self._connections.get((of, use))
         if conn is None or conn.closed:
             dsn = self._settings.source_dsn if of == "source" else self._settings.target_dsn
             conn = connect(dsn, application_name=APPLICATION_NAME, **_REACH)
-            setattr(self, name, conn)
+            self._connections[of, use] = conn
             pin_text_form(conn)
             conn.execute(
                 f"set statement_timeout = '{STATEMENT_SECONDS}s'; set lock_timeout = '1s';"
@@ -222,10 +259,28 @@ class Databases:
             end, safe = row or (None, None)
             return SourceLook(slot, safe, None if end is None else Lsn.parse(end))
 
-    def _count(self) -> Counted:
+    def _count(self) -> None:
+        """Count, and rest after it for as long as that took many times over."""
+        began = time.monotonic()
+        found = None
+        try:
+            found = self._counted()
+        except psycopg.Error as error:
+            log.debug("cannot count", extra={"fault": describe(error)})
+        except Exception:
+            log.exception("cannot observe")
+        took = time.monotonic() - began
+        self._next_count = began + max(COUNT_SECONDS, took / COUNTING_SHARE)
+        if self._counts and found is not None:
+            self.counted = found
+
+    def _counted(self) -> Counted:
         """Count what takes as long as there is much of it. Raises psycopg.OperationalError."""
         group = self._settings.group
-        with self._connected("target") as target, self._connected("source") as source:
+        with (
+            self._connected("target", "counts") as target,
+            self._connected("source", "counts") as source,
+        ):
             return Counted(
                 _or_none(self._unread, source, target),
                 _or_none(self._unread_of_sinks, source, target) or {},
@@ -241,7 +296,7 @@ class Databases:
             return None
         found = self._rows.unread(source, applied, snapshots.noted(target, group))
         moments = [moment for _, moment in found.values() if moment is not None]
-        return Unread(sum(count for count, _ in found.values()), min(moments, default=None))
+        return Unread(sum(count for count, _ in found.values()), age(min(moments, default=None)))
 
     def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Unread]:
         """Of the configured sinks that the stream does not feed."""
@@ -255,7 +310,8 @@ class Databases:
             done = sinks.done(target, self._settings.group, each.sink)
             unread = _or_none(self._rows.unread_after, source, each.position, done)
             if unread is not None:
-                found[each.sink] = Unread(*unread)
+                events, oldest = unread
+                found[each.sink] = Unread(events, age(oldest))
         return found
 
 
@@ -269,6 +325,10 @@ def _or_none(read: Callable[..., Found], *arguments: object) -> Found | None:
     except (psycopg.Error, RelayError) as error:
         log.debug("cannot count", extra={"fault": describe(error)})
     return None
+
+
+def _runs(thread: Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
 
 
 def age(moment: datetime | None) -> float:

@@ -146,13 +146,13 @@ class ServiceGauges:
         sinks, handlers = self._settings.sink_handlers, self._settings.handlers
         if counted.target is not None:
             found["relay_target_lag_events"][()] = counted.target.events
-            found["relay_target_lag_seconds"][()] = age(counted.target.oldest)
+            found["relay_target_lag_seconds"][()] = counted.target.seconds
         for sink, unread in counted.sinks.items():
             if (sink,) in found["relay_sink_lag_events"]:
                 # Attached meanwhile.
                 continue
             found["relay_sink_lag_events"][(sink,)] = unread.events
-            found["relay_sink_lag_seconds"][(sink,)] = age(unread.oldest)
+            found["relay_sink_lag_seconds"][(sink,)] = unread.seconds
         self._sink_bytes(found, source.end if source else None)
         self._deferred(found)
         if counted.keys is not None:

@@ -2,7 +2,7 @@
 
 It is not live where nothing goes on that would go on by itself, so that only a new process helps: a thread that does
 not beat, a handler that neither computes nor lets the target work, a Spark session that batches need and that cannot
-be built. While a database is away relay waits, and is live.
+be built. While a database is away, or takes its time, relay waits, and is live.
 
 It is ready while it reads the source, or stands by, and the target answers. A sink that is down is told, and counts for
 neither.
@@ -86,22 +86,35 @@ class Liveness:
         self._databases = databases
         self._seen: dict[Job, _Seen] = {}
         self._sampled = time.monotonic()
+        self._ran = False
+        self._stopping_since: float | None = None
 
     def sample(self) -> None:
         """Note which jobs go on, after a look at the target."""
         now = time.monotonic()
+        self._note_stop(now)
         look = self._databases.target_look
         seen: dict[Job, _Seen] = {}
         for job in self._parts.pipeline.applier.at_work.jobs():
             before = self._seen.get(job)
             ticks = _ticks(job.thread)
             began = look.began.get(job.pid) if look and job.pid else None
+            if began is None and before is not None:
+                # The session may have ended, and the thread hang all the same.
+                began = before.began
             moved = before.moved if before else now
             computes = before is not None and ticks is not None and ticks != before.ticks
-            if look is None or (job.pid in look.active) or (before and began != before.began):
-                # Without the target nobody knows.
-                moved = now
-            elif computes and now - job.at < self._limits.busy_seconds:
+            may_compute = now - job.at < self._limits.busy_seconds
+            # Without the target nobody knows, nor behind a pooler, whose sessions have other numbers. The source may
+            # take as long as it wants.
+            if (
+                look is None
+                or (job.pid is not None and began is None)
+                or job.reads
+                or job.pid in look.active
+                or (before and began != before.began)
+                or (computes and may_compute)
+            ):
                 moved = now
             seen[job] = _Seen(moved, ticks, began)
         self._seen, self._sampled = seen, now
@@ -109,9 +122,22 @@ class Liveness:
     def health(self) -> Health:
         """How the service is now. Asks nobody, and waits for nothing."""
         if not self._parts.running():
-            starting = State("service", Level.NOT_READY, "starts or stops")
-            return Health(self._settings.group, (starting,))
+            return Health(self._settings.group, (self._service(),))
         return Health(self._settings.group, tuple(self._states()))
+
+    def _note_stop(self, now: float) -> None:
+        if self._parts.running():
+            self._ran, self._stopping_since = True, None
+        elif self._ran and self._stopping_since is None:
+            self._stopping_since = now
+
+    def _service(self) -> State:
+        """Where nothing is relayed. It starts for as long as a database is away, but it ends within its limits."""
+        since = self._stopping_since
+        stopping = 0.0 if since is None else time.monotonic() - since
+        if stopping > self._limits.busy_seconds:
+            return State("service", Level.HANGS, f"stops, for {stopping:.0f} s")
+        return State("service", Level.NOT_READY, "starts or stops")
 
     def _states(self) -> Iterator[State]:
         parts = self._parts
@@ -159,7 +185,7 @@ class Liveness:
             return
         for job, seen in self._seen.items():
             still = now - max(seen.moved, job.at)
-            if still > self._limits.stall_seconds:
+            if not job.reads and still > self._limits.stall_seconds:
                 what = f"handler {job.handler}" if job.handler else "a task"
                 yield State(what, Level.HANGS, f"no statement and no computing for {still:.0f} s")
 

@@ -7,9 +7,10 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import BoundedSemaphore, Lock, Thread
+from threading import BoundedSemaphore, Lock, Thread, Timer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 CLIENT_SECONDS = 5.0
 """How long a client may take to send its request, or to take what it asked for, from one packet to the next."""
+ANSWER_SECONDS = 10.0
+"""How long a request may take in all: who sends it byte by byte must not keep a health check out."""
 MOST_CLIENTS = 16
 """How many requests are answered side by side; others are refused at once."""
 
@@ -156,13 +159,22 @@ class _BoundedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        late = Timer(ANSWER_SECONDS, _end, (request,))
+        late.daemon = True
+        late.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            late.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request to observe.listen failed", exc_info=True)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Requests(BaseHTTPRequestHandler):

@@ -224,7 +224,9 @@ class Applier:
         noted = snapshots.noted_in(conn, self._group, floors)
         events = count = 0
         all_delivered: list[_Delivered] = []
-        for transactions in self._portions(self._of_range(task, floors, noted)):
+        for transactions in self._portions(
+            self.at_work.reading(self._of_range(task, floors, noted))
+        ):
             events += transactions.events
             count += len(transactions)
             left, buried = self._bury_by_reference(conn, transactions, task.by_reference)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident, get_native_id
+from typing import TypeVar
 
 import psycopg
+
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """A task that is applied. `thread` is the native id of the thread, `pid` that of the session's server process.
 
-    `at` is when it went on last (monotonic clock, seconds); `seconds` is how long each handler has taken.
+    `at` is when it went on last (monotonic clock, seconds); `seconds` is how long each handler has taken. `reads` says
+    that it waits for the source.
     """
 
     thread: int
     at: float
     pid: int | None = None
     handler: str | None = None
+    reads: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -45,6 +50,21 @@ class AtWork:
         job = self._jobs.get(get_ident())
         if job is not None:
             job.pid, job.at = conn.pgconn.backend_pid, time.monotonic()
+
+    def reading(self, found: Iterable[Item]) -> Iterator[Item]:
+        """What the source brings; this thread waits for the source whenever the next one is asked for."""
+        job = self._jobs.get(get_ident())
+        if job is None:
+            yield from found
+            return
+        job.reads = True
+        try:
+            for each in found:
+                job.reads, job.at = False, time.monotonic()
+                yield each
+                job.reads = True
+        finally:
+            job.reads, job.at = False, time.monotonic()
 
     @contextmanager
     def handler(self, name: str) -> Iterator[None]:

@@ -13,8 +13,9 @@ import pytest
 
 from relay.embedded import free_port
 from relay.events import Transaction
-from relay.observe import liveness, observer
+from relay.observe import databases, gauges, liveness, observer
 from relay.source import wal
+from relay.source.rows import OutboxRows
 from relay.spark import session as spark_session_module
 from tests.chaos.proxy import through_proxy
 from tests.observing import Poller, Scrape, ask, is_good
@@ -31,6 +32,7 @@ released = threading.Event()
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """relay is looked at more often than in production, and the server asked sooner."""
     monkeypatch.setattr(observer, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(databases, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(wal, "ASK_SECONDS", 1.0)
 
 
@@ -132,6 +134,38 @@ def test_a_half_open_stream_is_told_within_thirty_seconds(outbox: Outbox) -> Non
 
 
 @pytest.mark.rare
+@pytest.mark.usefixtures("hasty")
+def test_a_source_that_answers_no_more_while_it_is_polled(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a task, which waits for it in the target's transaction: nothing hangs, and the target is up."""
+    read = OutboxRows.commits
+    with through_proxy(outbox.dsn) as proxy:
+        reading = threading.Event()
+
+        def stalled(*arguments: Any) -> Any:
+            if not reading.is_set():
+                reading.set()
+                proxy.stall()
+            return read(*arguments)
+
+        monkeypatch.setattr(OutboxRows, "commits", stalled)
+        monkeypatch.setattr(liveness, "UP_SECONDS", 2.0)
+        monkeypatch.setattr(gauges, "UP_SECONDS", 2.0)
+        source = {**outbox.config()["source"], "dsn": proxy.dsn, "mode": "poll"}
+        with asked(outbox, source=source, target={"dsn": outbox.dsn}) as poller:
+            outbox.publish(host(1), event(1))
+            assert reading.wait(30)
+            time.sleep(STALL + 3)
+            told = ask(poller.port, "/readyz").text
+            assert "source: not ready: cannot be polled" in told
+            assert "target" not in told
+            assert Scrape(poller.port).value("relay_database_up", database="target") == 1
+            proxy.resume()
+            outbox.wait_handled()
+        assert poller.bad == []
+
+
 @pytest.mark.usefixtures("hasty")
 def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> None:
     with Outbox(mortal_server.create_database("source")) as outbox:

@@ -169,8 +169,8 @@ def test_who_guesses_tokens_has_to_wait(address: str) -> None:
     """After ten wrong tokens an address is refused for a while, with the right one too."""
     client = httpx.Client(base_url=address)
     statuses = [
-        client.get("/api/v1/groups", headers={"authorization": "Bearer x"}).status_code
-        for _ in range(11)
+        client.get("/api/v1/groups", headers={"authorization": f"Bearer {number}"}).status_code
+        for number in range(11)
     ]
     assert statuses == [401] * 10 + [429]
     late = client.post("/login", data={"name": "anna", "token": TOKEN})
@@ -622,3 +622,98 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigurationError, match=r"install relay-outbox\[console\]"):
         Server([settings], settings.observe.console)
+
+
+ODD_QUERIES = (
+    "dead-letters?ids=99999999999999999999999",
+    "dead-letters?ids=" + "9" * 5_000,
+    "dead-letters?ids=x",
+    "dead-letters?exception=%00",
+    "dead-letters?exception=%ff%fe",
+    "dead-letters?exception=%ED%A0%80",
+    "dead-letters?exception='%20or%201=1--",
+    "dead-letters?kind=%25&handler=%27&event_type=%22&transaction=x&host=y",
+    "dead-letters?since=0001-01-01&until=9999-12-31",
+    "dead-letters?since=infinity",
+    "dead-letters?before=99999999999999999999999",
+    "dead-letters?before=-1",
+    "dead-letters?limit=-5",
+    "dead-letters?status=%00",
+    "dead-letter?id=99999999999999999999999",
+    "dead-letter?id=-1",
+    "dead-letter?id=1&after=99999999999999999999999",
+    "dead-letter/payload?id=99999999999999999999999",
+    "deferred?ids=99999999999999999999999&key=%00",
+    "deferred?after=99999999999999999999999",
+    "partitions?after=99999999999999999999999&limit=99999999999999999999999",
+    "partitions/seek?to=99999999999999999999999",
+    "partitions/seek?to=end&partition=99999999999999999999999",
+    "partitions/seek?to=end&partition=" + "9" * 5_000,
+    "partitions/seek?to=%00",
+    "partitions/seek?to=FFFFFFFF/FFFFFFFFF",
+    "partitions/seek?to=9999-12-31T23:59:59",
+    "sink?name=%00",
+    "sink/seek?name=hook&to=%00",
+    "sink/seek?name=hook&to=99999999999999999999999",
+    "sink/seek?name=hook&to=0001-01-01",
+    "sink/drop?name=%3Cscript%3E",
+    "actions?before=99999999999999999999999&about=%3Cscript%3E",
+    "?hours=nan",
+    "?hours=inf",
+    "?hours=-1",
+    "?hours=1e308",
+)
+
+
+def test_an_odd_request_is_refused_in_a_sentence(address: str) -> None:
+    """Never as a failure of relay's, whatever is in it."""
+    visitor, program = Visitor(address), Program(address)
+    for query in ODD_QUERIES:
+        page = visitor.client.get(f"{G}/{query}")
+        assert page.status_code in (200, 404, 409, 422), query[:80]
+        assert "<script>" not in page.text
+        answer = program.client.get(f"/{query}")
+        assert answer.status_code in (200, 404, 405, 409, 422), query[:80]
+
+
+ODD_BODIES = (
+    b'{"reason": "\\ud800", "all": true}',
+    b'{"reason": "\\u0000", "all": true}',
+    b'{"reason": "x", "filter": {"ids": [99999999999999999999999]}}',
+    b'{"reason": "x", "filter": {"ids": [' + b"9" * 5_000 + b"]}}",
+    b'{"reason": "x", "filter": {"exception": "\\ud800"}}',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b"NaN",
+)
+
+
+def test_an_odd_body_is_refused_in_a_sentence(outbox: Outbox, address: str) -> None:
+    program = Program(address, **{"content-type": "application/json"})
+    for body in ODD_BODIES:
+        for path in ("/dead-letters/replay", "/deferred/run", "/sinks/hook/pause"):
+            answer = program.client.post(path, content=body)
+            assert answer.status_code in (200, 400, 404, 409, 422), (body[:60], answer.text)
+    assert outbox.value("select count(*) from relay.dead_letter_actions") == 0
+
+
+def test_an_odd_payload_is_refused_in_a_sentence(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    (letter,) = kill_some(outbox, settings)
+    visitor, program = Visitor(address), Program(address)
+    for payload in (
+        "[" * 50_000 + "]" * 50_000,
+        '"\\u0000"',
+        '"\\ud800"',
+        "{",
+        "",
+        "1e999999",
+        "\x00",
+    ):
+        fields = {"id": str(letter), "payload": payload, "reason": "x"}
+        page = visitor.send(f"{G}/dead-letter/edit", **fields)
+        body = {"reason": "x", "payload": payload}
+        answer = program.client.post(f"/dead-letters/{letter}/payload", json=body)
+        assert page.status_code == answer.status_code == 409, payload[:30]
+    assert outbox.value("select payload->>'amount' from relay.dead_letter_queue") == "-1"

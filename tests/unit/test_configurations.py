@@ -110,6 +110,13 @@ def test_groups_of_one_name_may_have_different_targets() -> None:
     require_apart(load_all(written(one=ORDERS, other=other)))
 
 
+def test_groups_of_one_name_have_one_set_of_series() -> None:
+    """They would be told twice, and a scrape with a series twice is not taken."""
+    other = PAYMENTS.replace("group: payments", "group: orders").replace("/views", "/other_views")
+    (line,) = refused(ORDERS + "\nobserve: {listen: '127.0.0.1:9464'}\n", other)
+    assert "what is observed tells groups by their names" in line
+
+
 def test_spark_may_differ_where_it_is_not_needed() -> None:
     small = "\nspark: {master: 'local[1]'}\nbatch: {inline_max_events: 10000}\n"
     require_apart(load_all(written(one=ORDERS, other=PAYMENTS + small)))

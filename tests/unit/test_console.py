@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from importlib.resources import files
+from threading import Event
+from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request
 from jinja2 import Environment, PackageLoader
+from starlette.datastructures import URL
+from starlette.types import Message
 
-from relay.console import measured
+from relay.config import Settings
+from relay.console import app, connections, group, measured
+from relay.console.app import create_app
 from relay.console.charts import amount, chart, duration
 from relay.console.measured import Point, Series
 from relay.console.security import Failures, Signer, TooManyFailures, printable
 from relay.observe.history import Sample
+from tests.console import TOKEN, console_of, served
+from tests.outbox import wait_until
 
 
 def samples(count: int, rate: float) -> list[Sample]:
@@ -97,15 +111,24 @@ def test_wrong_tokens_are_counted_by_address() -> None:
     """Ten a minute; another address is not concerned, and a minute later all is forgotten."""
     now = 0.0
     failures = Failures(lambda: now)
-    for _ in range(10):
+    for number in range(10):
         failures.require_few("a")
-        failures.note("a")
+        failures.note("a", f"guess {number}")
     with pytest.raises(TooManyFailures):
         failures.require_few("a")
     failures.require_few("b")
     now = 61.0
     failures.require_few("a")
-    failures.note("a")
+    failures.note("a", "guess")
+    failures.require_few("a")
+
+
+def test_the_same_wrong_token_counts_once() -> None:
+    """A program with the token of yesterday guesses nothing, and keeps nobody out."""
+    failures = Failures(lambda: 0.0)
+    for _ in range(50):
+        failures.require_few("a")
+        failures.note("a", "the token of yesterday")
     failures.require_few("a")
 
 
@@ -113,7 +136,7 @@ def test_addresses_that_are_counted_are_bounded() -> None:
     """Somebody with many addresses takes no memory."""
     failures = Failures(lambda: 0.0)
     for number in range(5_000):
-        failures.note(str(number))
+        failures.note(str(number), "guess")
     assert len(failures._counted) == 1_000
 
 
@@ -140,3 +163,86 @@ def test_its_files_are_in_the_package() -> None:
         assert "|safe" not in text
         assert "style=" not in text
         assert "<script>" not in text
+
+
+def _app() -> FastAPI:
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    assert settings.observe.console is not None
+    return create_app([settings], settings.observe.console)
+
+
+def test_who_is_let_in_depends_on_the_path_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The URL of a request is made of its header Host too, which may hold the beginning of an open path."""
+    monkeypatch.setattr(Request, "url", URL("http://x/static/?/api/v1/groups"))
+    answer = asyncio.run(_asked(_app(), "/api/v1/groups"))
+    assert answer[0]["status"] == 401
+
+
+async def _asked(app: FastAPI, path: str, **scope: Any) -> list[Message]:
+    """What the application sends for a GET, without a client between."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    wanted = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
+    await app({**wanted, "app": app, **scope}, receive, send)
+    return sent
+
+
+def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may be connected: they are closed, and others come in."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    with served(settings) as address, ExitStack() as stack:
+        port = int(address.rpartition(":")[2])
+        for number in range(64):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(b"GET /login" if number % 2 else b"")
+        wait_until(lambda: httpx.get(address + "/login").status_code == 200, 10)
+
+
+def test_a_body_that_does_not_come_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of somebody who is not known, it is small too."""
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    with served(settings) as address:
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+            slow.sendall(
+                b"POST /login HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+                b"content-type: application/x-www-form-urlencoded\r\n\r\nname="
+            )
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        large = httpx.post(f"{address}/login", data={"name": "x" * 20_000, "token": TOKEN})
+        assert large.status_code == 413
+
+
+def test_databases_that_do_not_answer_leave_threads_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen server answers nothing and ends nothing: who asks it must not take all there is."""
+    released = Event()
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    monkeypatch.setattr(group, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr("relay.admin.sinks.listed", lambda *_, **__: released.wait() and [])
+    known = {"authorization": f"Bearer {TOKEN}"}
+    with (
+        served(settings) as address,
+        httpx.Client(base_url=address, timeout=20) as client,
+        ThreadPoolExecutor(group.ASKING + 5) as threads,
+    ):
+        sinks = "/api/v1/groups/default/sinks"
+        asking = [threads.submit(client.get, sinks, headers=known) for _ in range(group.ASKING + 5)]
+        try:
+            refused = next(as_completed(asking)).result()
+            assert refused.status_code == 503
+            assert "the databases do not answer" in refused.text
+            assert client.get("/login").status_code == 200
+        finally:
+            released.set()
+        assert {each.result().status_code for each in asking} == {200, 503}
+        assert client.get(sinks, headers=known).status_code == 200

@@ -7,8 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,11 +23,14 @@ from relay.batch import DeadTransaction
 from relay.config import Settings
 from relay.events import Lsn
 from relay.faults import ConfigurationError
-from relay.observe import metrics, server
+from relay.observe import databases, metrics, server
+from relay.observe.databases import Counted, Databases
+from relay.observe.liveness import Level, Liveness
 from relay.observe.metrics import OTHER, Metrics
 from relay.observe.series import SERIES, table
 from relay.observe.server import Listener, listen
 from relay.observe.settings import Address
+from relay.pipeline.at_work import AtWork
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT
 
@@ -171,3 +179,136 @@ def test_who_is_not_observed_pays_nothing() -> None:
 def test_limits_that_would_call_everything_a_hang(key: str) -> None:
     with pytest.raises(ValidationError, match=key):
         Settings.model_validate({"observe": {key: 1}})
+
+
+def test_a_client_that_sends_byte_by_byte_ends(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time; without an end of all of it, a few such clients would keep a health check out."""
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as slow:
+        began = time.monotonic()
+        slow.settimeout(0.05)
+        while not _has_ended(slow):
+            assert time.monotonic() - began < 3
+
+
+def _has_ended(slow: socket.socket) -> bool:
+    try:
+        slow.sendall(b"G")
+        return not slow.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_database_that_does_not_answer_concerns_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = Event()
+    monkeypatch.setattr(databases, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(Databases, "_look_at_target", lambda _, pids: pids)
+    monkeypatch.setattr(Databases, "_look_at_source", lambda _: released.wait())
+    looking: Any = Databases(Settings(handlers={}))
+    for pid in (1, 2):
+        looking.look([pid], True)
+        assert looking.target_look == [pid]
+        assert looking.target.is_up(1)
+        assert looking.source_look is None
+        assert not looking.source.is_up(1)
+    released.set()
+    looking.source.asking.join()
+    assert looking.source.is_up(1)
+
+
+def test_counting_keeps_no_look_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, found = Event(), Counted()
+
+    def count(_: Databases) -> Counted:
+        released.wait()
+        return found
+
+    monkeypatch.setattr(Databases, "_look_at_target", lambda _, pids: pids)
+    monkeypatch.setattr(Databases, "_look_at_source", lambda _: 1)
+    monkeypatch.setattr(Databases, "_counted", count)
+    looking: Any = Databases(Settings(handlers={}))
+    began = time.monotonic()
+    looking.look([1], True)
+    looking.look([2], True)
+    assert time.monotonic() - began < 1
+    assert (looking.target_look, looking.counted) == ([2], None)
+    released.set()
+    looking._counting.join()
+    assert looking.counted is found
+
+
+def test_an_age_does_not_grow_until_the_next_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where counting takes long the next one comes late: the event is applied by then, and the lag would be false."""
+    now = datetime.now(UTC)
+    looking: Any = Databases(Settings(handlers={}))
+    monkeypatch.setattr(databases, "applied_in", lambda *_: [1])
+    monkeypatch.setattr("relay.store.snapshots.noted", lambda *_: [])
+    monkeypatch.setattr(looking._rows, "unread", lambda *_: {0: (3, now - timedelta(seconds=7))})
+    found = looking._unread(None, None)
+    assert found is not None
+    assert (found.events, round(found.seconds)) == (3, 7)
+
+
+def test_a_service_that_stops_and_does_not_end_hangs() -> None:
+    """One that starts may have to wait for a database for hours."""
+    at_work, runs = AtWork(), False
+    pipeline = SimpleNamespace(applier=SimpleNamespace(at_work=at_work))
+    parts: Any = SimpleNamespace(pipeline=pipeline, running=lambda: runs)
+    databases: Any = SimpleNamespace(target_look=None)
+    limits: Any = {"busy_seconds": 30, "stall_seconds": 2}
+    judge = Liveness(Settings(handlers={}, observe=limits), parts, databases)
+    judge._limits = SimpleNamespace(busy_seconds=0.0)  # type: ignore[assignment]
+    judge.sample()
+    assert judge.health().live
+    runs = True
+    judge.sample()
+    runs = False
+    assert judge.health().live
+    judge.sample()
+    time.sleep(0.01)
+    assert not judge.health().live
+
+
+@pytest.mark.parametrize(("sessions", "live"), [({}, True), ({7: datetime.now(UTC)}, False)])
+def test_a_task_whose_session_nobody_sees_is_not_judged(
+    sessions: dict[int, datetime], live: bool
+) -> None:
+    """A pooler tells another number than the server's. A session that was seen, and has ended, is another matter."""
+    at_work = AtWork()
+    parts: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(applier=SimpleNamespace(at_work=at_work)), running=lambda: True
+    )
+    looked: Any = SimpleNamespace(target_look=SimpleNamespace(active=frozenset(), began=sessions))
+    judge = Liveness(Settings(handlers={}), parts, looked)
+    judge._limits = SimpleNamespace(busy_seconds=900.0, stall_seconds=0.05)  # type: ignore[assignment]
+    with at_work.job() as job:
+        job.pid, job.thread = 7, -1
+        judge.sample()
+        looked.target_look.began = {}
+        time.sleep(0.1)
+        judge.sample()
+        assert [each.level for each in judge._jobs()] == ([] if live else [Level.HANGS])
+
+
+def test_a_task_that_waits_for_the_source_says_so() -> None:
+    """In between, while what it has read is applied, it does not."""
+    at_work, seen = AtWork(), []
+
+    def rows() -> Iterator[int]:
+        seen.append(job.reads)
+        yield 1
+        seen.append(job.reads)
+        raise ConnectionError
+
+    with at_work.job() as job:
+        found = at_work.reading(rows())
+        assert next(found) == 1
+        seen.append(job.reads)
+        with pytest.raises(ConnectionError):
+            next(found)
+        assert seen == [True, False, True]
+        assert not job.reads
