@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from relay.demo.screen import Screen
-from relay.observe.rates import History
+from relay.observe.rates import Looks
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -33,16 +33,16 @@ def test_a_look_tells_of_target_sinks_and_throughput(outbox: Outbox) -> None:
         settings = outbox.settings(**with_shop(outbox, webhook.url), sinks={"attach_seconds": 0.5})
         outbox.install_again(settings)
         with closing(Watch(settings)) as watch, relaying(settings):
-            history = History()
-            history.note(watch.look())
+            looks = Looks()
+            looks.note(watch.look())
             outbox.fill(200, events=2)
             outbox.publish(host(1), event(amount=-1))
             wait_until(lambda: watch.look().unread.get("shop") is not None)
             wait_until(lambda: sum(each.transactions for each in watch.look().engines) == 201)
             wait_until(lambda: watch.look().dead == {("", "projection"): 1})
             picture = watch.look()
-            history.note(picture)
-            rates = history.rates()
+            looks.note(picture)
+            rates = looks.rates()
     assert picture.away == {}
     assert picture.mode == "wal"
     assert picture.active in picture.instances
