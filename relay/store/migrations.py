@@ -126,8 +126,8 @@ def _require_compatible(
     unknown = sorted(name for name in found if name.startswith(f"{side}/") and name not in digests)
     if altered:
         raise ConfigurationError(
-            f"{key}: relay's schema in the database {database!r} has an edition of {altered[0]} that this program, relay "
-            f"{__version__}, does not know: go back to the relay that installed it, or install a later one"
+            f"{key}: relay's schema in the database {database!r} has an edition of {altered[0]} that this program, "
+            f"relay {__version__}, does not know: go back to the relay that installed it, or install a later one"
         )
     if unknown and _missing(found, side):
         raise ConfigurationError(
