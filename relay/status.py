@@ -185,7 +185,8 @@ def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
 
 def _untold(settings: Settings, field: str) -> ConfigurationError:
     return ConfigurationError(
-        f"source.table: {settings.source.table} has no {field}, which the lag in seconds needs: limit the bytes instead"
+        f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the bytes "
+        "instead (--max-lag-bytes)"
     )
 
 

@@ -280,7 +280,9 @@ def _partitions(picture: Picture) -> list[Text]:
     """How many partitions there are, and those that lag most."""
     if not picture.partitions:
         return []
-    backlog = picture.unread.get("", Backlog())
+    backlog = picture.unread.get("")
+    if backlog is None:
+        return [_labelled("partitions", f"{len(picture.partitions):,}")]
     worst = sorted(backlog.partitions.items(), key=lambda item: -item[1])
     told = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
     more = f", {len(worst) - _WORST_PARTITIONS:,} more" if len(worst) > _WORST_PARTITIONS else ""

@@ -52,6 +52,19 @@ def crowded() -> Picture:
     return picture(partitions=partitions, sinks=sinks, unread=unread)
 
 
+def test_what_is_not_known_to_be_read_is_not_said_to_be() -> None:
+    """As of an outbox of messages, and while the source is away."""
+    partitions = [Cursor(number, Lsn(0), 1, 0, 1) for number in range(8)]
+    (line,) = [each for each in shown(picture(partitions=partitions)) if "partitions" in each]
+    assert line.split() == ["partitions", "8"]
+    (line,) = [
+        each
+        for each in shown(picture(partitions=partitions, unread={"": Backlog()}))
+        if "partitions" in each
+    ]
+    assert line.endswith("8; all is read")
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
 def test_a_thousand_partitions_and_fifty_sinks_fit(width: int, height: int) -> None:
     found = shown(crowded(), width, height)
