@@ -171,7 +171,9 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     assert checked.returncode == 0, checked.stderr
     assert "publishes messages with the prefix 'shop.outbox'" in checked.stdout
     assert relay("status", "--config", file).returncode == 0
-    with pytest.raises(ConfigurationError, match="messages with the prefix 'shop.outbox': without"):
+    with pytest.raises(
+        ConfigurationError, match=r"messages with the prefix 'shop\.outbox': without"
+    ):
         lag_seconds(settings, read(settings).partitions)
     assert len(positions(settings)) == 8
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
