@@ -44,21 +44,21 @@ def top(
 
 def _print(settings: Settings) -> None:
     from relay.observe.frame import Size, lines
-    from relay.observe.rates import History
+    from relay.observe.rates import Looks
     from relay.observe.watch import Watch
 
-    watch, history = Watch(settings), History()
+    watch, looks = Watch(settings), Looks()
     try:
         picture = watch.look()
     finally:
         watch.close()
-    history.note(picture)
+    looks.note(picture)
     size = (
         Size(out.size.width, _WHOLE, out.options.ascii_only)
         if out.is_terminal
         else Size(_WHOLE, _WHOLE)
     )
-    for line in lines(picture, history, size):
+    for line in lines(picture, looks, size):
         out.print(line, soft_wrap=True)
     if picture.away:
         raise typer.Exit(1)

@@ -466,6 +466,13 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _addresses_differ(self) -> Settings:
+        of = self.observe
+        if of.listen and of.console and of.listen.port and of.listen == of.console.listen:
+            raise ValueError("observe.console.listen: is observe.listen too: give another port")
+        return self
+
     @property
     def brakes(self) -> dict[str, int]:
         """How many dead transactions in a row stop a handler, for each that has a brake."""

@@ -41,6 +41,18 @@ LOCK_TIMEOUT = "5s"
 _BOUNDED = """
     select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
 """
+_ROLE = """
+    do $$
+    begin
+        if not exists (select from pg_roles where rolname = 'relay') then
+            create role relay nologin;
+        end if;
+    exception when insufficient_privilege then
+        null;
+    end
+    $$
+"""
+"""What the schema files do, which also say what to do where it is not allowed."""
 _Removal = Callable[[], object]
 
 
@@ -136,6 +148,12 @@ def _database(conn: Connection) -> tuple[Any, ...] | None:
     ).fetchone()
 
 
+def _on_one_server(one: Connection, other: Connection) -> bool:
+    """Whether two databases belong to one server, whose roles they share."""
+    servers = {found and found[0] for found in map(_database, (one, other))}
+    return len(servers) == 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Start:
     """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
@@ -197,6 +215,8 @@ class _Installation:
         require_numbered(source, settings.source)
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
+            if _repeating(self._make_role):
+                undo.callback(_quietly, lambda: source.execute("drop role relay"))
             removal = _repeating(self._install_whole)
             for remove in removal:
                 undo.callback(_quietly, remove)
@@ -256,6 +276,20 @@ class _Installation:
             return False
         require_slot(self.source, self.settings)
         return True
+
+    def _make_role(self) -> bool:
+        """Make the role of the service where source and target are two databases of one server; returns whether it did.
+
+        Roles belong to the server: the transactions of the two databases would wait for each other to make it.
+        """
+        if self.target is self.source or not _on_one_server(self.source, self.target):
+            return False
+        if _has_role(self.source):
+            return False
+        with self.source.transaction():
+            self.source.execute(_BOUNDED, (LOCK_TIMEOUT,))
+            self.source.execute(_ROLE)
+        return _has_role(self.source)
 
     @contextmanager
     def _transactions(self) -> Iterator[None]:
@@ -447,9 +481,13 @@ def _attach(source: Connection, settings: Settings) -> None:
 
 def _let_read(source: Connection, settings: Settings) -> None:
     """Give the service the right to read an outbox that is not relay's own."""
-    if source.execute("select from pg_roles where rolname = 'relay'").rowcount:
+    if _has_role(source):
         table = sql.Identifier(*settings.source.table_name)
         source.execute(sql.SQL("grant select on {} to relay").format(table))
+
+
+def _has_role(conn: Connection) -> bool:
+    return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
 
 
 def _let_replicate(source: Connection) -> bool:

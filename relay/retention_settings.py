@@ -24,6 +24,15 @@ def duration(value: Any) -> timedelta:
     return timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
+def written(length: timedelta) -> str:
+    """A time as the configuration has it, in the largest unit that leaves no rest: `1d`, `90m`."""
+    minutes = length // timedelta(minutes=1)
+    for unit, size in (("w", 10_080), ("d", 1_440), ("h", 60)):
+        if minutes % size == 0:
+            return f"{minutes // size}{unit}"
+    return f"{minutes}m"
+
+
 Duration = Annotated[timedelta, BeforeValidator(duration)]
 _DAY = timedelta(days=1)
 

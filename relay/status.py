@@ -139,10 +139,10 @@ def read(settings: Settings) -> Status:
         applied = engines.read(target, settings.group)
         running = presence.instances(target, settings.group)
     return Status(
-        source_mode=(group and group.source_mode) or _configured(settings),
+        source_mode=mode_of(settings, group),
         source_reason=group.source_reason if group else None,
         source_since=group.source_since if group else None,
-        active=group.instance if group and group.instance in running else None,
+        active=group.active(running) if group else None,
         instances=running,
         slot=slot,
         slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
@@ -185,9 +185,12 @@ def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
 
 def _untold(settings: Settings, field: str) -> ConfigurationError:
     return ConfigurationError(
-        f"source.table: {settings.source.table} has no {field}, which the lag in seconds needs: limit the bytes instead"
+        f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the bytes "
+        "instead (--max-lag-bytes)"
     )
 
 
-def _configured(settings: Settings) -> str:
-    return "poll" if settings.source.mode == "poll" else "wal"
+def mode_of(settings: Settings, group: groups.Group | None) -> str:
+    """How events come to a group, or will: `wal` or `poll`."""
+    configured = "poll" if settings.source.mode == "poll" else "wal"
+    return (group and group.source_mode) or configured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -81,7 +81,7 @@ def listed(
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
             for each in stored:
-                if each.position.snapshot is None or _is_fed(each, running):
+                if each.position.snapshot is None or each.is_fed(running):
                     continue
                 if time.monotonic() > deadline:
                     break
@@ -106,11 +106,6 @@ def listed(
         )
         for each in stored
     ]
-
-
-def _is_fed(sink: sinks.Sink, running: Collection[str]) -> bool:
-    """Whether the stream of a running instance brings a sink its events."""
-    return sink.state == "attached" and sink.fault is None and sink.instance in running
 
 
 def lag_seconds(found: Sequence[Sink]) -> dict[str, float]:

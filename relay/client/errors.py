@@ -5,6 +5,7 @@ Faults that do not concern the outbox, such as a serialization failure or a lost
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 
@@ -45,7 +46,7 @@ class UnknownSession(OutboxError, TypeError):
 
 
 _INVALID = {
-    "22P02": "a value has the wrong form for its column",
+    "22P02": "a value has the wrong form for its column, such as a host_id that is no UUID",
     "22P05": "a text has a character that the database's encoding lacks",
     "21000": "a value does not fit its column",
     "22001": "a text is too long for its column",
@@ -77,7 +78,7 @@ def _of_sqlstate(code: str, error: BaseException, table: str) -> OutboxError | N
     if code in ("42P01", "3F000", "42704"):
         return OutboxMissing(f"{table}: there is no such outbox: run `relay init` in this database")
     if code in ("42703", "23502"):
-        column = getattr(getattr(error, "diag", error), "column_name", None)
+        column = getattr(getattr(error, "diag", error), "column_name", None) or _quoted(error)
         what = f"column {column}" if column else "a column"
         return OutboxMismatch(
             f"{table}: {what} is missing there, or must have a value: say in Outbox(columns=…) where the fields go"
@@ -102,6 +103,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _sqlstate(error: BaseException) -> str | None:
     code = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     return code if isinstance(code, str) else None
+
+
+def _quoted(error: BaseException) -> str | None:
+    """The first name that the server's message quotes: of 42703 the column that is not there."""
+    found = re.search(r'"([^"]+)"', str(error).partition("\n")[0])
+    return found[1] if found else None
 
 
 def _constraint(error: BaseException) -> str | None:

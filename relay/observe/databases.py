@@ -58,8 +58,6 @@ class TargetLook:
     """
 
     group: groups.Group | None
-    epoch: int
-    timeline: int | None
     recreations: int
     instances: list[str]
     sinks: list[sinks.Sink]
@@ -220,11 +218,6 @@ class Databases:
     def _look_at_target(self, pids: list[int]) -> TargetLook:
         settings, group = self._settings, self._settings.group
         with self._connected("target") as conn:
-            row = conn.execute(
-                "select coalesce(source_epoch, 0), timeline from relay.groups where group_id = %s",
-                (group,),
-            ).fetchone()
-            epoch, timeline = row or (0, None)
             activity = conn.execute(
                 "select pid, state in ('active', 'fastpath function call'), greatest(query_start, state_change)"
                 " from pg_stat_activity where pid = any(%s)",
@@ -232,8 +225,6 @@ class Databases:
             ).fetchall()
             return TargetLook(
                 groups.read(conn, group),
-                epoch,
-                timeline,
                 groups.recreations(conn, group),
                 presence.instances(conn, group),
                 sinks.read(conn, group, settings.sink_handlers),
@@ -302,10 +293,11 @@ class Databases:
         """Of the configured sinks that the stream does not feed."""
         found: dict[str, Unread] = {}
         configured = self._settings.sink_handlers
+        running = presence.instances(target, self._settings.group)
         for each in sinks.read(target, self._settings.group, configured):
             if each.sink not in configured or each.position.snapshot is None:
                 continue
-            if each.state == "attached" and each.fault is None:
+            if each.is_fed(running):
                 continue
             done = sinks.done(target, self._settings.group, each.sink)
             unread = _or_none(self._rows.unread_after, source, each.position, done)

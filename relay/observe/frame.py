@@ -10,7 +10,7 @@ from math import ceil
 
 from rich.text import Text
 
-from relay.observe.rates import RATE, History
+from relay.observe.rates import RATE, Looks
 from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
@@ -39,25 +39,25 @@ class Size:
     ascii_only: bool = False
 
 
-def lines(picture: Picture, history: History, size: Size) -> list[Text]:
+def lines(picture: Picture, looks: Looks, size: Size) -> list[Text]:
     """The group on at most so many lines: what is wrong comes first, what does not fit is left out from below."""
     head = [
         _title(picture),
         *_away(picture),
         _source(picture),
         _slot(picture),
-        _rate(history, size),
+        _rate(looks, size),
     ]
     tail = [
         *_deferred(picture),
         *_dead(picture),
         *_stopped(picture),
-        *_engines(picture, history),
+        *_engines(picture, looks),
         *_partitions(picture),
     ]
     # Three lines of readers are more than all of what follows them.
     room = max(3, size.height - len(head) - len(tail))
-    found = [*head, *_readers(picture, history, size, room), *tail][: size.height]
+    found = [*head, *_readers(picture, looks, size, room), *tail][: size.height]
     for line in found:
         line.no_wrap = True
         line.truncate(size.width, overflow="ellipsis" if not size.ascii_only else "crop")
@@ -121,19 +121,19 @@ def _slot_state(slot: SlotState) -> tuple[str, str]:
     return ("read", GOOD) if slot.active else ("not read", BAD)
 
 
-def _rate(history: History, size: Size) -> Text:
-    rates = history.rates()
+def _rate(looks: Looks, size: Size) -> Text:
+    rates = looks.rates()
     if rates is None:
         return _labelled("throughput", "-")
     line = _labelled(
         "throughput", f"{rates.events:,.0f} events/s  {rates.transactions:,.0f} transactions/s  "
     )
     if size.width >= _NARROW:
-        line.append(spark(history.series(RATE), size.ascii_only), "cyan")
+        line.append(spark(looks.series(RATE), size.ascii_only), "cyan")
     return line
 
 
-def _readers(picture: Picture, history: History, size: Size, room: int) -> list[Text]:
+def _readers(picture: Picture, looks: Looks, size: Size, room: int) -> list[Text]:
     """The target and the sinks, the worst first, on so many lines."""
     by_lag = sorted(picture.sinks, key=lambda sink: _badness(sink, picture.unread.get(sink.sink)))
     names = ["target", *(_plain(each.sink) for each in by_lag)]
@@ -151,7 +151,7 @@ def _readers(picture: Picture, history: History, size: Size, room: int) -> list[
         picture.unread.get(""),
         lag,
         "",
-        history.series(""),
+        looks.series(""),
     )
     found.append(_reader(row, column, wide, size.ascii_only))
     shown = max(1, room - 2 - (len(by_lag) > room - 2))
@@ -162,7 +162,7 @@ def _readers(picture: Picture, history: History, size: Size, room: int) -> list[
             picture.unread.get(sink.sink),
             lag if sink.state == "attached" else None,
             _why(sink),
-            history.series(sink.sink),
+            looks.series(sink.sink),
         )
         found.append(_reader(row, column, wide, size.ascii_only))
     if len(by_lag) > shown:
@@ -262,7 +262,7 @@ def _stopped(picture: Picture) -> list[Text]:
     ]
 
 
-def _engines(picture: Picture, history: History) -> list[Text]:
+def _engines(picture: Picture, looks: Looks) -> list[Text]:
     if not picture.engines:
         return []
     events: dict[str, int] = {}
@@ -270,7 +270,7 @@ def _engines(picture: Picture, history: History) -> list[Text]:
         events[each.engine] = events.get(each.engine, 0) + each.events
     told = []
     for engine, count in sorted(events.items()):
-        rates = history.rates(engine)
+        rates = looks.rates(engine)
         rate = f", {rates.events:,.0f}/s" if rates and rates.events >= 1 else ""
         told.append(f"{_plain(engine)} {count:,} events{rate}")
     return [_labelled("engines", "; ".join(told))]
@@ -280,7 +280,9 @@ def _partitions(picture: Picture) -> list[Text]:
     """How many partitions there are, and those that lag most."""
     if not picture.partitions:
         return []
-    backlog = picture.unread.get("", Backlog())
+    backlog = picture.unread.get("")
+    if backlog is None:
+        return [_labelled("partitions", f"{len(picture.partitions):,}")]
     worst = sorted(backlog.partitions.items(), key=lambda item: -item[1])
     told = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
     more = f", {len(worst) - _WORST_PARTITIONS:,} more" if len(worst) > _WORST_PARTITIONS else ""

@@ -124,9 +124,9 @@ class ServiceGauges:
         look = self._databases.target_look
         if look is None:
             return
-        found["relay_source_epoch"][()] = look.epoch
-        if look.timeline is not None:
-            found["relay_source_timeline"][()] = look.timeline
+        found["relay_source_epoch"][()] = look.group.epoch if look.group else 0
+        if look.group and look.group.timeline is not None:
+            found["relay_source_timeline"][()] = look.group.timeline
         found["relay_slot_recreations"][()] = look.recreations
         found["relay_instances"][()] = len(look.instances)
         for handler in self._settings.handlers:

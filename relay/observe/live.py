@@ -11,7 +11,7 @@ from rich.text import Text
 
 from relay.config import Settings
 from relay.observe.frame import Size, lines
-from relay.observe.rates import History
+from relay.observe.rates import Looks
 from relay.observe.watch import Picture, Watch
 
 CLOSE_SECONDS = 1.0
@@ -27,7 +27,7 @@ class View:
         self._watch = Watch(settings)
         self._interval = interval
         self._height = height
-        self._history = History()
+        self._looks = Looks()
         self._picture: Picture | None = None
         self._closing = Event()
         # A server that answers no more must not keep the terminal.
@@ -55,13 +55,13 @@ class View:
         height = self._height or console.size.height
         # The last column stays free: some terminals wrap there.
         size = Size(console.size.width - 1, height, console.options.ascii_only)
-        yield Text("\n").join(lines(self._picture, self._history, size))
+        yield Text("\n").join(lines(self._picture, self._looks, size))
 
     def _run(self) -> None:
         try:
             while True:
                 picture = self._watch.look()
-                self._history.note(picture)
+                self._looks.note(picture)
                 self._picture = picture
                 self.looked.set()
                 if self._closing.wait(self._interval):

@@ -18,6 +18,7 @@ from relay.preflight import source_sides
 from relay.source.applied import Applied, applied_in
 from relay.source.backlog import Backlog, Backlogs
 from relay.source.slot import SlotState, slot_reader, slot_state
+from relay.status import mode_of
 from relay.store import (
     brakes,
     dead_letters,
@@ -151,11 +152,10 @@ class Watch:
         found = groups.read(conn, group)
         stored = sinks.read(conn, group, self._settings.sink_handlers)
         self._seen |= {
-            "mode": (found and found.source_mode)
-            or ("poll" if self._settings.source.mode == "poll" else "wal"),
+            "mode": mode_of(self._settings, found),
             "reason": found and found.source_reason,
             "since": found and found.source_since,
-            "active": found.instance if found and found.instance in running else None,
+            "active": found.active(running) if found else None,
             "instances": running,
             "partitions": partitions,
             "sinks": stored,
@@ -182,7 +182,7 @@ class Watch:
         if self._target is None:
             return {}
         found = {}
-        names = ["", *(each.sink for each in self._seen["sinks"] if _reads_outbox(each))]
+        names = ["", *(each.sink for each in self._seen["sinks"] if self._reads_outbox(each))]
         for name in names:
             ask = self._unread.setdefault(name, _Rested(self._count))
             try:
@@ -193,6 +193,10 @@ class Watch:
                 found[name] = backlog
         self._unread = {name: self._unread[name] for name in names}
         return found
+
+    def _reads_outbox(self, sink: sinks.Sink) -> bool:
+        """Whether the sink has a position in the outbox and the stream does not bring it its events."""
+        return sink.position.snapshot is not None and not sink.is_fed(self._seen["instances"])
 
     def _count(self, source: Connection, name: str) -> Backlog | None:
         target = self._target
@@ -206,12 +210,6 @@ class Watch:
         if not applied:
             return None
         return self._backlogs.count(source, applied, np.sort(noted))
-
-
-def _reads_outbox(sink: sinks.Sink) -> bool:
-    """Whether the sink has a position in the outbox and the stream does not bring it its events."""
-    fed = sink.state == "attached" and sink.fault is None
-    return sink.position.snapshot is not None and not fed
 
 
 def _standing(sink: sinks.Sink) -> Applied:

@@ -24,7 +24,7 @@ def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
     name = settings.retention.archive
     if name is None:
         raise ConfigurationError(
-            "retention.archive: names no sink, so there is nothing to restore from"
+            "retention.archive: names no sink: name the type: spark sink whose files have the events"
         )
     sink = settings.spark_handlers[name]
     if sink.path is None or sink.format not in FORMATS:

@@ -21,6 +21,7 @@ from relay.reporting import Report, silent
 from relay.retention import floor
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, briefly, create_ahead, retained
+from relay.retention_settings import written
 from relay.store import index_builds
 
 Connection = psycopg.Connection[Any]
@@ -75,7 +76,7 @@ def _set_interval(source: Connection, settings: Settings, every: timedelta) -> l
     if given.every == every:
         return []
     source.execute("update relay.retained set every = %s where outbox = %s", (every, table))
-    return [f"interval of {every} for the next partitions of {table}"]
+    return [f"interval of {written(every)} for the next partitions of {table}"]
 
 
 class _Conversion:
@@ -113,7 +114,7 @@ class _Conversion:
             with suppress(psycopg.Error):
                 self._execute("alter table {table} drop constraint if exists {constraint}")
             raise
-        return [f"partitions of {of.table}, one for each {self._every}"]
+        return [f"partitions of {of.table}, one for each {written(self._every)}"]
 
     def _execute(self, text: str, **names: sql.Composable) -> psycopg.Cursor[Any]:
         return self._source.execute(

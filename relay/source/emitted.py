@@ -129,7 +129,7 @@ class Emitted:
                 row["payload"] = json.dumps(text)
             row["transaction_ordinal"], row["transaction_count"] = str(number), str(len(events))
             if told := ([fault] if fault else faults):
-                # What ends in n would be taken for null where columns are looked at from behind.
+                # `tuples` looks for nulls from the end of a row: a value that ends in n would look like one.
                 row[NOTE] = f"{'; '.join(told)} (message at {message.lsn})"
             yield row
 

@@ -23,19 +23,31 @@ APPLICATION_NAME = PREFIX + INSTANCE
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How events come to a group, since when, why, and to which instance."""
+    """How events come to a group, since when, why, and to which instance.
+
+    `epoch` counts the histories of the source that it has followed, `timeline` is that of the present one.
+    """
 
     source_mode: str | None
     source_reason: str | None
     source_since: datetime | None
     instance: str | None
+    epoch: int
+    timeline: int | None
+
+    def active(self, running: Collection[str]) -> str | None:
+        """The instance that reads the source, if it runs."""
+        return self.instance if self.instance in running else None
 
 
 def read(conn: psycopg.Connection[Any], group: str) -> Group | None:
     """The group as its instances last described it; None before the first run."""
     with conn.cursor(row_factory=class_row(Group)) as cursor:
         return cursor.execute(
-            "select source_mode, source_reason, source_since, instance from relay.groups where group_id = %s",
+            """
+            select source_mode, source_reason, source_since, instance, coalesce(source_epoch, 0) as epoch, timeline
+              from relay.groups where group_id = %s
+            """,
             (group,),
         ).fetchone()
 

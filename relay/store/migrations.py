@@ -124,12 +124,15 @@ def _require_compatible(
         if found.get(name) not in (None, digest, *FORMER.get(name, ()))
     ]
     unknown = sorted(name for name in found if name.startswith(f"{side}/") and name not in digests)
-    if altered or (unknown and _missing(found, side)):
+    if altered:
+        raise ConfigurationError(
+            f"{key}: relay's schema in the database {database!r} has an edition of {altered[0]} that this program, "
+            f"relay {__version__}, does not know: go back to the relay that installed it, or install a later one"
+        )
+    if unknown and _missing(found, side):
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
-            f"({(altered or unknown)[0]}), which `relay init` does not migrate: save dead letters with that edition's "
-            "`relay dlq export` and let it apply what is published, then run `relay uninstall` and `relay init`, which "
-            "begins with what is published from then on, or `relay init --from …`"
+            f"({unknown[0]}), which `relay init` does not migrate: see docs/configuration.md, Upgrades"
         )
     if unknown:
         raise ConfigurationError(

@@ -306,6 +306,10 @@ class Sink:
     instance: str | None
     lags: bool
 
+    def is_fed(self, running: Collection[str]) -> bool:
+        """Whether the stream of a running instance brings the sink its events."""
+        return self.state == ATTACHED and self.fault is None and self.instance in running
+
 
 def read(conn: Connection, group: str, configured: Collection[str]) -> list[Sink]:
     """The configured sinks of a group, and those that have a position and are no longer configured, by name."""

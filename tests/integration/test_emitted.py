@@ -23,6 +23,7 @@ from relay.preflight import require
 from relay.publish import require_own_outbox
 from relay.retention.erasure import erase
 from relay.spark.session import Session
+from relay.status import lag_seconds, read
 from tests.client_sessions import DRIVERS
 from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
 from tests.process import relay
@@ -170,6 +171,10 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     assert checked.returncode == 0, checked.stderr
     assert "publishes messages with the prefix 'shop.outbox'" in checked.stdout
     assert relay("status", "--config", file).returncode == 0
+    with pytest.raises(
+        ConfigurationError, match=r"messages with the prefix 'shop\.outbox': without"
+    ):
+        lag_seconds(settings, read(settings).partitions)
     assert len(positions(settings)) == 8
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
         require_own_outbox(settings)

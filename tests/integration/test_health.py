@@ -102,7 +102,7 @@ def test_each_limit_is_a_line(outbox: Outbox, tmp_path: Path) -> None:
 def test_a_lag_that_nothing_tells(outbox: Outbox, column: str) -> None:
     outbox.publish(host(1), event(1))
     outbox.conn.execute(f"alter table outbox_message_t rename column {column} to other".encode())
-    with pytest.raises(ConfigurationError, match=f"has no {column}, which the lag in seconds"):
+    with pytest.raises(ConfigurationError, match=f"without {column} there is no lag in seconds"):
         failed(outbox)
 
 

@@ -107,21 +107,29 @@ def test_a_newer_schema_is_recognised_by_every_command(config: Path, outbox: Out
     assert "is newer than this program" in checked(config)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "update relay.migrations set digest = 'another' where name = 'target/001_target.sql'",
-        "update relay.migrations set name = 'target/008_lock_partitions.sql' where name ~ 'target/001';"
-        "alter table relay.migrations drop column digest",
-    ],
-    ids=["another edition of a file", "files of before the squash"],
-)
-def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox, change: str) -> None:
-    outbox.conn.execute(change.encode())
+def test_an_edition_of_a_newer_program_is_left_alone(config: Path, outbox: Outbox) -> None:
+    """Whoever rolls relay back must not be told to uninstall."""
+    outbox.conn.execute(
+        "update relay.migrations set digest = 'another' where name = 'target/001_target.sql'"
+    )
+    for command in (["status"], ["dlq", "list"], ["init"]):
+        said = refusal(config, *command)
+        assert "has an edition of target/001_target.sql that this program" in said, command
+        assert "go back to the relay that installed it, or install a later one" in said
+        assert "uninstall" not in said
+    assert "go back to the relay that installed it" in checked(config)
+
+
+def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox) -> None:
+    """Its files have other names than those of today."""
+    outbox.conn.execute(
+        "update relay.migrations set name = 'target/008_lock_partitions.sql' where name ~ 'target/001'"
+    )
+    outbox.conn.execute("alter table relay.migrations drop column digest")
     for command in (["status"], ["dlq", "list"], ["init"]):
         said = refusal(config, *command)
         assert "unreleased edition" in said, command
-        assert "run `relay uninstall` and `relay init" in said
+        assert "see docs/configuration.md, Upgrades" in said
     assert "unreleased edition" in checked(config)
 
 
@@ -668,6 +676,23 @@ def test_several_databases_of_a_server_are_installed_at_once() -> None:
         for outbox in outboxes:
             with outbox:
                 assert not at_once(partial(initialise, outbox.settings()))[0]
+
+
+def test_source_and_target_may_be_two_databases_of_a_fresh_server() -> None:
+    """Neither transaction of the installation may wait for the other to make the role, and a failure leaves none."""
+    with start_server() as server, Outbox(server.create_database("source")) as outbox:
+        dsn = server.create_database("target")
+        settings = outbox.settings(target={"dsn": dsn})
+        with psycopg.connect(dsn, autocommit=True) as target:
+            target.execute("create schema relay; create view relay.groups as select 1 as group_id")
+            with pytest.raises(ConfigurationError):
+                initialise(settings)
+            target.execute("drop schema relay cascade")
+        roles = "select count(*) from pg_roles where rolname = 'relay'"
+        assert outbox.column(roles) == [0]
+        assert "schema file target/001_target.sql" in initialise(settings)
+        assert outbox.column(roles) == [1]
+        assert initialise(settings) == []
 
 
 def test_what_is_undone_is_nothing_that_another_installation_has_built_on(database: str) -> None:

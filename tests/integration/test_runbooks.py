@@ -263,10 +263,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     for tool in tools.iterdir():
         tool.chmod(0o755)
     with start_server() as server, Webhook() as webhook:
-        # In two databases at once, two transactions of `relay init` would make the same roles.
-        with psycopg.connect(server.dsn(), autocommit=True) as conn:
-            for role in ("relay", "relay_owner", "relay_publisher"):
-                conn.execute(f"create role {role}".encode())
         server.create_database("shop")
         server.create_database("warehouse")
         config: dict[str, object] = {

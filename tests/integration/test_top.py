@@ -13,8 +13,10 @@ import psycopg
 import pytest
 from rich.console import Console
 
+from relay.admin.sinks import listed
 from relay.demo.screen import Screen
-from relay.observe.rates import History
+from relay.install import initialise
+from relay.observe.rates import Looks
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -33,16 +35,16 @@ def test_a_look_tells_of_target_sinks_and_throughput(outbox: Outbox) -> None:
         settings = outbox.settings(**with_shop(outbox, webhook.url), sinks={"attach_seconds": 0.5})
         outbox.install_again(settings)
         with closing(Watch(settings)) as watch, relaying(settings):
-            history = History()
-            history.note(watch.look())
+            looks = Looks()
+            looks.note(watch.look())
             outbox.fill(200, events=2)
             outbox.publish(host(1), event(amount=-1))
             wait_until(lambda: watch.look().unread.get("shop") is not None)
             wait_until(lambda: sum(each.transactions for each in watch.look().engines) == 201)
             wait_until(lambda: watch.look().dead == {("", "projection"): 1})
             picture = watch.look()
-            history.note(picture)
-            rates = history.rates()
+            looks.note(picture)
+            rates = looks.rates()
     assert picture.away == {}
     assert picture.mode == "wal"
     assert picture.active in picture.instances
@@ -71,6 +73,17 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
             watch._unread.clear()
             many = watch.look().unread[""]
     assert (many.events, many.more) == (MOST, True)
+
+
+def test_an_attached_sink_of_a_dead_instance_lags(outbox: Outbox) -> None:
+    """Nobody feeds it from the stream, as `relay sink list` says too."""
+    settings = outbox.settings(**with_shop(outbox, "http://127.0.0.1:9/"))
+    initialise(settings)
+    outbox.conn.execute("update relay.sinks set state = 'attached', instance = 'gone:1'")
+    outbox.fill(2, events=3)
+    with closing(Watch(settings)) as watch:
+        assert watch.look().unread["shop"].events == 6
+    assert [each.unread for each in listed(settings)] == [6]
 
 
 def test_polling_lets_the_backlog_fall_to_nothing(outbox: Outbox) -> None:

@@ -768,3 +768,11 @@ def test_the_file_is_blamed_even_where_the_environment_says_something_too(
     monkeypatch.setenv(name, value)
     (line,) = refused(text)
     assert line.startswith(f"shop.yaml: {key}: ")
+
+
+def test_metrics_and_console_have_addresses_of_their_own(read: Load) -> None:
+    observe = "observe: {listen: '127.0.0.1:%d', console: {listen: '127.0.0.1:9465', token: 0123456789abcdef}}"
+    assert refused(observe % 9465) == [
+        "shop.yaml: observe.console.listen: is observe.listen too: give another port"
+    ]
+    assert read(observe % 9464).observe.observes

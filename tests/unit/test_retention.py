@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from relay.config import Settings
 from relay.retention.partitions import aligned
-from relay.retention_settings import Retention, duration
+from relay.retention_settings import Retention, duration, written
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ from relay.retention_settings import Retention, duration
 )
 def test_durations(text: str, seconds: int) -> None:
     assert duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("text", ["30m", "90m", "6h", "36h", "7m", "1d", "10d", "2w"])
+def test_a_duration_is_written_as_it_is_read(text: str) -> None:
+    assert written(duration(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "0d", "7", "-1d", "1y", "1.5d", 7, None])

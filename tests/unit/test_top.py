@@ -10,7 +10,7 @@ import pytest
 
 from relay.events import Lsn
 from relay.observe.frame import Size, lines, spark
-from relay.observe.rates import History
+from relay.observe.rates import Looks
 from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
@@ -38,9 +38,9 @@ def picture(**more: Any) -> Picture:
 def shown(
     found: Picture, width: int = 100, height: int = 40, ascii_only: bool = False
 ) -> list[str]:
-    history = History()
-    history.note(found)
-    return [line.plain for line in lines(found, history, Size(width, height, ascii_only))]
+    looks = Looks()
+    looks.note(found)
+    return [line.plain for line in lines(found, looks, Size(width, height, ascii_only))]
 
 
 def crowded() -> Picture:
@@ -50,6 +50,19 @@ def crowded() -> Picture:
     unread = {f"sink{number}": Backlog(number) for number in range(50) if number != 33}
     unread[""] = Backlog(9_000, False, 12.0, {number: number for number in range(1, 1_000)})
     return picture(partitions=partitions, sinks=sinks, unread=unread)
+
+
+def test_what_is_not_known_to_be_read_is_not_said_to_be() -> None:
+    """As of an outbox of messages, and while the source is away."""
+    partitions = [Cursor(number, Lsn(0), 1, 0, 1) for number in range(8)]
+    (line,) = [each for each in shown(picture(partitions=partitions)) if "partitions" in each]
+    assert line.split() == ["partitions", "8"]
+    (line,) = [
+        each
+        for each in shown(picture(partitions=partitions, unread={"": Backlog()}))
+        if "partitions" in each
+    ]
+    assert line.endswith("8; all is read")
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
@@ -122,15 +135,15 @@ def test_sparklines(series: Sequence[float], bars: str | None) -> None:
 
 def test_rates_are_taken_over_several_looks() -> None:
     """relay stores its counts every five seconds, so that two looks would tell nothing, or too much."""
-    history = History()
+    looks = Looks()
     for second in range(0, 31, 2):
         stored = second // 5 * 5
         engines = [Applied("inline", "small", 1, stored * 100, stored * 10, NOW)]
         taken = NOW + timedelta(seconds=second)
-        history.note(Picture("main", taken, engines=engines))
-    rates = history.rates()
+        looks.note(Picture("main", taken, engines=engines))
+    rates = looks.rates()
     assert rates is not None
     assert 60 <= rates.events <= 140
     assert rates.events == pytest.approx(10 * rates.transactions)
-    assert history.rates("spark") is not None
-    assert history.rates("spark").events == 0  # type: ignore[union-attr]
+    assert looks.rates("spark") is not None
+    assert looks.rates("spark").events == 0  # type: ignore[union-attr]

@@ -1,0 +1,181 @@
+"""The documentation names every key, command and option that there is, and none that there is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from relay.cli import app
+from relay.config import Settings
+from relay.handler_settings import KINDS
+from relay.profiles import PROFILES
+from relay.suggestions import keys_at, paths
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()
+GUIDE = (ROOT / "docs" / "configuration.md").read_text()
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def keys_of(section: object, above: str = "") -> Iterator[str]:
+    """The keys of a file, each with those above it."""
+    if isinstance(section, dict):
+        for key, below in section.items():
+            yield f"{above}{key}"
+            yield from keys_of(below, f"{above}{key}.")
+
+
+def is_named(key: str, text: str) -> bool:
+    """Whether a key stands in a YAML text, a comment's included."""
+    return bool(re.search(rf"(?<![\w.]){re.escape(key)}:", text))
+
+
+def commands(group: Any, above: str = "relay") -> Iterator[tuple[str, Any]]:
+    """Every command below a group, by its whole name."""
+    for name, command in group.commands.items():
+        path = f"{above} {name}"
+        if hasattr(command, "commands"):
+            yield from commands(command, path)
+        else:
+            yield path, command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+GROUPS = {path.rpartition(" ")[0] for path in COMMANDS} - {"relay"}
+OPTIONS = {
+    option
+    for command in COMMANDS.values()
+    for parameter in command.params
+    for option in (*parameter.opts, *parameter.secondary_opts)
+}
+
+
+def test_the_file_of_every_key_has_every_key_and_no_other() -> None:
+    known = set(paths(Settings, "."))
+    # Where only a comment has them: the section is null by default.
+    optional = {key for key in known if key.startswith("observe.console.")}
+    open_ended = ("handlers.", "routes", "events", "source.columns.", "dead_letters.brake_of.")
+    given = set(keys_of(yaml.safe_load(EVERY_KEY)))
+    assert known - given - optional == set()
+    assert {key for key in given - known if not key.startswith(open_ended)} == set()
+    assert {key for key in optional if not is_named(key.rpartition(".")[2], EVERY_KEY)} == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
+    missing = [
+        key
+        for key in keys_at(Settings, ("handlers", "h", kind))
+        if not is_named(key, EVERY_KEY.partition("\nhandlers:")[2])
+    ]
+    assert missing == []
+
+
+def test_the_guide_has_every_key() -> None:
+    missing = [
+        path
+        for path in paths(Settings, ".")
+        if f"`{path.rpartition('.')[2]}`" not in GUIDE
+        and f"`{path}" not in GUIDE
+        and not re.search(rf"\b{path.rpartition('.')[2]}\b", GUIDE)
+    ]
+    assert missing == []
+    assert [name for name in PROFILES if f"`{name}`" not in GUIDE] == []
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_readme_has_every_command(path: str) -> None:
+    """As `relay dlq list`, or as a further one of its row: `list`, `show`."""
+    rows = [line for line in README.splitlines() if line.startswith("| `relay")]
+    group, _, name = path.rpartition(" ")
+    first = "relay" if group == "relay" else group
+    assert any(
+        f"`{path}`" in row or (f"`{first} " in row and f"`{name}`" in row) for row in rows
+    ), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_option_that_no_command_has(page: Path) -> None:
+    """Only of lines and code that name relay."""
+    text = page.read_text()
+    spans = [
+        *re.findall(r"`(relay [^`]*)`", text),
+        *re.findall(r"^(?:\$ )?(relay .*)$", text, re.M),
+    ]
+    unknown = [
+        option
+        for span in spans
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span.partition("#")[0])
+        if option not in OPTIONS | {"--help", "--version"}
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_command_that_there_is_not(page: Path) -> None:
+    """In code and at the prompt. The name of a Spark job begins with relay, too: `relay orders batch 17`."""
+    text = page.read_text()
+    named = re.findall(r"`relay ([a-z]+)(?: ([a-z]+))?[^`]*`", text)
+    named += re.findall(r"^\$ relay ([a-z]+)(?: ([a-z]+))?", text, re.M)
+    unknown = [
+        (first, second)
+        for first, second in named
+        if second != "batch"
+        and f"relay {first}" not in COMMANDS
+        and (
+            f"relay {first}" not in GROUPS or (second and f"relay {first} {second}" not in COMMANDS)
+        )
+    ]
+    assert unknown == []
+
+
+def links(page: Path) -> Iterator[str]:
+    return iter(re.findall(r"\]\(([^)\s]+)\)", page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        if ":" in link.split("/")[0]:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_architecture_names_every_module() -> None:
+    """By its file, by its folder, or by the folder above."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    covered = (
+        "relay/spark/writers/",
+        "relay/handlers/",
+        "relay/client/",
+        "relay/demo/",
+        "relay/store/",
+    )
+    assert [name for name in covered if name not in text] == []
+    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "relay").rglob("*.py")]
+    missing = [
+        module
+        for module in modules
+        if not module.endswith("__init__.py")
+        and not module.startswith(covered)
+        and not re.search(rf"[`/]{re.escape(module.rpartition('/')[2])}`", text)
+    ]
+    assert missing == []
