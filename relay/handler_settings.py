@@ -139,11 +139,6 @@ class SparkHandler(SinkHandler):
     every: Seconds = 60.0
 
     @property
-    def changes_columns(self) -> bool:
-        """Whether what is written may have other columns than an event."""
-        return self.sql is not None or self.transform is not None
-
-    @property
     def target(self) -> str:
         """What tells destinations apart, without secrets."""
         if self.jdbc is not None:

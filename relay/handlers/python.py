@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -15,8 +14,6 @@ from relay.handlers import Connection
 from relay.handlers.imports import load
 from relay.store import transaction_guard
 from relay.transactions import Routed
-
-Function = Callable[[Transaction, psycopg.Cursor[Any]], object]
 
 
 class Python:

@@ -87,6 +87,7 @@ def test_the_history_that_the_console_draws(
     found = last()
     assert found is not None
     assert found.values.keys() <= history.VALUES.keys()
+    assert all(values.keys() <= history.SINK_VALUES.keys() for values in found.sinks.values())
     assert {"lag_bytes", "lag_events", "dead_letters", "deferred"} <= found.values.keys()
 
 
