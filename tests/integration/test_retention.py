@@ -232,7 +232,7 @@ def test_another_interval(rotated: Outbox) -> None:
     settings = relayed(rotated)
     assert (
         partition(settings, "6h")[0]
-        == "interval of 6:00:00 for the next partitions of public.outbox_message_t"
+        == "interval of 6h for the next partitions of public.outbox_message_t"
     )
     turn(settings, days=3)
     last = partitions(rotated.conn, OWN_OUTBOX)[-2]
