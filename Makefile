@@ -39,7 +39,7 @@ test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats
 # Then the tests with a database once more, against the image that docker-compose.yml names.
 test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
 	$(BIN)/pytest -m docker
-	RELAY_TEST_POSTGRES=docker $(BIN)/pytest tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
 
 chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)

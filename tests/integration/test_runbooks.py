@@ -325,6 +325,7 @@ def session(dsn: str, name: str) -> Iterator[psycopg.Connection[tuple[object, ..
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_stream_stalled(running_shop: Shop) -> None:
     shop = running_shop
     assert shop.process is not None
@@ -341,6 +342,7 @@ def test_relay_stream_stalled(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_slot_retains_wal(running_shop: Shop) -> None:
     shop = running_shop
     with session(shop.source, "report of March") as report:
@@ -371,6 +373,7 @@ def test_relay_slot_lost(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_sink_lagging(running_shop: Shop) -> None:
     shop = running_shop
     shop.configure(handlers=_with_concurrency(shop, 1))
@@ -423,6 +426,7 @@ def test_relay_dead_letters(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_deferred_old(running_shop: Shop) -> None:
     shop = running_shop
     bad = str(host(77))
@@ -457,6 +461,7 @@ def stranger(shop: Shop) -> Iterator[None]:
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_polling(running_shop: Shop) -> None:
     shop = running_shop
     shop.systemctl("stop")
@@ -467,6 +472,7 @@ def test_relay_polling(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.long
 def test_relay_handler_stopped(running_shop: Shop) -> None:
     shop = running_shop
     for number in range(6):

@@ -144,7 +144,7 @@ def test_at_a_terminal_it_is_renewed_until_q(outbox: Outbox, tmp_path: Path, end
             top.press(b"q")
         else:
             top.process.send_signal(signal.Signals[end])
-        assert top.process.wait(10) == 0
+        assert top.process.wait(40) == 0
         assert not top.shows("Traceback")
         # The screen that was there before is shown again.
         wait_until(lambda: top.drawn.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l")))
