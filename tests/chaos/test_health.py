@@ -100,6 +100,7 @@ def test_a_handler_that_takes_long_is_no_hang(outbox: Outbox, what: str) -> None
     assert poller.bad == []
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("hasty")
 def test_a_half_open_stream(outbox: Outbox) -> None:
     """Only the source is cut off: relay would connect again, and may not, so it is alive and not ready."""

@@ -82,6 +82,7 @@ def test_sql_projection(outbox: Outbox, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.rare
 def test_python_handler(outbox: Outbox, tmp_path: Path) -> None:
     """An order waits for its stock, the next of its tenant comes after it, and an unknown article is a dead letter."""
     schema(outbox, "python_handler/stock.sql")
@@ -134,6 +135,7 @@ def lines(printed: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.read_text().splitlines()]
 
 
+@pytest.mark.rare
 def test_webhook(outbox: Outbox, tmp_path: Path) -> None:
     """The receiver is killed in between, so events wait for it, and each is printed once."""
     port = free_port()

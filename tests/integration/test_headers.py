@@ -196,6 +196,7 @@ def test_columns_that_relay_cannot_read_are_named(shop: Outbox, webhook: Webhook
         require(shop.settings(**config(shop, webhook, mode="wal")))
 
 
+@pytest.mark.rare
 def test_spark_reads_headers_as_a_map(shop: Outbox, spark_session: Session) -> None:
     spark = spark_session.get(timeout=120)
     assert spark is not None

@@ -91,6 +91,7 @@ def test_the_history_that_the_console_draws(
     assert {"lag_bytes", "lag_events", "dead_letters", "deferred"} <= found.values.keys()
 
 
+@pytest.mark.rare
 def test_a_taken_port_is_one_line(outbox: Outbox, tmp_path: Path) -> None:
     with running(
         outbox.config_file(tmp_path / "one.yaml", **observing(port := free_port()))
@@ -135,6 +136,7 @@ def query(port: int, path: str) -> Any:
         return None
 
 
+@pytest.mark.rare
 @pytest.mark.skipif(PROMETHEUS is None, reason="Debian's package prometheus is not installed")
 def test_a_real_prometheus_scrapes_relay_and_evaluates_its_rules(
     outbox: Outbox, tmp_path: Path

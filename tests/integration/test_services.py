@@ -164,6 +164,7 @@ def test_one_process_relays_several_outboxes_exactly(shop: Shop) -> None:
     )
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("shop", ["two tables"], indirect=True)
 def test_a_group_that_fails_is_named_and_ends_the_process(shop: Shop) -> None:
     with running(shop.first, *shop.options) as relayed:
@@ -250,6 +251,7 @@ def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Pat
     initialise(settings)
 
 
+@pytest.mark.rare
 def test_groups_of_a_process_share_one_address_for_metrics_and_health(
     outbox: Outbox, tmp_path: Path
 ) -> None:
