@@ -167,6 +167,7 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
         assert poller.bad == []
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("hasty")
 def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> None:
     with Outbox(mortal_server.create_database("source")) as outbox:
