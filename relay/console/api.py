@@ -18,7 +18,7 @@ from relay.cursors import Move as OffsetsMove
 from relay.faults import ConfigurationError
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
-from relay.store.dead_letter_pages import Acted, Kind, Listed
+from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
 from relay.store.deferred_selection import Deferred
 
 DESCRIPTION = """
@@ -232,7 +232,7 @@ def actions(
 @router.get(_GROUP + "/dead-letter-actions", tags=["actions"])
 def dead_letter_actions(
     group: InGroup, limit: Limit = PAGE, before: int | None = None
-) -> Page[Acted]:
+) -> Page[ActedOnDead]:
     """What was done about dead letters, newest first."""
     return group.dead_letter_actions(limit, before)
 

@@ -37,7 +37,7 @@ from relay.store import (
 )
 from relay.store.actions import Action
 from relay.store.connections import sessions_with
-from relay.store.dead_letter_pages import Acted, Kind, Listed
+from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
 from relay.store.dead_letters import Done
 from relay.store.dead_letters import Filter as DeadFilter
 from relay.store.dead_letters import Found as DeadFound
@@ -338,7 +338,9 @@ class Group:
             found = actions.recent(target, self.name, limit + 1, sink, before)
         return _page(found, limit, lambda each: each.id)
 
-    def dead_letter_actions(self, limit: int = PAGE, before: int | None = None) -> Page[Acted]:
+    def dead_letter_actions(
+        self, limit: int = PAGE, before: int | None = None
+    ) -> Page[ActedOnDead]:
         """What was done about dead letters, newest first."""
         with _reading(), reach_target(self._settings) as target:
             found = dead_letter_pages.acted(target, self.name, limit + 1, before)

@@ -13,17 +13,14 @@ from psycopg.types.json import Jsonb
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
-    """One action; `sink` is empty where it concerns the target.
+class Acted:
+    """That somebody did something, and why.
 
     `acted_by` is the role of the session, `operator` who acted through the console; None where a command did it.
     """
 
-    id: int
-    sink: str
     action: str
     reason: str | None
-    detail: dict[str, Any] | None
     acted_by: str
     operator: str | None
     acted_at: datetime
@@ -32,6 +29,15 @@ class Action:
     def who(self) -> str:
         """For a person: who acted, and as which role."""
         return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
+
+
+@dataclass(frozen=True, slots=True)
+class Action(Acted):
+    """One action on a group; `sink` is empty where it concerns the target."""
+
+    id: int
+    sink: str
+    detail: dict[str, Any] | None
 
 
 def record(

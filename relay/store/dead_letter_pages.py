@@ -10,6 +10,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
+from relay.store.actions import Acted
 from relay.store.dead_letters import Filter
 
 Connection = psycopg.Connection[Any]
@@ -50,22 +51,12 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
+class ActedOnDead(Acted):
     """One action on a dead transaction; `letter` is the dead letter of its first event."""
 
     id: int
     letter: int | None
     transaction_id: str | None
-    action: str
-    reason: str | None
-    acted_by: str
-    operator: str | None
-    acted_at: datetime
-
-    @property
-    def who(self) -> str:
-        """For a person: who acted, and as which role."""
-        return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
 
 
 def listed(
@@ -169,9 +160,9 @@ def payload(conn: Connection, group: str, letter: int) -> str | None:
         ).fetchone()
 
 
-def acted(conn: Connection, group: str, limit: int, before: int | None = None) -> list[Acted]:
+def acted(conn: Connection, group: str, limit: int, before: int | None = None) -> list[ActedOnDead]:
     """The last actions on dead transactions, newest first; `before` the one of that id."""
-    with conn.cursor(row_factory=class_row(Acted)) as cursor:
+    with conn.cursor(row_factory=class_row(ActedOnDead)) as cursor:
         return cursor.execute(
             """
             select id, letters[1] as letter, transaction_id, action, reason, acted_by, operator, acted_at

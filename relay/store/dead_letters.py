@@ -15,6 +15,7 @@ from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.events import ID_FIELDS, SQL_TYPES, Event
 from relay.faults import exception_text
+from relay.store.actions import Acted
 
 _CHUNK = 1_000
 
@@ -265,23 +266,10 @@ class Dead:
     undelivered: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Something that was done about a dead transaction.
+class Done(Acted):
+    """Something that was done about a dead transaction."""
 
-    `acted_by` is the role of the session, `operator` who acted through the console; None where a command did it.
-    """
-
-    action: str
-    reason: str | None
-    acted_by: str
-    operator: str | None
-    acted_at: datetime
-
-    @property
-    def who(self) -> str:
-        """For a person: who acted, and as which role."""
-        return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
+    __slots__ = ()
 
 
 _SHOWN = (
