@@ -35,4 +35,6 @@ def console(
     from relay.console.server import Server
 
     with Server([each.settings for each in configurations], listen):
-        stop.wait()
+        # Without a timeout, a signal that another thread received would go unseen.
+        while not stop.wait(1.0):
+            pass

@@ -10,8 +10,8 @@ import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from queue import SimpleQueue
+from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Timer
 from types import FrameType
 
@@ -32,6 +32,8 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNAL_SECONDS = 1.0
+"""How long the main thread waits at most before it runs the handlers of signals that other threads received."""
 _FORGIVE_SECONDS = 2.0
 """How long the process waits at most, before it ends itself, to say that this is no death."""
 
@@ -94,13 +96,20 @@ class Services:
         """Wait until all groups have ended, and stop those that are left when one ends or a signal comes."""
         left = set(self._groups)
         while left:
-            news = self._news.get()
+            news = self._next_news()
             if isinstance(news, _Group):
                 left.discard(news)
                 self._note_end(news)
             elif self.running:
                 log.info("stopping after the batch in flight", extra={"signal": news.name})
             left -= self._stop(left)
+
+    def _next_news(self) -> _Group | signal.Signals:
+        # The kernel may give a signal to a thread that is just being started. Python runs its handler in the main
+        # thread, which such a signal does not wake.
+        while True:
+            with suppress(Empty):
+                return self._news.get(timeout=_SIGNAL_SECONDS)
 
     def _note_end(self, group: _Group) -> None:
         if group.error is None:

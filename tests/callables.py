@@ -6,6 +6,7 @@ import gzip
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -38,6 +39,12 @@ def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
                 event.payload["amount"],
             ),
         )
+
+
+def terminate(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """As `record`, and asks the process to end: by a signal to a thread that is not the main thread."""
+    record(transaction, cursor)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
 
 def stop_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:

@@ -37,7 +37,7 @@ def relay(
 def _environment(more: dict[str, str]) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}
     # The tests' own handlers are found wherever the process works.
-    return {**kept, "PYTHONPATH": str(ROOT), **more}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
 
 
 @dataclass
@@ -75,7 +75,13 @@ class Running:
         """Ask it to stop, once it has said something; returns the exit status."""
         wait_until(lambda: self.log.stat().st_size > self.begun or self.process.poll() is not None)
         self.process.send_signal(number)
-        return self.process.wait(40)
+        try:
+            return self.process.wait(40)
+        except subprocess.TimeoutExpired:
+            # Python's fault handler writes the stack of every thread to the log.
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(30)
+            raise AssertionError(f"it did not stop:\n{self.log.read_text()}") from None
 
 
 @contextmanager

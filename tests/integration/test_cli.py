@@ -89,6 +89,17 @@ def test_publish_from_standard_input(config: Path, outbox: Outbox) -> None:
     assert outbox.value("select count(*) from outbox_message_t") == 10
 
 
+def test_a_signal_that_another_thread_receives_ends_relay(outbox: Outbox, tmp_path: Path) -> None:
+    """The kernel may hand it to any thread, though it prefers the main thread."""
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", **python_handler("tests.callables:terminate")
+    )
+    with running(config) as service:
+        outbox.publish(host(1), event(1))
+        assert service.process.wait(40) == 0
+    assert outbox.column("select amount from projection") == [1]
+
+
 def test_dead_letters_are_listed_and_shown(config: Path, outbox: Outbox) -> None:
     bad = outbox.publish(host(1), event(-1), event(2))
     with running(config) as service:
