@@ -30,7 +30,7 @@ def console(
     listen = observed(configurations).console
     if listen is None:
         raise ConfigurationError(
-            "observe.console: is not configured: set listen and token, see docs/console.md"
+            "observe.console: is not configured: set listen and token, see docs/how-to/console.md"
         )
     from relay.console.server import Server
 

@@ -41,7 +41,7 @@ from relay.retention_settings import Retention
 from relay.sections import Name, Number, Seconds, Secret, Section, resolve_secret
 from relay.suggestions import keys_at, nearest
 
-_UNKNOWN = "unknown key; see docs/configuration.md for the keys there are"
+_UNKNOWN = "unknown key; see docs/reference/configuration.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = environment.PREFIX
 OWN_OUTBOX = "public.outbox_message_t"
@@ -334,7 +334,7 @@ class Route(Section):
 
 
 class Settings(BaseSettings):
-    """The whole configuration; see docs/configuration.md for every key."""
+    """The whole configuration; see docs/reference/configuration.md for every key."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True

@@ -1,4 +1,4 @@
-"""All series of a group: names, help texts and labels. The table of docs/metrics.md is made of it."""
+"""All series of a group: names, help texts and labels. The table of docs/reference/metrics.md is made of it."""
 
 from __future__ import annotations
 

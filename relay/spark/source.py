@@ -87,7 +87,7 @@ def register(spark: SparkSession) -> None:
 
 
 class OutboxDataSource(DataSource):
-    """The outbox of a database; docs/data-source.md lists the options."""
+    """The outbox of a database; docs/reference/data-source.md lists the options."""
 
     @classmethod
     def name(cls) -> str:

@@ -132,7 +132,7 @@ def _require_compatible(
     if unknown and _missing(found, side):
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
-            f"({unknown[0]}), which `relay init` does not migrate: see docs/configuration.md, Upgrades"
+            f"({unknown[0]}), which `relay init` does not migrate: see docs/reference/configuration.md, Upgrades"
         )
     if unknown:
         raise ConfigurationError(

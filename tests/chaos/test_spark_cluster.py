@@ -1,6 +1,6 @@
 """A Spark cluster whose parts die, freeze, come and go while relay works on it: each event once, in order.
 
-Each test is a row of the table of docs/spark.md, "What happens when things die".
+Each test is a row of the table of docs/how-to/spark.md, "What happens when things die".
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def test_alembic_over_asyncpg(database: str) -> None:
 
 
 def test_the_blocks_of_the_document_run(outbox: Outbox) -> None:
-    """Each Python block of docs/publishing.md, one after the other, in one namespace."""
-    text = Path(ROOT / "docs" / "publishing.md").read_text()
+    """Each Python block of docs/how-to/publish.md, one after the other, in one namespace."""
+    text = Path(ROOT / "docs" / "how-to" / "publish.md").read_text()
     blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
     assert len(blocks) >= 6
     outbox.conn.execute(
@@ -159,7 +159,7 @@ def test_the_blocks_of_the_document_run(outbox: Outbox) -> None:
         "tenant": host(1),
     }
     for block in blocks:
-        exec(compile(block, "docs/publishing.md", "exec"), names)
+        exec(compile(block, "docs/how-to/publish.md", "exec"), names)
     published = ["order.placed", "order.paid", "order.sent", "order.paid"]
     assert outbox.column("select event_type from outbox_message_t order by c_offset") == published
     assert outbox.column("select region from shop_outbox") == ["eu"]

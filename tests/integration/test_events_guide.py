@@ -1,4 +1,4 @@
-"""What docs/events.md shows works as it stands there."""
+"""What docs/how-to/event-types.md shows works as it stands there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relay.event_types.loading import registered
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, relay, running
 
-GUIDE = (ROOT / "docs" / "events.md").read_text()
+GUIDE = (ROOT / "docs" / "how-to" / "event-types.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
 
 

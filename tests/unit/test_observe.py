@@ -79,7 +79,7 @@ def test_promtool_takes_the_rules(arguments: tuple[str | Path, ...]) -> None:
 
 
 def test_the_table_of_the_documentation_is_current() -> None:
-    assert table() in (ROOT / "docs" / "metrics.md").read_text(), (
+    assert table() in (ROOT / "docs" / "reference" / "metrics.md").read_text(), (
         "write it again: python -m relay.observe.series"
     )
 

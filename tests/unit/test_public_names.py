@@ -12,7 +12,7 @@ import pytest
 import relay
 from tests.process import ROOT
 
-REFERENCE = (ROOT / "docs" / "python.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference" / "python.md").read_text()
 CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
 MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
 
@@ -59,5 +59,5 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
 def test_the_block_of_the_reference_is_a_handler() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(block, "docs/python.md", "exec"), names)
+    exec(compile(block, "docs/reference/python.md", "exec"), names)
     assert callable(names["on_order"])
