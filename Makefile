@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt bench bench-before dist lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt docs bench bench-before dist lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,16 @@ fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# Warnings of the build, such as a link that leads nowhere, make it fail.
+docs: build/zensical/.installed ## build the documentation as a site, and check its links: build/site
+	@NO_COLOR=1 build/zensical/bin/zensical build --clean --strict
+	@echo "open build/site/index.html"
+
+build/zensical/.installed: requirements-docs.lock
+	@$(PYTHON) -m venv --clear build/zensical
+	@build/zensical/bin/python -m pip install -qq --require-hashes -r requirements-docs.lock
+	@touch $@
+
 bench: $(INSTALLED) ## measure throughput and latency on this machine
 	$(BIN)/python -m bench $(ARGS)
 
@@ -96,6 +106,7 @@ lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
+	$(LOCK) --upgrade --group docs -o requirements-docs.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
 	$(LOCK) --upgrade --extra service --extra java --extra connect $(IMAGE_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
@@ -128,9 +139,9 @@ sbom: build/cyclonedx-$(CYCLONEDX_VERSION) ## list what the image ships, with ve
 # OSV has the advisories of PyPI, and is asked once for all packages.
 audit: build/pip-audit-$(PIP_AUDIT_VERSION) ## look the locked packages up in the database of known vulnerabilities, osv.dev
 	@$</bin/pip-audit --vulnerability-service osv --disable-pip --require-hashes --progress-spinner off \
-	  -r requirements-runtime.lock -r requirements-build.lock -r requirements.lock 2>build/audit.log || { \
+	  -r requirements-runtime.lock -r requirements-build.lock -r requirements-docs.lock -r requirements.lock 2>build/audit.log || { \
 	  tail -n 1 build/audit.log >&2; echo "audit: not passed: a vulnerability is listed above, or osv.dev could not be reached" >&2; exit 1; }
 
 clean: ## remove .venv, caches and what was built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -159,6 +159,36 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_of_the_site_links_to_nothing_outside_it(page: Path) -> None:
+    """The site has only what stands in docs/."""
+    docs = ROOT / "docs"
+    if not page.is_relative_to(docs):
+        return
+    leading_out = [
+        link
+        for link in links(page)
+        if ":" not in link.split("/")[0]
+        and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)
+    ]
+    assert leading_out == []
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    """The files that a navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, list | dict):
+        for below in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(below)
+
+
+def test_the_navigation_has_every_page() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages_of(site["nav"])) == sorted(pages)
+
+
 def test_architecture_names_every_module() -> None:
     """By its file, by its folder, or by the folder above."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
