@@ -12,7 +12,7 @@ from relay.events import Lsn, microseconds
 from relay.source.emitted import Emitted
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
 from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
-from relay.source.pgoutput import Message, ProtocolError, Relation, decode
+from relay.source.pgoutput import KINDS, ProtocolError, Relation
 from relay.source.translation import Encoding, Translation
 from relay.transactions import Places, Transactions
 
@@ -109,7 +109,7 @@ class Assembler:
         first = 0
         for place in gulp.places(_RELATION).tolist():
             passed = self._take(gulp.part(first, place)) or passed
-            self._learn(decode(gulp[place]))
+            self._learn(Relation.of(gulp[place]))
             first = place + 1
         rest = gulp.part(first, count) if first else gulp
         return self._take(rest) or passed
@@ -137,9 +137,7 @@ class Assembler:
         self._layout = Layout.of(names, self._mapping, relation.name)
         self._outbox = relation.oid
 
-    def _learn(self, relation: Message) -> None:
-        if not isinstance(relation, Relation):
-            return
+    def _learn(self, relation: Relation) -> None:
         if self._emitted is not None:
             self._described.add(relation.oid)
             return
@@ -159,8 +157,8 @@ class Assembler:
 
     def _take(self, some: Gulp) -> Lsn | None:
         """Messages between which no table is described."""
+        self._check_kinds(some.kinds)
         self._check_order(some.kinds)
-        self._pass_over(some)
         commits = some.places(_COMMIT)
         ours = self._ours(some)
         ends = self._ends(some, commits)
@@ -170,6 +168,11 @@ class Assembler:
             rows = self._translation.rows(rows)
         return self._grouping.take(self._layout, rows, ends, self._xid or 0)
 
+    def _check_kinds(self, kinds: bytes) -> None:
+        """There are no messages but those of protocol version 1. What carries no rows is not decoded."""
+        if unknown := kinds.translate(None, KINDS):
+            raise ProtocolError(f"unknown pgoutput message {unknown[:1]!r}")
+
     def _check_order(self, kinds: bytes) -> None:
         """Begins and Commits come in turn, and rows between them."""
         marks = (b"B" * self.open + kinds).translate(None, _OTHER_KINDS)
@@ -178,14 +181,6 @@ class Assembler:
             raise ProtocolError("transactions that do not begin and commit in turn")
         if marks.startswith(b"I") or b"CI" in marks:
             raise ProtocolError("a row outside a transaction")
-
-    def _pass_over(self, some: Gulp) -> None:
-        """Decode what carries no rows, since that finds what is malformed."""
-        if not some.kinds.translate(None, b"BCI"):
-            return
-        for place, kind in enumerate(some.kinds):
-            if kind in _OTHER_KINDS:
-                decode(some[place])
 
     def _ours(self, some: Gulp) -> Places:
         """Where the inserts into the outbox are."""

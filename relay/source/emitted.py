@@ -24,7 +24,6 @@ from relay.source.pgoutput import (
     LogicalMessage,
     ProtocolError,
     Relation,
-    decode,
     encode_tuple,
 )
 from relay.source.translation import Encoding
@@ -85,14 +84,13 @@ class Emitted:
                 found += self._inserts_of(bytes(each))
                 continue
             if kind == _BEGIN:
-                begin = decode(bytes(each[self._header :]))
-                self._begin = begin if isinstance(begin, Begin) else None
+                self._begin = Begin.of(bytes(each[self._header :]))
             found.append(each)
         return found
 
     def _inserts_of(self, data: bytes) -> Iterator[Buffer]:
-        message = decode(data[self._header :])
-        if not isinstance(message, LogicalMessage) or self._text(message.prefix) != self._prefix:
+        message = LogicalMessage.of(data[self._header :])
+        if self._text(message.prefix) != self._prefix:
             return
         if not message.transactional:
             self._ignored += 1

@@ -514,6 +514,4 @@ def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:
     if len(cells) != len(before):
         raise ProtocolError("a row of another shape than its table")
     values = dict(zip(before, cells, strict=True))
-    return encode_tuple(
-        [value if isinstance(value := values.get(name), bytes) else None for name in after]
-    )
+    return encode_tuple([values.get(name) for name in after])

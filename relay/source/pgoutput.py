@@ -1,4 +1,7 @@
-"""pgoutput, protocol version 1: bytes to messages, and messages to rows. No I/O.
+"""pgoutput, protocol version 1: the messages that relay reads one by one, and rows. No I/O.
+
+`gulp` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate carry no new rows: their
+kind is checked, and they are not decoded.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """
@@ -6,7 +9,7 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
@@ -14,7 +17,6 @@ from typing import NamedTuple
 from relay.events import Lsn
 
 _BEGIN = Struct(">QqI")
-_COMMIT = Struct(">BQQq")
 _U16 = Struct(">H")
 _U32 = Struct(">I")
 _U64 = Struct(">Q")
@@ -26,21 +28,12 @@ UNCHANGED = ord("u")
 TEXT = ord("t")
 BINARY = ord("b")
 
+KINDS = b"BCORYIUDTM"
+"""The first octets of all messages that version 1 has."""
+
 
 class ProtocolError(Exception):
     """The stream holds what pgoutput protocol version 1 does not."""
-
-
-class _Unchanged:
-    """The marker for a TOAST value that an update left alone, and that therefore is not in the stream."""
-
-    def __repr__(self) -> str:
-        return "UNCHANGED_TOAST"
-
-
-UNCHANGED_TOAST = _Unchanged()
-
-Value = bytes | None | _Unchanged
 
 
 class Begin(NamedTuple):
@@ -50,22 +43,14 @@ class Begin(NamedTuple):
     ts: int
     xid: int
 
-
-class CommitMessage(NamedTuple):
-    """Closes a transaction; after `end_lsn` the stream may be resumed."""
-
-    flags: int
-    commit_lsn: Lsn
-    end_lsn: Lsn
-    ts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The transaction was replicated to the source from elsewhere."""
-
-    commit_lsn: Lsn
-    name: str
+    @classmethod
+    def of(cls, data: bytes) -> Begin:
+        """Decode a Begin. Raises ProtocolError where it is cut short."""
+        try:
+            lsn, ts, xid = _BEGIN.unpack_from(data, 1)
+        except struct.error as error:
+            raise _malformed(data) from error
+        return cls(Lsn(lsn), ts, xid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,49 +73,13 @@ class Relation:
     replica_identity: str
     columns: tuple[Column, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Type:
-    """Names a type that is not built in."""
-
-    oid: int
-    namespace: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Insert:
-    """A new row; `tuple` is undecoded TupleData."""
-
-    relation_oid: int
-    tuple: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A changed row; `old` holds the key ('K') or the whole old row ('O') where the identity asks for it."""
-
-    relation_oid: int
-    old_kind: str | None
-    old: tuple[Value, ...] | None
-    new: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """A removed row, by key ('K') or whole ('O')."""
-
-    relation_oid: int
-    old_kind: str
-    old: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Emptied tables; options are a bit set: 1 cascade, 2 restart identity."""
-
-    options: int
-    relation_oids: tuple[int, ...]
+    @classmethod
+    def of(cls, data: bytes) -> Relation:
+        """Decode a Relation. Raises ProtocolError where it is cut short."""
+        try:
+            return _relation(data)
+        except (IndexError, ValueError, struct.error) as error:
+            raise _malformed(data) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,52 +91,22 @@ class LogicalMessage:
     prefix: str
     content: bytes
 
-
-Message = (
-    Begin
-    | CommitMessage
-    | Origin
-    | Relation
-    | Type
-    | Insert
-    | Update
-    | Delete
-    | Truncate
-    | LogicalMessage
-)
+    @classmethod
+    def of(cls, data: bytes) -> LogicalMessage:
+        """Decode a Message. Raises ProtocolError where it is cut short."""
+        try:
+            return _message(data)
+        except (IndexError, ValueError, struct.error) as error:
+            raise _malformed(data) from error
 
 
-def decode(data: bytes) -> Message:
-    """Decode one message. Raises ProtocolError where it is cut short or of an unknown kind."""
-    if not data:
-        raise ProtocolError("empty pgoutput message")
-    decoder = _DECODERS.get(data[0])
-    if decoder is None:
-        raise ProtocolError(f"unknown pgoutput message {data[:1]!r}")
-    try:
-        return decoder(data)
-    except (IndexError, ValueError, struct.error) as error:
-        raise ProtocolError(f"malformed pgoutput message {data[:1]!r}") from error
+def _malformed(data: bytes) -> ProtocolError:
+    return ProtocolError(f"malformed pgoutput message {data[:1]!r}")
 
 
 def _string(data: bytes, start: int) -> tuple[str, int]:
     end = data.index(b"\0", start)
     return data[start:end].decode("utf-8", "surrogateescape"), end + 1
-
-
-def _begin(data: bytes) -> Begin:
-    lsn, ts, xid = _BEGIN.unpack_from(data, 1)
-    return Begin(Lsn(lsn), ts, xid)
-
-
-def _commit(data: bytes) -> CommitMessage:
-    flags, lsn, end_lsn, ts = _COMMIT.unpack_from(data, 1)
-    return CommitMessage(flags, Lsn(lsn), Lsn(end_lsn), ts)
-
-
-def _origin(data: bytes) -> Origin:
-    (lsn,) = _U64.unpack_from(data, 1)
-    return Origin(Lsn(lsn), _string(data, 9)[0])
 
 
 def _relation(data: bytes) -> Relation:
@@ -208,43 +127,6 @@ def _relation(data: bytes) -> Relation:
     return Relation(oid, namespace or "pg_catalog", name, identity, tuple(columns))
 
 
-def _type(data: bytes) -> Type:
-    (oid,) = _U32.unpack_from(data, 1)
-    namespace, at = _string(data, 5)
-    return Type(oid, namespace or "pg_catalog", _string(data, at)[0])
-
-
-def _insert(data: bytes) -> Insert:
-    (oid,) = _U32.unpack_from(data, 1)
-    if data[5] != ord("N"):
-        raise ProtocolError("insert without a new row")
-    return Insert(oid, data[6:])
-
-
-def _update(data: bytes) -> Update:
-    (oid,) = _U32.unpack_from(data, 1)
-    kind, old, at = None, None, 5
-    if data[at] in b"KO":
-        kind = chr(data[at])
-        old, at = _values(data, at + 1)
-    if data[at] != ord("N"):
-        raise ProtocolError("update without a new row")
-    return Update(oid, kind, old, _values(data, at + 1)[0])
-
-
-def _delete(data: bytes) -> Delete:
-    (oid,) = _U32.unpack_from(data, 1)
-    if data[5] not in b"KO":
-        raise ProtocolError("delete without an old row")
-    return Delete(oid, chr(data[5]), _values(data, 6)[0])
-
-
-def _truncate(data: bytes) -> Truncate:
-    (count,) = _U32.unpack_from(data, 1)
-    oids = tuple(_U32.unpack_from(data, 6 + 4 * i)[0] for i in range(count))
-    return Truncate(data[5], oids)
-
-
 def _message(data: bytes) -> LogicalMessage:
     (lsn,) = _U64.unpack_from(data, 2)
     prefix, at = _string(data, 10)
@@ -255,24 +137,21 @@ def _message(data: bytes) -> LogicalMessage:
     return LogicalMessage(bool(data[1] & 1), Lsn(lsn), prefix, content)
 
 
-_DECODERS: dict[int, Callable[[bytes], Message]] = {
-    ord("B"): _begin,
-    ord("C"): _commit,
-    ord("O"): _origin,
-    ord("R"): _relation,
-    ord("Y"): _type,
-    ord("I"): _insert,
-    ord("U"): _update,
-    ord("D"): _delete,
-    ord("T"): _truncate,
-    ord("M"): _message,
-}
+def decode_tuple(data: bytes) -> tuple[bytes | None, ...]:
+    """All values of one TupleData, in the order of the table.
+
+    A value that an update left alone is not in the stream: it is None, as null is. Raises ProtocolError.
+    """
+    try:
+        return _values(data)
+    except (IndexError, struct.error) as error:
+        raise ProtocolError("malformed TupleData") from error
 
 
-def _values(data: bytes, at: int) -> tuple[tuple[Value, ...], int]:
-    (count,) = _U16.unpack_from(data, at)
-    at += 2
-    values: list[Value] = []
+def _values(data: bytes) -> tuple[bytes | None, ...]:
+    (count,) = _U16.unpack_from(data, 0)
+    at = _U16.size
+    values: list[bytes | None] = []
     for _ in range(count):
         kind = data[at]
         at += 1
@@ -284,21 +163,11 @@ def _values(data: bytes, at: int) -> tuple[tuple[Value, ...], int]:
                 raise ProtocolError("column value cut short")
             values.append(value)
             at += length
-        elif kind == NULL:
+        elif kind in (NULL, UNCHANGED):
             values.append(None)
-        elif kind == UNCHANGED:
-            values.append(UNCHANGED_TOAST)
         else:
             raise ProtocolError(f"unknown column kind {chr(kind)!r}")
-    return tuple(values), at
-
-
-def decode_tuple(data: bytes) -> tuple[Value, ...]:
-    """All values of one TupleData, as bytes, in the order of the table. Raises ProtocolError."""
-    try:
-        return _values(data, 0)[0]
-    except (IndexError, struct.error) as error:
-        raise ProtocolError("malformed TupleData") from error
+    return tuple(values)
 
 
 def encode_tuple(values: Sequence[bytes | None]) -> bytes:

@@ -90,8 +90,7 @@ class Translation:
             return _COUNT.pack(len(self.columns)) + data[_COUNT.size :] + b"n"
         cells: list[bytes | None] = []
         notes: list[str] = []
-        for name, cell in zip(self._names, decode_tuple(data), strict=True):
-            value = cell if isinstance(cell, bytes) else None
+        for name, value in zip(self._names, decode_tuple(data), strict=True):
             if value is not None and name in self._read:
                 if name in self._naive:
                     value = _zoned(value)

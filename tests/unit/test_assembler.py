@@ -10,7 +10,7 @@ from itertools import chain, groupby, pairwise
 from operator import attrgetter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from psycopg.abc import Buffer
 
@@ -740,6 +740,28 @@ def test_rows_outside_a_transaction_are_not_taken_for_nothing() -> None:
     assembler.feed([described()])
     with pytest.raises(ProtocolError):
         feed(assembler, [row, commit, begin])
+
+
+@given(st.binary(min_size=1, max_size=60).filter(lambda data: data[0] not in b"BCORYIUDTM"))
+@example(b"S")  # streaming, which version 1 does not have
+def test_a_message_of_an_unknown_kind_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="unknown pgoutput message"):
+        feed(new_assembler(), [data])
+
+
+@given(st.sampled_from(b"OYUDTM"), st.binary(max_size=60))
+def test_what_carries_no_rows_is_not_read(kind: int, rest: bytes) -> None:
+    first, second = (inserted(id=each, host_id=b"h") for each in (b"1", b"2"))
+    noise = bytes([kind]) + rest
+    received = receive(new_assembler(), [described(), *committed(first, noise, second)])
+    assert ids(received) == [["1", "2"]]
+
+
+@pytest.mark.parametrize("kind", b"KO")
+def test_an_insert_of_an_old_row_is_a_protocol_error(kind: int) -> None:
+    row = inserted(id=b"1", host_id=b"h")
+    with pytest.raises(ProtocolError, match="insert without a new row"):
+        feed(new_assembler(), [described(), *committed(row[:5] + bytes([kind]) + row[6:])])
 
 
 def test_rows_of_a_table_that_was_never_described_are_not_taken_for_another_s() -> None:
