@@ -15,7 +15,7 @@ import psycopg
 from relay.config import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import floor, partitions
-from relay.store import actions, sinks
+from relay.store import actions, advisory_locks, sinks
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME
 from relay.threads import Thread
@@ -27,7 +27,6 @@ Connection = psycopg.Connection[Any]
 NOTE_SECONDS = 5.0
 """How often positions are noted in the source."""
 ROTATE_SECONDS = 60.0
-_LOCK = 0x72657461  # "reta"
 _PRUNE_PORTION = 10_000
 
 
@@ -123,17 +122,14 @@ class Schedule:
             return
         self._next_rotation = now + self._rotate_seconds
         self._prune(target)
-        lock = (_LOCK, of.source.table)
-        (mine,) = source.execute(
-            "select pg_try_advisory_lock(%s, hashtext(%s))", lock
-        ).fetchone() or (0,)
-        if not mine:
+        key = advisory_locks.retention(of.source.table)
+        if not advisory_locks.try_lock(source, key):
             return
         try:
             self._rotate(source, target, noted)
         finally:
             if not source.broken:
-                source.execute("select pg_advisory_unlock(%s, hashtext(%s))", lock)
+                advisory_locks.unlock(source, key)
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock()

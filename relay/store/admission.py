@@ -13,18 +13,16 @@ from psycopg.types.json import Jsonb
 
 from relay.effects import Effects, handlers_of
 from relay.faults import ConfigurationError
+from relay.store import advisory_locks
 
 log = logging.getLogger(__name__)
 
-_SPACE = 0x72656C63  # "relc"
 Connection = psycopg.Connection[Any]
 
 
 def hold(conn: Connection, group: str, effects: Effects) -> None:
     """Show that an instance runs with this configuration, for as long as the connection lives."""
-    conn.execute(
-        "select pg_advisory_lock_shared(%s, hashtext(%s))", (_SPACE, _lock(group, effects.digest))
-    )
+    advisory_locks.lock_shared(conn, advisory_locks.configuration(group, effects.digest))
 
 
 def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
@@ -100,20 +98,6 @@ def _other(conn: Connection, group: str, effects: Effects) -> tuple[str, dict[st
     ).fetchone()
 
 
-def _lock(group: str, digest: str) -> str:
-    return f"{group} {digest}"
-
-
 def _runs(conn: Connection, group: str, digest: str) -> bool:
-    """Whether an instance holds the lock of a configuration."""
-    row = conn.execute(
-        """
-        select exists (
-            select from pg_locks
-             where locktype = 'advisory' and granted and objsubid = 2
-               and database = (select oid from pg_database where datname = current_database())
-               and classid::bigint = %s and objid::bigint = hashtext(%s)::bigint & 4294967295)
-        """,
-        (_SPACE, _lock(group, digest)),
-    ).fetchone()
-    return bool(row and row[0])
+    """Whether an instance runs with a configuration."""
+    return bool(advisory_locks.sharing(conn, advisory_locks.configuration(group, digest)))

@@ -25,15 +25,13 @@ from psycopg.rows import class_row, scalar_row, tuple_row
 
 from relay.events import Lsn, Tuples
 from relay.source.spool import Spool, SpooledTuples
-from relay.store import arrays
+from relay.store import advisory_locks, arrays
 from relay.store.deferred_copy import COLUMNS, END, START, Encoder
 from relay.store.encodings import codec_of, writable
 from relay.transactions import FACTS, Rows, Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
 
-_CLAIM_LOCK = 0x72656C61
-"""Of the advisory locks, those for claiming; the other half is the group's."""
 _PARKED_AT_ONCE = 5_000
 _PORTION_EVENTS = 10_000
 _PORTION_BYTES = 1024 * 1024
@@ -218,7 +216,7 @@ def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
 
 def lock(conn: Connection, group: str) -> None:
     """Wait until nobody claims what the group's target has deferred; to the end of the database transaction."""
-    conn.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", (_CLAIM_LOCK, group))
+    advisory_locks.lock_in_transaction(conn, advisory_locks.retries(group))
 
 
 def claim(conn: Connection, group: str, limit: int) -> list[Due]:
@@ -226,11 +224,8 @@ def claim(conn: Connection, group: str, limit: int) -> list[Due]:
 
     Until the end of the database transaction nobody else can claim any of the group.
     """
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        if not cursor.execute(
-            "select pg_try_advisory_xact_lock(%s, hashtext(%s))", (_CLAIM_LOCK, group)
-        ).fetchone():
-            return []
+    if not advisory_locks.try_lock_in_transaction(conn, advisory_locks.retries(group)):
+        return []
     return heads(conn, group, "", limit)
 
 

@@ -13,8 +13,8 @@ import psycopg
 
 from relay import __version__
 from relay.faults import ConfigurationError
+from relay.store.advisory_locks import INSTALLATION
 
-LOCK = 0x72656C6179  # "relay"
 WAIT_SECONDS = 0.2
 
 Side = Literal["source", "outbox", "target"]
@@ -158,17 +158,17 @@ def alone(conn: psycopg.Connection[Any], waits: Callable[[], None]) -> Iterator[
         yield
     finally:
         with suppress(psycopg.Error):
-            conn.execute("select pg_advisory_unlock(%s)", (LOCK,))
+            conn.execute("select pg_advisory_unlock(%s)", (INSTALLATION,))
 
 
 def _try_lock(conn: psycopg.Connection[Any]) -> bool:
-    row = conn.execute("select pg_try_advisory_lock(%s)", (LOCK,)).fetchone()
+    row = conn.execute("select pg_try_advisory_lock(%s)", (INSTALLATION,)).fetchone()
     return bool(row and row[0])
 
 
 def lock(conn: psycopg.Connection[Any]) -> None:
     """Wait until no other installation is under way in the database; to the end of the transaction."""
-    conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
+    conn.execute("select pg_advisory_xact_lock(%s)", (INSTALLATION,))
 
 
 def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:

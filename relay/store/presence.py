@@ -15,14 +15,13 @@ import psycopg
 
 from relay.effects import Effects
 from relay.faults import ConfigurationError, describe
-from relay.store import admission
+from relay.store import admission, advisory_locks
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME, PREFIX
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-_SPACE = 0x72656C79  # "rely"
 
 Connection = psycopg.Connection[Any]
 
@@ -94,15 +93,14 @@ class Presence:
             self._drop()
 
     def _show(self, conn: Connection) -> None:
-        lock = (_SPACE, self._group)
-        row = conn.execute("select pg_try_advisory_lock_shared(%s, hashtext(%s))", lock).fetchone()
-        if row and row[0]:
+        key = advisory_locks.instance(self._group)
+        if advisory_locks.try_lock_shared(conn, key):
             return
         log.warning(
             "waiting for a session of the target that holds the group's advisory lock: `relay offsets`, as a rule",
             extra={"group": self._group},
         )
-        conn.execute("select pg_advisory_lock_shared(%s, hashtext(%s))", lock)
+        advisory_locks.lock_shared(conn, key)
 
     def _drop(self) -> None:
         conn, self._conn = self._conn, None
@@ -112,26 +110,17 @@ class Presence:
 
 def instances(conn: Connection, group: str) -> list[str]:
     """The running instances as host:pid, oldest first."""
-    rows = conn.execute(
-        """
-        select coalesce(a.application_name, '') from pg_locks l join pg_stat_activity a on a.pid = l.pid
-         where l.locktype = 'advisory' and l.granted and l.mode = 'ShareLock'
-           and l.database = (select oid from pg_database where datname = current_database())
-           and l.classid::bigint = %s and l.objid::bigint = hashtext(%s)::bigint & 4294967295 and l.objsubid = 2
-         order by a.backend_start
-        """,
-        (_SPACE, group),
-    )
-    return [name.removeprefix(PREFIX) for (name,) in rows]
+    names = advisory_locks.sharing(conn, advisory_locks.instance(group))
+    return [name.removeprefix(PREFIX) for name in names]
 
 
 @contextmanager
 def stopped(conn: Connection, group: str) -> Iterator[bool]:
     """Whether no instance runs; if so, none can start until the end."""
-    row = conn.execute("select pg_try_advisory_lock(%s, hashtext(%s))", (_SPACE, group)).fetchone()
-    free = bool(row and row[0])
+    key = advisory_locks.instance(group)
+    free = advisory_locks.try_lock(conn, key)
     try:
         yield free
     finally:
         if free:
-            conn.execute("select pg_advisory_unlock(%s, hashtext(%s))", (_SPACE, group))
+            advisory_locks.unlock(conn, key)

@@ -11,7 +11,7 @@ import psycopg
 
 from relay.events import Lsn
 from relay.snapshots import BEGINNING, Snapshot, Xids
-from relay.store import arrays, snapshots
+from relay.store import advisory_locks, arrays, snapshots
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
@@ -19,7 +19,6 @@ from relay.store.snapshots import xids_of
 
 Connection = psycopg.Connection[Any]
 
-_CLAIM = 0x73696E6B  # "sink"
 BEFORE_FIRST = -(1 << 63)
 """A position in a difference that all of its transactions come after."""
 ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
@@ -72,7 +71,7 @@ class Claim:
     def __init__(self, dsn: str, group: str, sink: str) -> None:
         self._dsn = dsn
         self._conn: Connection | None = None
-        self._key = (_CLAIM, f"{group} {sink}")
+        self._key = advisory_locks.sink(group, sink)
         self._of = {"group": group, "sink": sink, "instance": INSTANCE}
 
     @property
@@ -86,13 +85,10 @@ class Claim:
         if self._conn is None:
             self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
-            (found,) = self._conn.execute(
-                "select pg_try_advisory_lock(%s, hashtext(%s))", self._key
-            )
+            return advisory_locks.try_lock(self._conn, self._key)
         except BaseException:
             self.release()
             raise
-        return bool(found[0])
 
     def release(self) -> None:
         """Let another process work the sink, and end the session: nothing more is stored by it."""

@@ -1,0 +1,105 @@
+"""The advisory locks that relay takes: their keys, and how they are taken. Everything raises psycopg.Error.
+
+| key | database | held by |
+|---|---|---|
+| `INSTALLATION` | source, target | who installs or uninstalls the schema |
+| `instance` | target | each instance of a group, shared; alone by who moves the offsets of a stopped group |
+| `configuration` | target | each instance of a group that runs with this configuration, shared |
+| `retries` | target | the instance that retries what the group's target has deferred |
+| `sink` | target | the instance that works a sink |
+| `retention` | source | the instance that creates and drops partitions of the outbox |
+
+Source: PostgreSQL documentation, "Advisory Locks".
+"""
+
+from __future__ import annotations
+
+from typing import Any, LiteralString, NamedTuple
+
+import psycopg
+from psycopg.rows import scalar_row
+
+INSTALLATION = 0x72656C6179  # "relay"
+"""A key of 64 bits; all others are of two times 32."""
+
+
+class Key(NamedTuple):
+    """What a lock is for, and the name of what is locked, of which PostgreSQL keeps a hash."""
+
+    space: int
+    name: str
+
+
+def instance(group: str) -> Key:
+    """Of a group that runs."""
+    return Key(0x72656C79, group)  # "rely"
+
+
+def configuration(group: str, digest: str) -> Key:
+    """Of a configuration that a group runs with."""
+    return Key(0x72656C63, f"{group} {digest}")  # "relc"
+
+
+def retries(group: str) -> Key:
+    """Of the deferred transactions of a group's target."""
+    return Key(0x72656C61, group)  # "rela"
+
+
+def sink(group: str, name: str) -> Key:
+    """Of a sink of a group."""
+    return Key(0x73696E6B, f"{group} {name}")  # "sink"
+
+
+def retention(table: str) -> Key:
+    """Of the partitions of an outbox."""
+    return Key(0x72657461, table)  # "reta"
+
+
+def try_lock(conn: psycopg.Connection[Any], key: Key) -> bool:
+    """Take the lock until the session ends, or `unlock`; returns False while another session holds it."""
+    return _found(conn, "select pg_try_advisory_lock(%s, hashtext(%s))", key)
+
+
+def try_lock_shared(conn: psycopg.Connection[Any], key: Key) -> bool:
+    """As `try_lock`, beside other sessions that share it."""
+    return _found(conn, "select pg_try_advisory_lock_shared(%s, hashtext(%s))", key)
+
+
+def lock_shared(conn: psycopg.Connection[Any], key: Key) -> None:
+    """Wait for the lock, beside other sessions that share it, and hold it until the session ends."""
+    conn.execute("select pg_advisory_lock_shared(%s, hashtext(%s))", key)
+
+
+def unlock(conn: psycopg.Connection[Any], key: Key) -> None:
+    """Release what `try_lock` took."""
+    conn.execute("select pg_advisory_unlock(%s, hashtext(%s))", key)
+
+
+def try_lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> bool:
+    """As `try_lock`, until the database transaction ends."""
+    return _found(conn, "select pg_try_advisory_xact_lock(%s, hashtext(%s))", key)
+
+
+def lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> None:
+    """Wait for the lock, and hold it until the database transaction ends."""
+    conn.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", key)
+
+
+def sharing(conn: psycopg.Connection[Any], key: Key) -> list[str]:
+    """The application names of the sessions that share the lock, the oldest session first."""
+    rows = conn.execute(
+        """
+        select coalesce(a.application_name, '') from pg_locks l join pg_stat_activity a on a.pid = l.pid
+         where l.locktype = 'advisory' and l.granted and l.mode = 'ShareLock'
+           and l.database = (select oid from pg_database where datname = current_database())
+           and l.classid::bigint = %s and l.objid::bigint = hashtext(%s)::bigint & 4294967295 and l.objsubid = 2
+         order by a.backend_start
+        """,
+        key,
+    )
+    return [name for (name,) in rows]
+
+
+def _found(conn: psycopg.Connection[Any], statement: LiteralString, key: Key) -> bool:
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return bool(cursor.execute(statement, key).fetchone())
