@@ -61,7 +61,7 @@ def test_the_guide(outbox: Outbox, shop: Path, monkeypatch: pytest.MonkeyPatch) 
 
     events = shop / "shop" / "events.py"
     events.write_text(events.read_text().replace("price: Decimal", "price: Decimal | str"))
-    replay, export = (text.split()[1:] for text in blocks("console"))
+    replay, export = (text.split()[1:] for text in blocks("sh"))
     with running(config):
         assert relay(*replay, "--yes", "--config", str(config)).returncode == 0
         wait_until(lambda: outbox.value("select count(*) from orders") == 3)

@@ -5,7 +5,6 @@ A command's output must have the lines that the guide shows, but for figures, ti
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
@@ -24,92 +23,34 @@ from psycopg.conninfo import make_conninfo
 from psycopg.pq import ExecStatus
 
 from tests.outbox import event, host, wait_until
+from tests.pages import (
+    DOCS,
+    LONG_SECONDS,
+    Command,
+    blocks,
+    clean_environment,
+    commands,
+    has_shape,
+    make_tools,
+)
 from tests.postgres import Server, start_server
-from tests.process import ROOT
 from tests.webhook import Answer, Webhook
 
-GUIDE = (ROOT / "docs" / "operations.md").read_text()
-PSQL = '''#!{python}
-"""What the runbooks use of psql: it may be missing where tests run."""
-import sys
-import psycopg
-from psycopg.pq import ExecStatus
-dsn, flag, *rest = sys.argv[1:]
-assert flag == "-Atc"
-statements = [rest[0], *(text for text in rest[1:] if text != "-c")]
-try:
-    conn = psycopg.connect(dsn, autocommit=True, application_name="psql")
-except psycopg.OperationalError as error:
-    sys.exit("psql: error: " + str(error))
-for statement in statements:
-    result = conn.pgconn.exec_(statement.encode())
-    if result.status == ExecStatus.COMMAND_OK:
-        print(result.command_status.decode())
-        continue
-    if result.status != ExecStatus.TUPLES_OK:
-        sys.exit(result.error_message.decode())
-    for row in range(result.ntuples):
-        print("|".join((result.get_value(row, n) or b"").decode() for n in range(result.nfields)))
-'''
-LONG_SECONDS = 25.0
+GUIDE = (DOCS / "operations.md").read_text()
 
 
-@dataclass
-class Command:
-    """A command of the guide and the lines that it prints there."""
-
-    text: str
-    output: list[str] = field(default_factory=list)
-
-
-def commands(alert: str) -> list[Command]:
+def runbook(alert: str) -> list[Command]:
     """The commands of a runbook, in order."""
     section = re.search(rf"^### {alert}\n(.*?)(?=^##)", GUIDE, re.DOTALL | re.MULTILINE)
     assert section is not None
-    found: list[Command] = []
-    for block in re.findall(r"^```console\n(.*?)^```$", section[1], re.DOTALL | re.MULTILINE):
-        for line in block.splitlines():
-            if line.startswith("$ "):
-                found.append(Command(line[2:]))
-            else:
-                found[-1].output.append(line)
+    found = [
+        command
+        for block in blocks(section[1])
+        if block.language == "console"
+        for command in commands(block.text)
+    ]
     assert found
     return found
-
-
-_LIKE = (
-    (r"[0-9a-f]{8}-[0-9a-f]{4}-\S+", "#"),  # ids
-    (r"\d{4}-\d\d-\d\d[T ][\d:.+]+( UTC)?", "#"),
-    (r"\S+:\d+(?=\s|$)", "#"),  # instances
-    (r"[0-9A-F]+/[0-9A-F]+", "#"),
-    (r"-?\b\d[\d,.]*", "#"),
-)
-
-
-def shape(line: str) -> str:
-    """A line without its figures and the width of its gaps."""
-    for pattern, stands in _LIKE:
-        line = re.sub(pattern, stands, line)
-    return " ".join(line.split())
-
-
-def has_shape(printed: str, wanted: list[str]) -> bool:
-    """Whether the lines that the guide shows are printed, in order; `…` is any lines, at a line's end any text."""
-    lines = [shape(line) for line in printed.splitlines()]
-    for line in wanted:
-        if line == "…":
-            continue
-        like = shape(line.removesuffix("…"))
-        open_end = line.endswith("…")
-        matching = [
-            n
-            for n, each in enumerate(lines)
-            if each == like or (open_end and each.startswith(like))
-        ]
-        if not matching:
-            return False
-        lines = lines[matching[0] + 1 :]
-    return "…" in wanted or any(line.endswith("…") for line in wanted) or not lines
 
 
 @dataclass
@@ -131,18 +72,13 @@ class Shop:
         return self.server.dsn("warehouse")
 
     def environment(self) -> dict[str, str]:
-        kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))
-        }
-        return {
-            **kept,
-            "PATH": f"{self.folder / 'bin'}:{kept['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "RELAY_CONFIG": str(self.folder / "relay.yaml"),
-            "SOURCE": self.source,
-            "TARGET": self.target,
+        return clean_environment(
+            self.folder / "bin",
+            RELAY_CONFIG=str(self.folder / "relay.yaml"),
+            SOURCE=self.source,
+            TARGET=self.target,
             **self.more,
-        }
+        )
 
     more: dict[str, str] = field(default_factory=dict)
 
@@ -214,7 +150,7 @@ class Shop:
 
     def run_book(self, alert: str, *, mend: str = "") -> None:
         """Run the commands of a runbook; before the one that begins with `mend`, what `mended` does."""
-        for command in commands(alert):
+        for command in runbook(alert):
             if mend and command.text.startswith(mend):
                 self.mended()
                 mend = ""
@@ -256,12 +192,7 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     folder = tmp_path_factory.mktemp("shop")
-    tools = folder / "bin"
-    tools.mkdir()
-    (tools / "psql").write_text(PSQL.format(python=sys.executable))
-    (tools / "relay").write_text(f'#!/bin/sh\nexec {sys.executable} -m relay "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    make_tools(folder / "bin")
     with start_server() as server, Webhook() as webhook:
         server.create_database("shop")
         server.create_database("warehouse")
@@ -546,7 +477,7 @@ def test_relay_spark_unavailable(running_shop: Shop, tmp_path: Path) -> None:
         broken.unlink()
 
     shop.mended = mended  # type: ignore[method-assign]
-    steps = commands("RelaySparkUnavailable")
+    steps = runbook("RelaySparkUnavailable")
     for step in steps[:-2]:
         shop.follow(step)
     mended()

@@ -1,0 +1,57 @@
+"""The tutorial and the how-to guides, followed command by command as they stand there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from relay.embedded import free_port
+from tests.pages import Reader, blocks, pages
+from tests.postgres import Server
+
+GUIDES = [page for page in pages() if page.stem == "tutorial" or page.parent.name == "how-to"]
+FOLLOWED = [
+    pytest.param(page, id=page.stem, marks=() if page.stem == "tutorial" else pytest.mark.rare)
+    for page in GUIDES
+    if any(block.language == "console" for block in blocks(page.read_text()))
+]
+STATEMENTS = [
+    pytest.param(block.text, id=f"{page.name}:{block.line}")
+    for page in pages()
+    for block in blocks(page.read_text())
+    if block.language == "sql"
+]
+
+
+@pytest.fixture
+def reader(server: Server, tmp_path: Path) -> Iterator[Reader]:
+    """Somebody with two empty databases, SOURCE and TARGET."""
+    names = ("page_source", "page_target")
+    source, target = (server.create_database(name) for name in names)
+    try:
+        # The tutorial starts a server of its own, at this port.
+        with Reader(tmp_path, {"5433": str(free_port())}, SOURCE=source, TARGET=target) as made:
+            yield made
+    finally:
+        for name in names:
+            server.drop_database(name)
+
+
+@pytest.mark.parametrize("page", FOLLOWED)
+def test_a_page_works_as_it_stands(page: Path, reader: Reader) -> None:
+    reader.follow(page.read_text())
+
+
+@pytest.mark.parametrize("statements", STATEMENTS)
+def test_sql_of_the_pages_is_sql(statements: str, database: str) -> None:
+    """As the parser of PL/pgSQL has it: nothing is executed, and no table needs to be there."""
+    body = re.sub(r"^(begin|commit);$", "", statements, flags=re.MULTILINE)
+    function = (
+        f"create function page() returns void language plpgsql as $page$ begin {body} end $page$"
+    )
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(function.encode())
