@@ -23,7 +23,7 @@ from relay.observe.parts import Parts
 from relay.pipeline.at_work import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
 from relay.pulse import Due, Pulse
-from relay.source import wal
+from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS
 
 UP_SECONDS = 20.0
@@ -193,7 +193,9 @@ class Liveness:
         found, part = self._parts.source.state(), "source"
         silent = found.received.silent if found.received else 0.0
         # It is asked after a silence of ASK_SECONDS, and has as long to answer.
-        if found.doing == STREAMS and silent > max(self._limits.stall_seconds, 2 * wal.ASK_SECONDS):
+        if found.doing == STREAMS and silent > max(
+            self._limits.stall_seconds, 2 * receiver.ASK_SECONDS
+        ):
             text = f"the server has been asked and has sent nothing for {silent:.0f} s: half open?"
             return State(part, Level.NOT_READY, text)
         if found.doing == POLLS and not self._databases.source.is_up(UP_SECONDS):

@@ -27,6 +27,11 @@ class Progress:
         self._flushed = Lsn(0)
         self._last_commit = Lsn(0)
 
+    def reset(self) -> None:
+        """Forget all positions: those of another server, or of a slot that was recreated, begin elsewhere."""
+        with self._lock:
+            self._received = self._flushed = self._last_commit = Lsn(0)
+
     def start(self, confirmed: Lsn) -> None:
         """Begin, or go on after a reconnection, from what the slot has confirmed."""
         with self._lock:

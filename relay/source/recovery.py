@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
-from psycopg.pq import ExecStatus
 
 from relay.config import Settings
 from relay.events import Lsn
-from relay.faults import RelayError, TransientFault, first_line, refused_for_good, server_error
+from relay.faults import RelayError, TransientFault, first_line, refused_for_good
 from relay.source.history import History
 from relay.source.open_transactions import oldest_open, telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
@@ -25,6 +24,7 @@ from relay.source.slot import (
     require_ours,
     slot_state,
 )
+from relay.source.walsender import System, identify, open_replication
 from relay.store import groups, streams
 from relay.store.connections import connect
 
@@ -37,73 +37,6 @@ RECREATIONS_AN_HOUR = 3
 
 class Unavailable(Exception):
     """The WAL cannot be had for a reason that does not pass by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
-
-    identifier: str
-    history: History
-    position: Lsn = field(compare=False)
-    standby: bool = field(compare=False)
-    next_xid: int = field(compare=False)
-
-
-def open_replication(settings: Settings) -> Connection:
-    """A connection to the source's walsender. Raises psycopg.OperationalError."""
-    return psycopg.connect(
-        settings.source_dsn,
-        replication="database",
-        # A walsender speaks the simple query protocol only.
-        cursor_factory=psycopg.ClientCursor,
-        autocommit=True,
-        client_encoding="UTF8",
-        application_name=groups.APPLICATION_NAME,
-        connect_timeout=10,
-        # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
-        keepalives_idle=30,
-        keepalives_interval=10,
-        keepalives_count=3,
-    )
-
-
-def identify(conn: Connection) -> System:
-    """Ask a replication connection who it is. Raises psycopg.Error, or RelayError if its history cannot be read.
-
-    Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
-    """
-    # A standby that is promoted meanwhile has a position that is at least as great.
-    (found,) = conn.execute(
-        "select pg_is_in_recovery(), pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
-    )
-    standby, next_xid = found
-    row = conn.execute("IDENTIFY_SYSTEM").fetchone()
-    if row is None:
-        raise psycopg.OperationalError("the server does not identify itself")
-    timeline = int(row[1])
-    position = Lsn.parse(str(row[2]))
-    return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
-
-
-def _history(conn: Connection, timeline: int) -> History:
-    """The timelines that led to this one; none where the server has no file that tells them.
-
-    Source: PostgreSQL documentation, "Streaming Replication Protocol", TIMELINE_HISTORY.
-    """
-    if timeline == 1:
-        return History(timeline)
-    # Servers before PostgreSQL 15 give the file's bytes the type bytea, and send them as they are.
-    result = conn.pgconn.exec_(f"TIMELINE_HISTORY {timeline}".encode())
-    if result.status != ExecStatus.TUPLES_OK:
-        error = server_error(result)
-        if isinstance(error, psycopg.errors.UndefinedFile):
-            return History(timeline)
-        raise error
-    try:
-        return History.parse(timeline, (result.get_value(0, 1) or b"").decode(errors="replace"))
-    except ValueError as error:
-        raise RelayError(f"source.dsn: {error}: mend the file in the server's pg_wal") from None
 
 
 @dataclass(frozen=True, slots=True)

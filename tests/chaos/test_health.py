@@ -14,7 +14,7 @@ import pytest
 from relay.embedded import free_port
 from relay.events import Transaction
 from relay.observe import databases, gauges, liveness, observer
-from relay.source import wal
+from relay.source import receiver
 from relay.source.rows import OutboxRows
 from relay.spark import session as spark_session_module
 from tests.chaos.proxy import through_proxy
@@ -33,7 +33,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """relay is looked at more often than in production, and the server asked sooner."""
     monkeypatch.setattr(observer, "LOOK_SECONDS", 0.3)
     monkeypatch.setattr(databases, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(wal, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(receiver, "ASK_SECONDS", 1.0)
 
 
 @contextmanager

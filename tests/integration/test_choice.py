@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 from relay.faults import RelayError
 from relay.source import choice
 from relay.source.choice import StreamSource
-from relay.source.wal import WalSource
+from relay.source.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.postgres import start_server
 
@@ -255,21 +255,21 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
 def test_a_stream_that_ends_whenever_it_begins_is_one_outage(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain = WalSource._drain
-    ended: list[WalSource] = []
+    drain = Receiver._drain
+    ended: list[Receiver] = []
 
-    def end(source: WalSource, *_: object) -> tuple[int, bool]:
+    def end(source: Receiver, *_: object) -> tuple[int, bool]:
         ended.append(source)
         raise psycopg.OperationalError("the server ended the stream")
 
-    monkeypatch.setattr(WalSource, "_drain", end)
+    monkeypatch.setattr(Receiver, "_drain", end)
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(1))
         wait_until(lambda: outbox.handled() == 1, 20)
         assert mode(outbox) == "poll"
         wait_until(lambda: len(ended) > 2)
         assert mode(outbox) == "poll"
-        monkeypatch.setattr(WalSource, "_drain", drain)
+        monkeypatch.setattr(Receiver, "_drain", drain)
         wait_until(lambda: mode(outbox) == "wal")
         outbox.publish(host(1), event(2))
         outbox.wait_drained()

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.source import recovery
+from relay.source import recovery, walsender
 from tests.outbox import Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
 from tests.process import relay
 
@@ -27,10 +27,10 @@ def test_an_instance_that_stands_by_does_not_touch_the_group(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others apply more between its questions to the source and to the target."""
-    identify = recovery.identify
+    identify = walsender.identify
     seen: list[str] = []
 
-    def slowly(conn: psycopg.Connection[Any]) -> recovery.System:
+    def slowly(conn: psycopg.Connection[Any]) -> walsender.System:
         system = identify(conn)
         if outbox.column(
             "select 1 from pg_replication_slots where slot_name = %s and active", (outbox.slot,)
@@ -145,9 +145,9 @@ def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
     outbox.conn.execute(
         "update relay.groups set timeline = 2, timeline_history = E'1\\t' || pg_current_wal_insert_lsn()"
     )
-    identify = recovery.identify
+    identify = walsender.identify
 
-    def slowly(conn: psycopg.Connection[Any]) -> recovery.System:
+    def slowly(conn: psycopg.Connection[Any]) -> walsender.System:
         system = identify(conn)
         advance_beyond_the_source(outbox)
         return system

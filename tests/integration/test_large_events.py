@@ -17,7 +17,7 @@ from relay.faults import ConfigurationError
 from relay.replay import DeadLetters
 from relay.source.assembler import Begun
 from relay.source.casualties import Casualties, Undigestible
-from relay.source.wal import WalSource
+from relay.source.receiver import Receiver
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters import Filter
@@ -62,9 +62,9 @@ class _Meagre:
 @pytest.fixture
 def meagre(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver has no memory for large messages."""
-    drain = WalSource._drain
+    drain = Receiver._drain
     monkeypatch.setattr(
-        WalSource,
+        Receiver,
         "_drain",
         lambda source, pgconn: drain(source, _Meagre(pgconn)),  # type: ignore[arg-type]
     )

@@ -17,7 +17,7 @@ from relay.preflight import Level, examine
 from relay.source import choice, interval
 from relay.source.listener import LISTEN
 from relay.source.notify import TRIGGER
-from relay.source.wal import WalSource
+from relay.source.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
 
@@ -222,20 +222,20 @@ def test_nobody_listens_while_the_wal_is_read(
         raise psycopg.OperationalError("the server ended the stream")
 
     monkeypatch.setattr(choice, "GRACE_SECONDS", 0.3)
-    drain = WalSource._drain
+    drain = Receiver._drain
     settings = configured(outbox, listen=True)
     initialise(settings)
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         assert listening_sessions(outbox) == 0
-        monkeypatch.setattr(WalSource, "_drain", end)
+        monkeypatch.setattr(Receiver, "_drain", end)
         wait_until(lambda: listening_sessions(outbox) == 1)
         flood(outbox)
         wait_until(lambda: queue_is_empty(outbox), 20)
         outbox.publish(host(1), event(2))
         outbox.wait_handled()
-        monkeypatch.setattr(WalSource, "_drain", drain)
+        monkeypatch.setattr(Receiver, "_drain", drain)
         wait_until(lambda: listening_sessions(outbox) == 0)
         flood(outbox)
         assert queue_is_empty(outbox)

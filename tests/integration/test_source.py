@@ -156,7 +156,7 @@ def test_copies_of_rows_are_left_out_and_said(
         == "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
         "them unless that transaction is applied"
     ]
-    assert {each[:2] for each in said} == {("relay.source.wal", "WARNING")}
+    assert {each[:2] for each in said} == {("relay.source.receiver", "WARNING")}
     assert sum(rows for _, _, rows in said) == 4
 
 

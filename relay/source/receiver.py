@@ -1,0 +1,385 @@
+"""The thread that reads the slot's stream: it assembles commits, puts them into the queue, and reports positions.
+
+Source: PostgreSQL documentation, "Streaming Replication Protocol".
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from struct import Struct
+from threading import Condition
+
+import psycopg
+from psycopg.abc import Buffer
+
+from relay.config import Settings
+from relay.events import POSTGRES_EPOCH, Lsn
+from relay.faults import RelayError, describe
+from relay.pulse import Due
+from relay.source.assembler import Assembler, Begun
+from relay.source.bell import Bell
+from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
+from relay.source.commit_queue import CommitQueue
+from relay.source.emitted import Emitted
+from relay.source.pgoutput import ProtocolError
+from relay.source.progress import Progress
+from relay.source.replication import Replication
+from relay.source.walsender import Stream, end_of_stream
+from relay.threads import Thread
+from relay.transactions import Transactions
+
+log = logging.getLogger(__name__)
+
+_XLOG_DATA, _KEEPALIVE = b"wk"
+_DATA_START = 25  # an XLogData message is its kind, two positions and a clock before the payload
+_KEEPALIVE_BODY = Struct(">QqB")
+_EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
+
+OPEN_COMMIT_SHARE = 0.5
+"""The share of `source.buffer_bytes` that the rows of an open commit may take before they spill to a file."""
+GULP_BYTES = 2 * 1024 * 1024
+"""How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
+BUSY_BYTES = 128 * 1024
+"""A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
+NAP_SECONDS = 0.01
+"""How long the stream is left alone at most, while it is behind and while a batch is in flight."""
+IDLE_REPORT_SECONDS = 0.2
+"""How long idle progress may wait before it is reported; durable batches are reported at once."""
+STEADY_SECONDS = 1.0
+"""How long a stream that brings nothing new has to last before it counts as working."""
+RECONNECT_SECONDS = 0.1, 5.0
+"""The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
+ASK_SECONDS = 10.0
+"""After how long a silence of the server it is asked for a reply, again and again until it answers."""
+
+
+class Receiver:
+    """A thread that streams until it is closed, and connects again when the stream is lost. Its faults end the queue.
+
+    With a full buffer nothing is read until the service acknowledges.
+    """
+
+    def __init__(
+        self, settings: Settings, replication: Replication, queue: CommitQueue, progress: Progress
+    ) -> None:
+        # Shared, and safe in any thread.
+        self._replication = replication
+        self._queue = queue
+        self._progress = progress
+        self.pulse = replication.pulse
+        self._closing = replication.closing
+        self._bell = Bell()
+        self._resumed = Condition()
+        # Written by the receiver's thread, read by others.
+        self.last_heard: float | None = None
+        self.stuck: Begun | None = None
+        # Set by the service's thread.
+        self._suspected = False
+        # The receiver's thread alone. Others read the assembler's size.
+        self._budget = settings.source.buffer_bytes
+        self._prefix = settings.source.message_prefix
+        self._assembler = Assembler(
+            settings.source.table_name,
+            settings.source.mapping,
+            # A full buffer stops the reading, and an open commit leaves the buffer only when its end is read.
+            min(settings.batch.max_bytes, int(self._budget * OPEN_COMMIT_SHARE)),
+            settings.batch.spool_directory,
+            _DATA_START,
+            _emitted(settings),
+        )
+        self._casualties = Casualties(settings)
+        self._reported = Lsn(0)
+        self._fruitless = 0
+        self._heard = False
+        self._ignores = False
+        self._thread = Thread(target=self._run, name="receiver", daemon=True)
+
+    # Called by the service's thread.
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def open_bytes(self) -> int:
+        """What the open commit holds in memory."""
+        return self._assembler.size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the buffer is full, so that nothing is read."""
+        return self._queue.size + self._assembler.size >= self._budget
+
+    def guard(self) -> None:
+        """Note which commit is open, since a process may have died of it. Before `start`."""
+        self._casualties.guard()
+
+    def wake(self) -> None:
+        """Something was acknowledged, or is to be done. Safe in any thread."""
+        self._bell.ring()
+
+    def pass_over(self, commit: Begun) -> None:
+        """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
+        self._casualties.forget(commit)
+        # The server leaves out what commits before the position that it is asked for.
+        self._progress.nothing_until(Lsn(commit.lsn + 1))
+        with self._resumed:
+            self.stuck = None
+            self._replication.outage = None
+            self._resumed.notify_all()
+
+    def reconnect(self) -> None:
+        """Begin to stream again, after a look at slot and publication."""
+        self._suspected = True
+        self._bell.ring()
+
+    def close(self, timeout: float) -> None:
+        """Report the last position and leave the slot, in about `timeout` seconds at most."""
+        self._closing.set()
+        self._bell.ring()
+        deadline = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(0.1)
+            self._replication.cancel_opening()
+        if not self._thread.is_alive():
+            self._casualties.close()
+            self._bell.close()
+
+    # The receiver's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self.stuck is None:
+                    self._session()
+                else:
+                    self._wait_to_pass_over()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closing.is_set():
+            return
+        if isinstance(error, ProtocolError):
+            error = RelayError(f"the replication stream cannot be read: {error}")
+        self._queue.fail(error)
+
+    def _session(self) -> None:
+        """Connect and receive until the connection is lost."""
+        # The open commit comes again, as a whole.
+        self._assembler.reset()
+        stream = self._replication.connect()
+        if stream is None:
+            return
+        ended: psycopg.Error | MemoryError | Undigestible | None = None
+        try:
+            self._receive(stream)
+        except (psycopg.Error, MemoryError, Undigestible) as error:
+            # Without its traceback, which would keep what was being received in memory.
+            ended = error.with_traceback(None)
+        finally:
+            self.last_heard = None
+            stream.conn.close()
+        if ended is None:
+            self._casualties.survived()
+        elif isinstance(ended, Undigestible):
+            self._stop_before(ended)
+        else:
+            self._lose(ended)
+            self._wait_to_reconnect()
+
+    def _lose(self, error: psycopg.Error | MemoryError) -> None:
+        """The connection is of no use any more. Raises RelayError where another one would be of none either."""
+        if isinstance(error, MemoryError) or is_out_of_memory(error):
+            # No outage: polling would read the same row.
+            self._casualties.died(self._assembler.begun)
+        else:
+            self._casualties.survived()
+            self._replication.lost(error)
+        log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
+
+    def _stop_before(self, error: Undigestible) -> None:
+        self.stuck = error.commit
+        reason = f"receiving the commit at {error.commit.lsn} failed {error.deaths} times for want of memory"
+        log.error(reason, extra={"xid": error.commit.xid})
+        self._replication.unavailable(reason, certain=True)
+
+    def _wait_to_pass_over(self) -> None:
+        self.pulse.beat("waits until a commit is polled that it cannot receive")
+        with self._resumed:
+            self._resumed.wait_for(lambda: self.stuck is None or self._closing.is_set(), 0.5)
+
+    def _wait_to_reconnect(self) -> None:
+        self.pulse.beat("waits to connect again", Due.LATE)
+        first, longest = RECONNECT_SECONDS
+        self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
+        self._fruitless += 1
+
+    def _receive(self, stream: Stream) -> None:
+        self._assembler.reset(stream.encoding, stream.partitioned)
+        pgconn = stream.conn.pgconn
+        pgconn.nonblocking = 1
+        began = last_heard = last_sent = last_asked = time.monotonic()
+        self._reported = Lsn(0)
+        self._suspected = self._heard = steady = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
+            selector.register(self._bell, selectors.EVENT_READ, "bell")
+            reading = True
+            # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
+            asked = self._gulp(pgconn)
+            while not self._closing.is_set() and not self._suspected:
+                self.pulse.beat("receives")
+                # What is not read is no silence.
+                self.last_heard = last_heard if reading else time.monotonic()
+                if not steady and self._is_steady(stream, time.monotonic() - began):
+                    steady = True
+                    self._recovered()
+                full = self.is_full
+                if full is reading:
+                    reading = not full
+                    if full:
+                        selector.unregister(pgconn.socket)
+                    else:
+                        selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
+                        last_heard = time.monotonic()
+                owing = self._progress.flushed > self._reported
+                wait = 0.0 if asked else IDLE_REPORT_SECONDS if owing else 1.0
+                ready = {key.data for key, _ in selector.select(wait)}
+                rung = "bell" in ready
+                if rung:
+                    self._bell.hush()
+                if "stream" in ready:
+                    last_heard = time.monotonic()
+                    asked = self._gulp(pgconn) or asked
+                    if not self._progress.settled:
+                        # What comes now is not needed before, and to take it in would keep the service waiting.
+                        self._bell.wait(NAP_SECONDS)
+                now = time.monotonic()
+                silent = now - last_heard if reading else 0.0
+                if silent > stream.dead_after:
+                    raise psycopg.OperationalError(f"no word from the server for {silent:.0f} s")
+                due = now - last_sent > stream.status_every or (
+                    owing and now - last_sent > IDLE_REPORT_SECONDS
+                )
+                asks = min(silent, now - last_asked) > min(ASK_SECONDS, stream.status_every / 2)
+                if asked or rung or due or asks:
+                    self._report(pgconn, reply=asks)
+                    last_sent, asked = now, False
+                    last_asked = now if asks else last_asked
+            self._report(pgconn)
+            self._replication.leave(stream)
+
+    def _is_steady(self, stream: Stream, lasted: float) -> bool:
+        """Whether the stream works: it has brought something new, or is quiet at the end of the WAL for a while."""
+        if self._progress.received > stream.start:
+            return True
+        return lasted > STEADY_SECONDS and self._heard and not self._assembler.open
+
+    def _recovered(self) -> None:
+        self._fruitless = 0
+        self._replication.recovered()
+
+    def _gulp(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
+        """Empty the socket, then take in what came; returns whether the server asks for a status.
+
+        Waking the walsender's reader for every message is what slows the walsender down. So while the stream is behind,
+        the socket is emptied and then left alone for some milliseconds; at the head of the stream there is no nap.
+        """
+        asked = False
+        while True:
+            size, wanted = self._drain(pgconn)
+            asked = asked or wanted
+            if size < BUSY_BYTES or asked:
+                return asked
+            if self.is_full or self._closing.is_set():
+                return asked
+            if self._progress.flushed > self._reported:
+                self._report(pgconn)
+            if size < GULP_BYTES:
+                time.sleep(NAP_SECONDS)
+
+    def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
+        """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
+        size, before, length = 0, -1, 0
+        asked = False
+        reached = Lsn(0)
+        messages: list[Buffer] = []
+        # A guarded commit is noted before more is read.
+        limit = 1 if self._casualties.guarding else GULP_BYTES
+        try:
+            # Until a look at the socket brings nothing more.
+            while length == 0 and before < size < limit:
+                before = size
+                pgconn.consume_input()
+                while True:
+                    length, data = pgconn.get_copy_data(1)
+                    if length <= 0:
+                        break
+                    size += length
+                    kind = data[0]
+                    if kind == _XLOG_DATA:
+                        messages.append(data)
+                    elif kind == _KEEPALIVE:
+                        position, _, wanted = _KEEPALIVE_BODY.unpack_from(data, 1)
+                        reached = Lsn(position)
+                        asked = asked or bool(wanted)
+                    del data
+        except (psycopg.OperationalError, MemoryError):
+            # They tell which commit was open.
+            self._assembler.feed(messages)
+            raise
+        self._heard = self._heard or size > 0
+        passed = self._assembler.feed(messages) or Lsn(0)
+        # Of what a keepalive speaks everything came before it, but for the transaction that is still open.
+        self._finished(
+            self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
+        )
+        self._casualties.took(size, self._assembler.begun)
+        if foreign := self._assembler.foreign():
+            log.warning(
+                "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
+                "them unless that transaction is applied",
+                extra={"rows": foreign},
+            )
+        if self._assembler.ignored() and not self._ignores:
+            self._ignores = True
+            log.warning(
+                "messages that belong to no transaction are not relayed: pass true to pg_logical_emit_message",
+                extra={"prefix": self._prefix},
+            )
+        if length < 0:
+            raise end_of_stream(pgconn)
+        return size, asked
+
+    def _finished(self, commits: list[Transactions], position: Lsn) -> None:
+        """Commits came whole, and up to a position there is nothing else."""
+        if commits:
+            self._progress.commit(commits[-1].end)
+            self._queue.put(commits)
+        if position:
+            self._progress.nothing_until(position)
+
+    def _report(self, pgconn: psycopg.pq.abc.PGconn, reply: bool = False) -> None:
+        clock = int((time.time() - _EPOCH_SECONDS) * 1_000_000)
+        flushed = self._progress.flushed
+        status = self._progress.status(clock, reply)
+        if status is None:
+            return
+        pgconn.put_copy_data(status)
+        pgconn.flush()
+        self._reported = flushed
+
+
+def _emitted(settings: Settings) -> Emitted | None:
+    source = settings.source
+    if source.message_prefix is None:
+        return None
+    return Emitted(source.message_prefix, source.sql_types, _DATA_START)

@@ -1,0 +1,379 @@
+"""Opens the slot's stream: who the server is, what is wrong with the slot, START_REPLICATION.
+
+Source: PostgreSQL documentation, "Streaming Replication Protocol".
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Lock
+from typing import Any
+
+import psycopg
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from relay.config import Settings
+from relay.events import Lsn
+from relay.faults import (
+    ConfigurationError,
+    RelayError,
+    TransientFault,
+    describe,
+    first_line,
+    is_transient,
+)
+from relay.pulse import Due, Pulse
+from relay.source.columns import is_partitioned
+from relay.source.progress import Progress
+from relay.source.recovery import (
+    Recognition,
+    Recovery,
+    Sighting,
+    Unavailable,
+)
+from relay.source.slot import require_ours, require_published, slot_reader, slot_state
+from relay.source.translation import Encoding
+from relay.source.walsender import (
+    Stream,
+    System,
+    identify,
+    open_replication,
+    sender_timeout,
+    start_replication,
+)
+from relay.store.connections import pin_text_form
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+ACTIVE_WAIT_SECONDS = 1.0
+SETTLE_SECONDS = 0.1
+STATUS_SHARE = 0.6
+
+
+class _SlotActive(Exception):
+    """Another process reads the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why the stream cannot be had, and since when (monotonic clock). `certain` says that no retry alone mends it."""
+
+    reason: str
+    since: float
+    certain: bool
+
+
+class Replication:
+    """Opens the stream, waits out what passes, and knows what keeps it away.
+
+    The receiver's thread owns it. Others read the public attributes, single values, which may be late, and may call
+    `cancel_opening` and `complete`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        progress: Progress,
+        recovery: Recovery | None,
+        recognition: Recognition | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._progress = progress
+        self._recovery = recovery
+        self._recognition = recognition
+        self._tell = changed
+        self.pulse = Pulse()
+        self.closing = Event()
+        # Written by the receiver's thread, read by the service's and those of metrics and health.
+        self.connections = 0
+        self.outage: Outage | None = None
+        self.standing_by = False
+        self.epoch: int | None = None
+        # Written by both.
+        self.next_xid = 0
+        self.incomplete = False
+        self._completing = Lock()
+        # The receiver's thread alone, but that `cancel_opening` ends what `_opening` waits for.
+        self._opening: Connection | None = None
+        self._system: System | None = None
+        self._undecodable = False
+
+    def connect(self) -> Stream | None:
+        """Open the stream, however long that takes; None once it is closed. Raises RelayError, psycopg.Error."""
+        retrying = Retrying(
+            retry=retry_if_exception(_worth_waiting),
+            wait=_wait,
+            stop=stop_when_event_set(self.closing),
+            sleep=sleep_using_event(self.closing),
+            before_sleep=self._note_why(),
+            reraise=True,
+        )
+        try:
+            return retrying(self._open)
+        except (psycopg.Error, _SlotActive, Unavailable):
+            if self.closing.is_set():
+                return None
+            raise
+
+    def cancel_opening(self) -> None:
+        """A slot that is being made may wait for long. Safe in any thread."""
+        opening = self._opening
+        if opening is not None:
+            with suppress(psycopg.Error):
+                opening.cancel_safe(timeout=1)
+
+    def lost(self, error: psycopg.Error) -> None:
+        """The stream has ended. Raises RelayError where another one would be of no use either."""
+        if is_transient(error):
+            self.unavailable(f"replication connection lost: {describe(error)}", certain=False)
+        elif self._recovery is None:
+            raise _explained(error, self._settings) from error
+        else:
+            # The publication was not there yet where the slot stands: that WAL can never be decoded.
+            self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
+            self.unavailable(str(_explained(error, self._settings)), certain=True)
+
+    def recovered(self) -> None:
+        """What kept the stream away is over."""
+        if self.outage is not None:
+            self.outage = None
+            self._tell()
+
+    def unavailable(self, reason: str, certain: bool) -> None:
+        """Note what keeps the stream away."""
+        before = self.outage
+        self.outage = Outage(reason, before.since if before else time.monotonic(), certain)
+
+    def complete(self, connections: int) -> None:
+        """What the slot may have lacked after so many connections is polled; a later one may lack more."""
+        with self._completing:
+            if connections != self.connections:
+                return
+            if self.incomplete and self._recognition is not None:
+                self._recognition.leave(None)
+            self.incomplete = False
+
+    def leave(self, stream: Stream) -> None:
+        """End a stream. Where relay ends and nothing was left out, note how far the slot was read."""
+        if self._recognition is not None and self.closing.is_set() and not self.incomplete:
+            self._recognition.leave(self._progress.flushed)
+        stream.end()
+
+    def _open(self) -> Stream:
+        if self.closing.is_set():
+            raise _SlotActive
+        self.pulse.beat("connects", Due.LATE)
+        conn = self._opening = open_replication(self._settings)
+        try:
+            pin_text_form(conn)
+            return self._start(conn)
+        except BaseException as error:
+            stranger = (
+                self._stranger(conn) if isinstance(error, psycopg.errors.ObjectInUse) else None
+            )
+            conn.close()
+            if isinstance(error, psycopg.errors.ObjectInUse):
+                raise (Unavailable(stranger) if stranger else _SlotActive()) from error
+            if isinstance(error, psycopg.Error) and not is_transient(error):
+                explained = _explained(error, self._settings)
+                if self._recovery is None:
+                    raise explained from error
+                raise Unavailable(str(explained)) from error
+            raise
+        finally:
+            self._opening = None
+
+    def _stranger(self, conn: Connection) -> str | None:
+        """Who reads the slot, in words, if it is somebody else than a relay that may be waited for."""
+        if self._recovery is None:
+            return None
+        try:
+            reader = slot_reader(conn, self._settings.source.slot)
+        except psycopg.Error:
+            return None
+        if reader is None or reader.startswith("relay"):
+            return None
+        return f"another client reads the slot: {reader or 'without a name'}"
+
+    def _note_why(self) -> Callable[[RetryCallState], None]:
+        """A callback that logs each change of the reason for waiting, once, and keeps it as the outage."""
+        said: list[str] = [""]
+
+        def note(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if error is None:
+                return
+            self.pulse.beat("waits to connect again", Due.LATE)
+            self.standing_by = isinstance(error, _SlotActive)
+            if self.standing_by:
+                self.outage = None
+                reason = "another process reads the slot; standing by"
+            else:
+                certain = isinstance(error, Unavailable)
+                reason = f"cannot stream yet: {error if certain else describe(error)}"
+                self.unavailable(reason, certain)
+            if reason != said[0]:
+                said[0] = reason
+                log.warning(reason)
+
+        return note
+
+    def _creating(self, waits_for: str | None) -> None:
+        self.pulse.beat("recreates the slot", Due.OPEN)
+        oldest = f"; the oldest is {waits_for}" if waits_for else ""
+        self.unavailable(
+            f"the slot is recreated, which waits for all transactions that run{oldest}",
+            certain=True,
+        )
+        log.warning(
+            "the slot is recreated as soon as all transactions that run have ended",
+            extra={"waits_for": waits_for} if waits_for else {},
+        )
+
+    def _start(self, conn: Connection) -> Stream:
+        slot = self._settings.source.slot
+        system, sighting = self._look(conn)
+        if sighting is not None and not _is_read(conn, slot):
+            # A lost slot is not recreated where the stream would be refused.
+            sighting.require_valid()
+        recreated = False
+        if self._recovery is not None:
+            recreated = self._recovery.restore(conn, self._undecodable, self._creating)
+            self._undecodable = False
+        state = slot_state(conn, slot)
+        if state is None and self._recovery is not None:
+            raise TransientFault("the slot was dropped a moment ago")
+        if state is None:
+            raise ConfigurationError(
+                f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
+            )
+        self.pulse.beat("starts to stream", Due.LATE)
+        require_ours(state, conn.info.dbname)
+        self._require_published(conn)
+        timeout = sender_timeout(conn)
+        encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
+        partitioned = is_partitioned(conn, self._settings.source)
+        confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
+        incomplete = recreated or self._is_incomplete(sighting, confirmed)
+        if incomplete and self._recovery is None:
+            raise RelayError(
+                f"the slot {slot!r} does not go on where group {self._settings.group!r} has left it: somebody has "
+                "advanced it, or the server is another one: set source.mode to auto, which polls what the slot does "
+                "not have, or pass over it with `relay offsets seek`"
+            )
+        if recreated:
+            self._progress.reset()
+        start = max(confirmed, self._progress.received)
+        start_replication(conn, self._settings.source, start, encoding)
+        with self._completing:
+            if self._recognition is not None and sighting is not None:
+                # Only who holds the slot touches the group's state.
+                self.incomplete |= incomplete
+                self.epoch = self._recognition.follow(sighting, self.incomplete)
+            self.next_xid = system.next_xid
+            self._progress.start(confirmed)
+            self._system = system
+            self.standing_by = False
+            self.connections += 1
+        self._tell()
+        log.info("streaming", extra={"slot": slot, "lsn": str(start)})
+        return Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
+
+    def _is_incomplete(self, sighting: Sighting | None, confirmed: Lsn) -> bool:
+        """Whether the slot may lack commits: it is new to the group, another server's, or somebody has advanced it."""
+        if sighting is None:
+            return False
+        left_at = sighting.origin.confirmed
+        if left_at is None and self.connections:
+            left_at = self._progress.flushed
+        if not left_at:
+            # Nobody knows: whoever has read it was killed, which alone leaves nothing out. Without polling, a group
+            # begins with its slot.
+            doubtful = left_at is not None or sighting.origin.identifier is None
+            return sighting.foreign or (doubtful and self._recovery is not None)
+        if confirmed > left_at:
+            log.warning(
+                "somebody else has advanced the slot; what it lacks is polled",
+                extra={"from": str(left_at), "to": str(confirmed)},
+            )
+        return sighting.foreign or confirmed > left_at
+
+    def _look(self, conn: Connection) -> tuple[System, Sighting | None]:
+        sighting = self._recognition.look(conn) if self._recognition else None
+        system = sighting.system if sighting else identify(conn)
+        if self._system in (None, system):
+            return system, sighting
+        self._settle()
+        self._system = None
+        # More was applied meanwhile.
+        return self._look(conn)
+
+    def _require_published(self, conn: Connection) -> None:
+        """Rather no stream than one that leaves out columns: their values would be null, silently."""
+        try:
+            require_published(conn, self._settings.source)
+        except ConfigurationError as error:
+            if self._recovery is None:
+                raise
+            raise Unavailable(str(error)) from None
+
+    def _settle(self) -> None:
+        """Another server or timeline: what was received from the former is applied before positions begin again."""
+        log.warning("the source is another server or timeline; what was received before is applied")
+        while not self._progress.settled and not self.closing.is_set():
+            self.pulse.beat("waits until what was received before is applied")
+            self.closing.wait(SETTLE_SECONDS)
+        self._progress.reset()
+
+
+def _is_read(conn: Connection, slot: str) -> bool:
+    state = slot_state(conn, slot)
+    return state is not None and state.active
+
+
+def _worth_waiting(error: BaseException) -> bool:
+    return isinstance(error, _SlotActive | Unavailable) or is_transient(error)
+
+
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.5)
+
+
+def _wait(state: RetryCallState) -> float:
+    outcome = state.outcome
+    if outcome is not None and isinstance(outcome.exception(), _SlotActive):
+        return ACTIVE_WAIT_SECONDS
+    return float(_backoff(state))
+
+
+def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
+    source = settings.source
+    first = first_line(error)
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return ConfigurationError(
+            f"source.dsn: {first}: give the role the REPLICATION attribute, or connect as one that has it"
+        )
+    if isinstance(error, psycopg.errors.UndefinedObject):
+        return ConfigurationError(
+            f"source.slot or source.publication: {first}: run `relay init` to create slot {source.slot!r} and "
+            f"publication {source.publication!r}"
+        )
+    if isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
+        return RelayError(
+            f"the slot {source.slot!r} cannot serve any more: {first}: set source.mode to auto, which recreates it "
+            "and reads by polling what it lacks"
+        )
+    return RelayError(f"the server refuses to stream: {first}")

@@ -1,0 +1,168 @@
+"""A connection to a walsender: how it is opened, which server answers, and the copy that it streams.
+
+psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with
+`replication=database`, and its libpq wrapper reads and writes the copy.
+
+Source: PostgreSQL documentation, "Streaming Replication Protocol".
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGconn
+from psycopg.rows import scalar_row
+
+from relay.config import Settings, Source
+from relay.events import Lsn
+from relay.faults import RelayError, server_error
+from relay.source.history import History
+from relay.source.translation import Encoding
+from relay.store import groups
+
+Connection = psycopg.Connection[Any]
+
+DEFAULT_SENDER_TIMEOUT = 60.0
+LEAVE_SECONDS = 2.0
+"""How long the end of a stream is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
+
+    identifier: str
+    history: History
+    position: Lsn = field(compare=False)
+    standby: bool = field(compare=False)
+    next_xid: int = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One replication connection in COPY BOTH mode. Times are in seconds.
+
+    `encoding` is that of names and values where it is not UTF-8; `partitioned` says that the outbox is.
+    """
+
+    conn: Connection
+    start: Lsn
+    status_every: float
+    dead_after: float
+    encoding: Encoding | None
+    partitioned: bool
+
+    def end(self) -> None:
+        """End the copy and wait for the server's word, so that it has surely read the last status."""
+        pgconn = self.conn.pgconn
+        pgconn.put_copy_end()
+        pgconn.flush()
+        deadline = time.monotonic() + LEAVE_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(pgconn.socket, selectors.EVENT_READ)
+            while time.monotonic() < deadline:
+                length, _ = pgconn.get_copy_data(1)
+                if length < 0:
+                    return
+                if length == 0:
+                    selector.select(max(0.0, deadline - time.monotonic()))
+                    pgconn.consume_input()
+
+
+def open_replication(settings: Settings) -> Connection:
+    """A connection to the source's walsender. Raises psycopg.OperationalError."""
+    return psycopg.connect(
+        settings.source_dsn,
+        replication="database",
+        # A walsender speaks the simple query protocol only.
+        cursor_factory=psycopg.ClientCursor,
+        autocommit=True,
+        client_encoding="UTF8",
+        application_name=groups.APPLICATION_NAME,
+        connect_timeout=10,
+        # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
+        keepalives_idle=30,
+        keepalives_interval=10,
+        keepalives_count=3,
+    )
+
+
+def identify(conn: Connection) -> System:
+    """Ask a replication connection who it is. Raises psycopg.Error, or RelayError if its history cannot be read.
+
+    Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
+    """
+    # A standby that is promoted meanwhile has a position that is at least as great.
+    (found,) = conn.execute(
+        "select pg_is_in_recovery(), pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+    )
+    standby, next_xid = found
+    row = conn.execute("IDENTIFY_SYSTEM").fetchone()
+    if row is None:
+        raise psycopg.OperationalError("the server does not identify itself")
+    timeline = int(row[1])
+    position = Lsn.parse(str(row[2]))
+    return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
+
+
+def _history(conn: Connection, timeline: int) -> History:
+    """The timelines that led to this one; none where the server has no file that tells them.
+
+    Source: PostgreSQL documentation, "Streaming Replication Protocol", TIMELINE_HISTORY.
+    """
+    if timeline == 1:
+        return History(timeline)
+    # Servers before PostgreSQL 15 give the file's bytes the type bytea, and send them as they are.
+    result = conn.pgconn.exec_(f"TIMELINE_HISTORY {timeline}".encode())
+    if result.status != ExecStatus.TUPLES_OK:
+        error = server_error(result)
+        if isinstance(error, psycopg.errors.UndefinedFile):
+            return History(timeline)
+        raise error
+    try:
+        return History.parse(timeline, (result.get_value(0, 1) or b"").decode(errors="replace"))
+    except ValueError as error:
+        raise RelayError(f"source.dsn: {error}: mend the file in the server's pg_wal") from None
+
+
+def sender_timeout(conn: Connection) -> float:
+    """The server's `wal_sender_timeout` in seconds, or a default where it has none. Raises psycopg.Error."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            "select setting::float8 / 1000 from pg_settings where name = 'wal_sender_timeout'"
+        )
+        return float(next(cursor)) or DEFAULT_SENDER_TIMEOUT
+
+
+def start_replication(
+    conn: Connection, source: Source, start: Lsn, encoding: Encoding | None
+) -> None:
+    """Begin to stream the slot's commits that end after `start`. Raises psycopg.Error."""
+    command = sql.SQL(
+        "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {}{})"
+    ).format(
+        sql.Identifier(source.slot),
+        sql.SQL(str(start)),
+        sql.Literal(sql.Identifier(source.publication).as_string(conn)),
+        sql.SQL("" if source.message_prefix is None else ", messages 'true'"),
+    )
+    text = command.as_string(conn)
+    if encoding is not None:
+        conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
+    result = conn.pgconn.exec_(text.encode(encoding.codec if encoding else "utf-8"))
+    if result.status != ExecStatus.COPY_BOTH:
+        raise server_error(result)
+
+
+def end_of_stream(pgconn: PGconn) -> psycopg.Error:
+    """Why the server has ended a copy."""
+    result = pgconn.get_result()
+    if result is not None and result.status == ExecStatus.FATAL_ERROR:
+        return server_error(result)
+    return psycopg.OperationalError("the server ended the stream")
