@@ -8,7 +8,11 @@ SOURCES := $(wildcard relay tests bench examples)
 UV_VERSION := 0.13.8
 CYCLONEDX_VERSION := 7.5.0
 PIP_AUDIT_VERSION := 2.10.1
-TEST_PROCESSES ?= 2
+# The tests wait for servers more than they compute.
+TEST_PROCESSES ?= 3
+
+# Demo and tests start relay some hundred times: it is compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The extras that the image has: handlers of every kind, the console and traces.
 IMAGE_EXTRAS := http kafka nats rabbitmq redis delta iceberg console otel

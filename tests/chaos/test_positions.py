@@ -26,7 +26,7 @@ from tests.outbox import Outbox, host, relaying, wait_until, work_and_die
 from tests.postgres import start_server
 
 PUBLISHERS = 8
-EXAMPLES = 2_000 if "RELAY_CHAOS_ROUNDS" in os.environ else 50
+EXAMPLES = 2_000 if "RELAY_CHAOS_ROUNDS" in os.environ else 25
 
 _PUBLISH = """
     insert into outbox_message_t (id, host_id, event_type, payload, transaction_id)

@@ -667,6 +667,7 @@ def test_a_batch_that_was_begun_keeps_its_layout(
     assert max(buckets) >= 4
 
 
+@pytest.mark.rare
 def test_what_an_attempt_left_in_other_partitions_of_a_table_is_replaced(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
