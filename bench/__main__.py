@@ -15,7 +15,7 @@ from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
 from bench.results import run
 from bench.workloads import LONG, QUICK, WORKLOADS, Plan
-from relay.embedded import Cluster
+from relay.demo.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"
 PARTIAL_RESULTS = environment.HOME / "results"

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from bench.environment import ROOT
 from bench.outbox import Outbox
 from bench.results import Measurement
-from relay.snapshots import BEGINNING
+from relay.model.snapshots import BEGINNING
 from relay.source.differences import Difference
 from relay.source.server import sight
 from relay.spark.options import parse

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 
 from bench.workers.talk import Arrivals
-from relay.events import Transaction
+from relay.model.events import Transaction
 
 ARRIVALS = "BENCH_ARRIVALS"
 

@@ -24,8 +24,8 @@ from bench.live import PUBLISHER, latencies
 from bench.outbox import Outbox, wait_until
 from bench.receivers import Endpoint
 from bench.results import Measurement
-from relay.config import Settings
-from relay.install import initialise
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 
 HEALTHY, OTHER, PROJECTION = "healthy", "other", "projection"
 MIB = 2**20

@@ -13,9 +13,9 @@ import psycopg
 from psycopg import sql
 
 from bench.backlog import PROJECTION, fill
-from relay.config import Settings
-from relay.embedded import Cluster
-from relay.install import initialise
+from relay.admin.install import initialise
+from relay.config.settings import Settings
+from relay.demo.embedded import Cluster
 
 PUBLICATION = "bench"
 TIMEOUT_SECONDS = 300.0

@@ -24,7 +24,7 @@ from bench.environment import no_venv
 from bench.job import Job
 from bench.outbox import wait_until
 from bench.results import Measurement
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 
 EVENT_TYPE = "order.placed"
 TOPIC = "shop.{event_type}"

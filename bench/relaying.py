@@ -19,8 +19,8 @@ from bench.outbox import Backlog, Outbox, wait_until
 from bench.peers import Live
 from bench.receivers import Receiver, delivering
 from bench.results import Measurement
-from relay.config import Settings
-from relay.install import initialise
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 
 NOTHING = {"type": "python", "callable": "bench.handlers:nothing"}
 WAIT = {"type": "python", "callable": "bench.handlers:wait"}

@@ -16,10 +16,10 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from bench.outbox import SERVER_SETTINGS
+from relay.admin.install import initialise
 from relay.admin.partitioning import partition
-from relay.config import Settings
-from relay.embedded import Cluster
-from relay.install import initialise
+from relay.config.settings import Settings
+from relay.demo.embedded import Cluster
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
 

@@ -26,7 +26,7 @@ from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
 from bench.relaying import COMPUTE, NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
 from bench.results import Contender, Measurement, Workload
 from bench.spark_reading import SparkReading
-from relay.embedded import Cluster
+from relay.demo.embedded import Cluster
 
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
 DEFAULT_CONFIGURATION: dict[str, int] = {}

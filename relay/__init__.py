@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relay.event_types.registry import EventTypes
-    from relay.events import Event, Events, Lsn, Transaction
     from relay.faults import TransientFault as RetryLater
+    from relay.model.events import Event, Events, Lsn, Transaction
     from relay.spark.writers import BatchId
 
 __all__ = ["BatchId", "Event", "EventTypes", "Events", "Lsn", "RetryLater", "Transaction"]
@@ -22,12 +22,12 @@ __version__ = "0.1.0"
 # As texts: this module is imported by all others, and must import none of them.
 _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
-    "Event": ("relay.events", "Event"),
+    "Event": ("relay.model.events", "Event"),
     "EventTypes": ("relay.event_types.registry", "EventTypes"),
-    "Events": ("relay.events", "Events"),
-    "Lsn": ("relay.events", "Lsn"),
+    "Events": ("relay.model.events", "Events"),
+    "Lsn": ("relay.model.events", "Lsn"),
     "RetryLater": ("relay.faults", "TransientFault"),
-    "Transaction": ("relay.events", "Transaction"),
+    "Transaction": ("relay.model.events", "Transaction"),
 }
 
 

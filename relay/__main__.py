@@ -8,7 +8,7 @@ import sys
 def run() -> None:
     """Run the command, if what it needs is installed: `relay.client` needs nothing, the service does."""
     try:
-        from relay.cli import main
+        from relay.cli.app import main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "relay":
             raise

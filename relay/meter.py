@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relay.batch import Batch, DeadTransaction, Outcome
     from relay.handlers import Sink
+    from relay.model.batch import Batch, DeadTransaction, Outcome
 
 
 class Meter:

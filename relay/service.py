@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from relay.batch import Batch, Outcome, TaskOutcome
-from relay.catchup import CatchUp
-from relay.config import Settings
+from relay.config.effects import Effects
+from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
-from relay.effects import Effects
-from relay.events import Lsn
 from relay.faults import Interrupted
 from relay.logs import BATCH
 from relay.meter import Meter
+from relay.model.batch import Batch, Outcome, TaskOutcome
+from relay.model.events import Lsn
+from relay.observe.catchup import CatchUp
 from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.observe.traces import open_traces
 from relay.pipeline.apply import Redelivery
-from relay.pipeline.reviver import Reviver
+from relay.pipeline.retries import Reviver
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
-from relay.source.choice import open_source
+from relay.source.hybrid import open_source
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect

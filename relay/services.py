@@ -17,12 +17,12 @@ from types import FrameType
 
 import psycopg
 
-from relay.config import Settings
-from relay.configurations import Configuration, require_apart
+from relay.admin.check import require_when_reachable
+from relay.config.files import Configuration, require_apart
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
-from relay.garbage import collect_seldom, return_large_blocks
 from relay.logs import of_group
-from relay.preflight import require_when_reachable
+from relay.memory import collect_seldom, return_large_blocks
 from relay.retention.floor import identity
 from relay.service import Service
 from relay.spark.session import Session

@@ -21,7 +21,7 @@ import pytest
 import redis
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from tests.outbox import APPEND, Outbox, wait_until
 
 CloudEvent = dict[str, Any]

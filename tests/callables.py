@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from relay.events import Transaction
 from relay.faults import TransientFault
+from relay.model.events import Transaction
 
 
 def die_of_666(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relay.config import Spark
+from relay.config.settings import Spark
 from relay.spark.session import Session
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.console.server import Server
 
 TOKEN = "a-token-of-the-tests"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relay.events import Commit, Lsn
-from relay.transactions import Rows, Undecoded
+from relay.model.events import Commit, Lsn
+from relay.model.transactions import Rows, Undecoded
 
 
 def undecoded(

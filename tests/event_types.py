@@ -11,8 +11,8 @@ import psycopg
 from pydantic import BaseModel
 
 import relay
-from relay.events import Transaction
 from relay.faults import TransientFault
+from relay.model.events import Transaction
 
 registry = relay.EventTypes()
 

@@ -18,15 +18,15 @@ import yaml
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
-from relay.batch import Batch, TaskOutcome
-from relay.config import Settings
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
 from relay.faults import RelayError
-from relay.install import initialise
+from relay.model.batch import Batch, TaskOutcome
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.service import Service
-from relay.source.choice import open_source
+from relay.source.hybrid import open_source
 from relay.source.wal import WalSource
 from relay.spark.session import Session
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.embedded import (
+from relay.demo.embedded import (
     HOST,
     SETTINGS,
     START_TIMEOUT,
@@ -153,7 +153,7 @@ class ContainerServer(Server):
 def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Run a new server, ready for logical replication, and remove it with its data at the end.
 
-    settings: server settings on top of `relay.embedded.SETTINGS`.
+    settings: server settings on top of `relay.demo.embedded.SETTINGS`.
     """
     choice = os.environ.get(VARIABLE) or ("docker" if docker_answers() else "embedded")
     if choice == "docker":

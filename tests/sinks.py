@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relay.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
+from relay.model.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
 
 
 def made(number: int, host: int = 1, **fields: str) -> Event:

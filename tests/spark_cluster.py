@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 import pyspark
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from relay.spark.java import java_home
 from tests.outbox import wait_until
 from tests.process import ROOT

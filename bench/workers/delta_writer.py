@@ -38,8 +38,8 @@ def _in_process(events: pa.Table) -> Callable[[Path], None]:
 
 
 def _on_spark(events: pa.Table) -> Callable[[Path], None]:
-    from relay.config import Spark
-    from relay.handler_settings import SparkHandler
+    from relay.config.handlers import SparkHandler
+    from relay.config.settings import Spark
     from relay.spark.session import Session
     from relay.spark.writers import BatchId, writer
 

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _session(tasks: str) -> Any:
-    from relay.config import Spark
+    from relay.config.settings import Spark
     from relay.spark import register
     from relay.spark.session import Session
 

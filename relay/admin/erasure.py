@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import psycopg
 
-from relay.config import Settings
+from relay.admin.check import require_group
+from relay.admin.install import administrators
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.install import administrators
-from relay.preflight import require_group
 from relay.reporting import Report, silent
 from relay.retention import erasure
 from relay.store import migrations

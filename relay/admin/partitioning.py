@@ -6,13 +6,13 @@ import psycopg
 from psycopg import sql
 
 from relay.admin.adoption import pin_search_path
-from relay.config import Settings
+from relay.admin.check import reach, require_table
+from relay.config.retention import duration
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import reach, require_table
 from relay.reporting import Report, silent
 from relay.retention.conversion import convert
 from relay.retention.partitions import retained
-from relay.retention_settings import duration
 from relay.store import migrations
 
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import psycopg
 
 from relay.admin.adoption import pin_search_path
-from relay.config import Settings
+from relay.admin.check import reach, require_table
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import reach, require_table
 from relay.reporting import Report, silent
 from relay.retention import restoration
 from relay.store import migrations

@@ -12,10 +12,10 @@ from typing import Any
 
 import psycopg
 
-from relay.config import Settings
-from relay.cursors import Goal, find_goal, move_sink
+from relay.admin.check import reach_source, reach_target
+from relay.admin.offsets import Goal, find_goal, move_sink
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
-from relay.preflight import reach_source, reach_target
 from relay.retention import floor
 from relay.source.rows import OutboxRows
 from relay.store import actions, admission, deferred, offsets, presence, sinks

@@ -9,9 +9,9 @@ from typing import Any
 
 import psycopg
 
-from relay.config import Settings
+from relay.admin.install import administrators
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.install import administrators
 from relay.source.index import drop_all_indexes
 from relay.source.slot import drop_publication, drop_slot, slot_state
 from relay.store import migrations, presence, streams

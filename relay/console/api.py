@@ -8,13 +8,13 @@ from fastapi import APIRouter, Query, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from relay.admin.offsets import Move as OffsetsMove
 from relay.admin.sinks import Move, Sink
 from relay.console import models
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, Group, Page, Partitions
 from relay.console.measured import Series
 from relay.console.models import Changed, Count, Moved, Problem
 from relay.console.pages import By, InGroup
-from relay.cursors import Move as OffsetsMove
 from relay.faults import ConfigurationError
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler

@@ -20,14 +20,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
-from relay.config import Settings
+from relay.config.observe import Console
+from relay.config.settings import Settings
 from relay.console import api, pages
 from relay.console.group import READ_SECONDS, Group, Missing
 from relay.console.models import Problem, said
 from relay.console.security import Guard, TooManyFailures, is_from_here
 from relay.console.views import Views
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line, kind_of
-from relay.observe.settings import Console
 
 log = logging.getLogger(__name__)
 

@@ -11,21 +11,20 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay import cursors, status
-from relay.admin import sinks
+from relay.admin import sinks, status
+from relay.admin.check import reach_target
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.deferred import Deferrals
+from relay.admin.offsets import Move, Standing, plan_seek, positions, seek
 from relay.admin.sinks import Move as SinkMove
 from relay.admin.sinks import Sink
-from relay.config import Settings
+from relay.admin.status import Status
+from relay.config.settings import Settings
 from relay.console import measured
 from relay.console.measured import Series
-from relay.cursors import Standing
-from relay.deferrals import Deferrals
 from relay.faults import ConfigurationError, TransientFault, Unreachable
 from relay.observe import history
 from relay.observe.health import Limits, failures
-from relay.preflight import reach_target
-from relay.replay import DeadLetters
-from relay.status import Status
 from relay.store import (
     actions,
     brakes,
@@ -163,7 +162,7 @@ class Group:
         counted = True
         try:
             with _reading(COUNT_SECONDS):
-                standing = cursors.positions(self._settings)
+                standing = positions(self._settings)
         except (psycopg.Error, Unreachable):
             counted = False
             standing = [
@@ -177,16 +176,16 @@ class Group:
         rows = _page(wanted[: limit + 1], limit, lambda each: each.partition_id)
         return Partitions(rows, len(standing), counted, running)
 
-    def plan_seek(self, to: str, partition: int | None) -> cursors.Move:
+    def plan_seek(self, to: str, partition: int | None) -> Move:
         """What seeking the whole group, or one partition, would do."""
         with _reading(ACT_SECONDS):
-            return cursors.plan_seek(self._settings, to, partition)
+            return plan_seek(self._settings, to, partition)
 
     def seek(self, to: str, partition: int | None, by: str, reason: str) -> str:
         """Let the stopped group go on at another position; returns where, in words."""
         with _acting(by):
-            move = cursors.plan_seek(self._settings, to, partition)
-            cursors.seek(self._settings, move, partition, reason)
+            move = plan_seek(self._settings, to, partition)
+            seek(self._settings, move, partition, reason)
         return move.goal.text
 
     def sinks(self) -> list[Sink]:

@@ -15,9 +15,9 @@ from pydantic import (
     ValidationError,
 )
 
+from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
-from relay.status import Status
 from relay.store import dead_letters, deferred_selection
 from relay.store.dead_letters import Done
 

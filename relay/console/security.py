@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from relay.observe.settings import Console
+from relay.config.observe import Console
 
 COOKIE = "relay_console"
 """The cookie of a browser that has logged in."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from threading import Thread
 from typing import Self
 
-from relay.config import Settings
+from relay.config.observe import Console
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.observe.settings import Console
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from relay.handler_settings import CircuitBreaker
+from relay.config.handlers import CircuitBreaker
 
 _FIRST_SECONDS = 1.0
 

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.delivery.feed import Feed
 from relay.delivery.outcomes import Outcome, Recorder
 from relay.delivery.progress import Cursor
 from relay.delivery.queues import Delivery
-from relay.fates import Behind, Failure, Fate
 from relay.faults import describe
 from relay.logs import RepeatedLines
 from relay.meter import Meter
+from relay.model.dispositions import Behind, Failure, Fate
 from relay.pipeline.brake import Brake
 from relay.source.server import Sight
 from relay.store import brakes

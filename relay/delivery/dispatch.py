@@ -9,10 +9,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import replace
 
+from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import Pace, Share
 from relay.delivery.queues import Delivery, Queues
-from relay.fates import (
+from relay.faults import Action, action_for, describe
+from relay.handlers import Sink
+from relay.model.dispositions import (
     Behind,
     Failure,
     Fate,
@@ -21,11 +24,8 @@ from relay.fates import (
     judge,
     next_wait,
 )
-from relay.faults import Action, action_for, describe
-from relay.handler_settings import DeliveryHandler
-from relay.handlers import Sink
-from relay.patience import LONGEST_WAIT_SECONDS
 from relay.pipeline.brake import Brake
+from relay.retry import LONGEST_WAIT_SECONDS
 
 log = logging.getLogger(__name__)
 

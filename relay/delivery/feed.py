@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from relay.events import Lsn
-from relay.transactions import Routed
+from relay.model.events import Lsn
+from relay.model.transactions import Routed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,15 +11,15 @@ import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay.batch import Share
-from relay.config import Settings
-from relay.pipeline.routed import Routing
-from relay.snapshots import Snapshot, Xids, full_xids
+from relay.config.settings import Settings
+from relay.model.batch import Share
+from relay.model.snapshots import Snapshot, Xids, full_xids
+from relay.model.transactions import Routed, Transactions
+from relay.pipeline.routing import Routing
 from relay.source.differences import Difference
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
 from relay.source.server import Sight, durable_sight, sight
 from relay.store.connections import open_pool
-from relay.transactions import Routed, Transactions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,17 +11,17 @@ from typing import Any
 
 import psycopg
 
-from relay.batch import DeadTransaction
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.delivery.queues import Delivery
-from relay.fates import Behind, Failure, Fate, is_dead
 from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
 from relay.meter import Meter
+from relay.model.batch import DeadTransaction
+from relay.model.dispositions import Behind, Failure, Fate, is_dead
+from relay.model.trace_context import trace_id
+from relay.model.transactions import Undecoded
 from relay.store import dead_letters, deferred
 from relay.store.deferred import Wait
-from relay.trace_context import trace_id
-from relay.transactions import Undecoded
 
 log = logging.getLogger(__name__)
 

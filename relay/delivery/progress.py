@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import Lsn
-from relay.snapshots import Snapshot, Xids
+from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot, Xids
 from relay.store.sinks import BEFORE_FIRST, Position
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from relay.delivery.progress import Commit
-from relay.events import Transaction
-from relay.fates import NEW, History
+from relay.model.dispositions import NEW, History
+from relay.model.events import Transaction
+from relay.model.transactions import Undecoded
 from relay.store.deferred import Due
-from relay.transactions import Undecoded
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import psycopg
 
-from relay.config import Settings
+from relay.config.handlers import DeliveryHandler
+from relay.config.settings import Settings
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Streamed
@@ -24,20 +25,19 @@ from relay.delivery.log_reader import LogReader, Polled
 from relay.delivery.progress import Commit, Cursor
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
-from relay.events import Lsn
-from relay.fates import Behind
-from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.meter import Meter
+from relay.model.dispositions import Behind
+from relay.model.events import Lsn
+from relay.model.snapshots import Xids, full_xids
+from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
-from relay.pipeline.routed import Routing
-from relay.snapshots import Xids, full_xids
+from relay.pipeline.routing import Routing
 from relay.source.differences import Difference
 from relay.source.server import Sight
 from relay.store.presence import instances
 from relay.store.sinks import ATTACHED, BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, State
 from relay.threads import pool
-from relay.transactions import Routed
 
 log = logging.getLogger(__name__)
 

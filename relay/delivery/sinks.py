@@ -14,27 +14,27 @@ import numpy as np
 import psycopg
 
 from relay import handlers
-from relay.batch import Batch
-from relay.config import Settings
+from relay.config.handlers import DeliveryHandler
+from relay.config.settings import Settings
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.session import Junction
 from relay.delivery.worker import Worker
 from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
-from relay.events import Lsn
 from relay.faults import RelayError
-from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.pipeline.routed import Routing
+from relay.model.batch import Batch
+from relay.model.events import Lsn
+from relay.model.snapshots import Xids, full_xids
+from relay.model.transactions import Routed
+from relay.pipeline.routing import Routing
 from relay.pulse import Due, Pulse
-from relay.snapshots import Xids, full_xids
 from relay.source.server import Sight
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.store import sinks, snapshots
 from relay.store.connections import connect
-from relay.transactions import Routed
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.delivery.checkpoint import Blocking, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.outcomes import Scheduled
 from relay.delivery.progress import Commit
 from relay.delivery.queues import Delivery
-from relay.events import Transaction
-from relay.fates import Failure, History
 from relay.faults import NotReceived
-from relay.pipeline.routed import Routing
-from relay.pipeline.waiting import Ordering, moment_of
+from relay.model.dispositions import Failure, History
+from relay.model.events import Transaction
+from relay.model.transactions import Routed, Transactions, Undecoded
+from relay.pipeline.deferral import Ordering, moment_of
+from relay.pipeline.routing import Routing
 from relay.store import deferred
 from relay.store.sinks import Claim
-from relay.transactions import Routed, Transactions, Undecoded
 
 RETRY_SECONDS = 0.5
 """How often deferred transactions are looked for whose time has come."""

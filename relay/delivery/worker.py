@@ -8,15 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
-from relay.config import Settings
+from relay.config.handlers import DeliveryHandler
+from relay.config.settings import Settings
 from relay.delivery.feed import Feed
 from relay.delivery.session import Session, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
-from relay.handler_settings import DeliveryHandler
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.pulse import Due, Pulse
+from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import Sight
 from relay.store import sinks
 from relay.store.sinks import Claim, Moved, State

@@ -11,12 +11,12 @@ from types import FrameType
 
 from rich.console import Console
 
+from relay.demo.embedded import Cluster
 from relay.demo.play import play
 from relay.demo.process import Log
 from relay.demo.report import facts, judge
 from relay.demo.screen import Screen
 from relay.demo.shop import Scale
-from relay.embedded import Cluster
 from relay.faults import ConfigurationError
 from relay.spark.java import java_home
 

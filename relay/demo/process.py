@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from relay.config import Settings, load
+from relay.config.settings import Settings, load
 from relay.faults import RelayError
 
 STOP_SECONDS = 40.0
@@ -28,8 +28,8 @@ class DemoFailed(RelayError):
 def configuration_file() -> Path:
     """The demo's configuration: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent.parent
-    shipped = package / "config"
-    return (shipped if shipped.is_dir() else package.parent / "config") / "demo.yaml"
+    shipped = package / "config" / "demo.yaml"
+    return shipped if shipped.is_file() else package.parent / "config" / "demo.yaml"
 
 
 def environment(dsn: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.demo.verify import Check
 from relay.observe.live import View
 

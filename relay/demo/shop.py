@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from relay.publish import Business, business_transactions, publish
+from relay.admin.publish import Business, business_transactions, publish
 
 Connection = psycopg.Connection[Any]
 Events = list[dict[str, Any]]

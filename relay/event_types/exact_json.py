@@ -11,7 +11,7 @@ from json.encoder import encode_basestring
 from math import isfinite
 from typing import Any, Self
 
-from relay.paths import safe_key
+from relay.config.fields import safe_key
 
 _LONG_NUMBER = 4_000
 """Digits; Python itself refuses to convert an integer of more than 4,300."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from relay.config.event_types import EventsSettings, EventTypeSettings
+from relay.config.imports import find, load
 from relay.event_types.registry import EventType, EventTypes
-from relay.event_types.settings import EventsSettings, EventTypeSettings
 from relay.faults import ConfigurationError
-from relay.handlers.imports import find, load
 
 
 def registered(events: EventsSettings) -> list[EventType]:

@@ -12,10 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from relay.paths import JSON_FIELDS, is_name
-
-VERSION_FROM = "metadata.version"
-"""Where an event says which version it has, unless something else is configured."""
+from relay.config.event_types import VERSION_FROM, check_version_from
 
 Upcaster = Callable[[Any], Any]
 """Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
@@ -68,13 +65,6 @@ class EventType:
                     f"{key}.upcast: nothing leads from version {version} to {version + 1}: add an upcaster from "
                     f"{version}, or remove those from older versions"
                 )
-
-
-def check_version_from(path: str) -> str:
-    """The path itself. Raises ValueError if it does not lead into payload or metadata."""
-    if not is_name(path) or path in JSON_FIELDS or path.partition(".")[0] not in JSON_FIELDS:
-        raise ValueError(f"{path!r} is no path into payload or metadata, such as {VERSION_FROM}")
-    return path
 
 
 def _check_version(event_type: str, version: int) -> None:

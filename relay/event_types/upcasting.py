@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import BaseModel, PydanticUserError, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
+from relay.config.fields import dig, safe_key
 from relay.event_types import exact_json
 from relay.event_types.registry import EventType
-from relay.events import Event, Row, TypedEvent
 from relay.faults import Action, InvalidEvent, action_for
-from relay.paths import dig, safe_key
-from relay.transactions import Values
+from relay.model.events import Event, Row, TypedEvent
+from relay.model.transactions import Values
 
 _FAULTS_TOLD = 10
 _VERSION_DIGITS = 9

@@ -7,10 +7,7 @@ from typing import Any, LiteralString, Protocol
 
 import psycopg
 
-from relay.event_types.upcasting import Upcasting
-from relay.events import Transaction
-from relay.faults import ConfigurationError
-from relay.handler_settings import (
+from relay.config.handlers import (
     DeliveryHandler,
     HttpHandler,
     KafkaHandler,
@@ -20,8 +17,11 @@ from relay.handler_settings import (
     RedisHandler,
     SqlHandler,
 )
-from relay.handler_settings import Handler as Configured
-from relay.transactions import Routed
+from relay.config.handlers import Handler as Configured
+from relay.event_types.upcasting import Upcasting
+from relay.faults import ConfigurationError
+from relay.model.events import Transaction
+from relay.model.transactions import Routed
 
 Connection = psycopg.Connection[Any]
 

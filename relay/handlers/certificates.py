@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
+from relay.config.handlers import Tls
 from relay.faults import ConfigurationError
-from relay.handler_settings import Tls
 
 
 def verification(name: str, tls: Tls) -> ssl.SSLContext:

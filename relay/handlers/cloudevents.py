@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from urllib.parse import quote
 
-from relay.events import Event
-from relay.headers import attribute
+from relay.model.events import Event
+from relay.model.headers import attribute
 
 STRUCTURED = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch+json"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import Lsn, microseconds
-from relay.transactions import Places, Values, text
+from relay.model.events import Lsn, microseconds
+from relay.model.transactions import Places, Values, text
 
 START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The signature, no flags, no extension."""

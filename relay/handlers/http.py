@@ -23,13 +23,13 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from yarl import URL
 
-from relay import trace_context
-from relay.events import Event, Transaction
-from relay.fates import LONGEST_ASKED_SECONDS
+from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
-from relay.handler_settings import HttpHandler
 from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
+from relay.model import trace_context
+from relay.model.dispositions import LONGEST_ASKED_SECONDS
+from relay.model.events import Event, Transaction
 
 _TRANSIENT = frozenset(
     {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}

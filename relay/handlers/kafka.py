@@ -16,8 +16,8 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as Delivered
 
+from relay.config.handlers import KafkaHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
-from relay.handler_settings import KafkaHandler
 from relay.handlers.messages import Message
 from relay.handlers.window import Sending, Window
 from relay.threads import Thread

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from relay import trace_context
-from relay.events import Event, Transaction
+from relay.config.handlers import BrokerHandler
+from relay.config.templates import Template
 from relay.faults import Rejected, Undelivered
-from relay.handler_settings import BrokerHandler
 from relay.handlers import cloudevents
-from relay.template import Template
+from relay.model import trace_context
+from relay.model.events import Event, Transaction
 
 _PORTION = 500
 _PORTION_BYTES = 4_000_000

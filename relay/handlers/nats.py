@@ -17,8 +17,8 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
 from nats.js.errors import NoStreamResponseError
 
+from relay.config.handlers import NatsHandler
 from relay.faults import Rejected, Undelivered
-from relay.handler_settings import NatsHandler
 from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
 from relay.handlers.messages import Message

@@ -7,13 +7,13 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from relay.events import Transaction
+from relay.config.handlers import PythonHandler
+from relay.config.imports import load
 from relay.faults import TransactionAborted, transaction_ended
-from relay.handler_settings import PythonHandler
 from relay.handlers import Connection
-from relay.handlers.imports import load
+from relay.model.events import Transaction
+from relay.model.transactions import Routed
 from relay.store import transaction_guard
-from relay.transactions import Routed
 
 
 class Python:

@@ -17,8 +17,8 @@ from pika.adapters.asyncio_connection import AsyncioConnection
 from pika.channel import Channel
 from pika.exceptions import ChannelClosedByBroker, ShortStringTooLong
 
+from relay.config.handlers import RabbitmqHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
-from relay.handler_settings import RabbitmqHandler
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
 from relay.handlers.window import Sending, Unanswered, Window

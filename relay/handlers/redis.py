@@ -15,8 +15,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from relay.config.handlers import RedisHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
-from relay.handler_settings import RedisHandler
 from relay.handlers.messages import Message
 
 _AT_ONCE = 1_000

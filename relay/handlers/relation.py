@@ -21,10 +21,10 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import scalar_row
 
-from relay.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.faults import ConfigurationError, is_transient
 from relay.handlers import Connection, copy_binary
-from relay.transactions import Places, Routed, Rows, Values
+from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
+from relay.model.transactions import Places, Routed, Rows, Values
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024

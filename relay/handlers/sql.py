@@ -11,11 +11,11 @@ from typing import LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.events import SQL_TYPES
+from relay.config.handlers import SqlHandler
 from relay.faults import ConfigurationError, is_transient, server_error
-from relay.handler_settings import SqlHandler
 from relay.handlers import Connection, relation
-from relay.transactions import Routed
+from relay.model.events import SQL_TYPES
+from relay.model.transactions import Routed
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
 _ENDS_TRANSACTION = re.compile(

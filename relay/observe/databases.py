@@ -17,9 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
 from relay.faults import RelayError, describe, kind_of
+from relay.model.events import Lsn
 from relay.source.applied import applied_in
 from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_state

@@ -8,8 +8,8 @@ from threading import Event, Lock
 
 import psycopg
 
-from relay.batch import Batch, Outcome
 from relay.faults import describe
+from relay.model.batch import Batch, Outcome
 from relay.store import engines
 from relay.store.connections import connect
 from relay.threads import Thread

@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
+from relay.model.events import Lsn
 from relay.observe.databases import Databases, age
 from relay.observe.liveness import UP_SECONDS, Liveness
 from relay.observe.metrics import NOT_CONFIGURED, Values

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from relay.admin.status import Status
 from relay.source.slot import SlotState
-from relay.status import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.observe.frame import Size, lines
 from relay.observe.rates import Looks
 from relay.observe.watch import Picture, Watch

@@ -17,10 +17,10 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.observe.databases import Databases
 from relay.observe.parts import Parts
-from relay.pipeline.at_work import Job
+from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
 from relay.pulse import Due, Pulse
 from relay.source import receiver

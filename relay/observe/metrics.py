@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from relay.batch import Batch, DeadTransaction, Outcome
-from relay.config import Settings
-from relay.events import POSTGRES_EPOCH, Transaction
+from relay.config.settings import Settings
 from relay.handlers import Sink
 from relay.meter import Meter
+from relay.model.batch import Batch, DeadTransaction, Outcome
+from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.observe.series import SERIES, Series
 
 GROUP = "group"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from threading import Event
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.meter import Meter
 from relay.observe import history
 from relay.observe.databases import Databases

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relay.delivery.sinks import Sinks
-from relay.pipeline.reviver import Reviver
+from relay.pipeline.retries import Reviver
 from relay.pipeline.runner import Pipeline
-from relay.source.choice import Source
+from relay.source.hybrid import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

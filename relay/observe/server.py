@@ -17,10 +17,10 @@ from urllib.parse import parse_qs, urlsplit
 from prometheus_client.exposition import choose_encoder
 
 from relay import __version__
+from relay.config.observe import Address
 from relay.faults import ConfigurationError
 from relay.observe.liveness import Health
 from relay.observe.metrics import Metrics, Site
-from relay.observe.settings import Address
 
 log = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import AttributeValue
 
 from relay import __version__
-from relay.batch import Batch, JobName, Outcome
-from relay.events import POSTGRES_EPOCH, Event, Transaction
+from relay.config.handlers import BrokerHandler, DeliveryHandler, HttpHandler
 from relay.faults import describe
-from relay.handler_settings import BrokerHandler, DeliveryHandler, HttpHandler
 from relay.handlers import Sink
+from relay.model.batch import Batch, JobName, Outcome
+from relay.model.events import POSTGRES_EPOCH, Event, Transaction
+from relay.model.trace_context import Headers, Origin, TraceContext, Traced, Trail, carrying, parse
 from relay.observe.otlp import Reporting, exporter
 from relay.pipeline.tracing import add
 from relay.store.groups import INSTANCE
-from relay.trace_context import Headers, Origin, TraceContext, Traced, Trail, carrying, parse
 
 log = logging.getLogger(__name__)
 

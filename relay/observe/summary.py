@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from threading import Event, Lock
 
-from relay.batch import Batch, Outcome
-from relay.events import POSTGRES_EPOCH
+from relay.model.batch import Batch, Outcome
+from relay.model.events import POSTGRES_EPOCH
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

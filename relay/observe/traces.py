@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 
 if TYPE_CHECKING:

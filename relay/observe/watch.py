@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import psycopg
 
-from relay.config import Settings
+from relay.admin.check import source_sides
+from relay.admin.status import mode_of
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.preflight import source_sides
 from relay.source.applied import Applied, applied_in
 from relay.source.backlog import Backlog, Backlogs
 from relay.source.slot import SlotState, slot_reader, slot_state
-from relay.status import mode_of
 from relay.store import (
     brakes,
     dead_letters,

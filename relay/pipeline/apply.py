@@ -18,10 +18,9 @@ import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay.batch import DeadTransaction, Range, Share, Task, TaskOutcome, Work
-from relay.config import Settings
-from relay.events import Event, Lsn
-from relay.fates import NEW, Behind, Failure, Fate, Fates, History, has_to_wait, is_dead
+from relay.config.fields import JSON_FIELDS
+from relay.config.handlers import PythonHandler
+from relay.config.settings import Settings
 from relay.faults import (
     Braked,
     NotReceived,
@@ -33,22 +32,32 @@ from relay.faults import (
     kind_of,
     timed_out,
 )
-from relay.handler_settings import PythonHandler
 from relay.logs import RepeatedLines
-from relay.paths import JSON_FIELDS
+from relay.model.batch import DeadTransaction, Range, Share, Task, TaskOutcome, Work
+from relay.model.dispositions import (
+    NEW,
+    Behind,
+    Failure,
+    Fate,
+    Fates,
+    History,
+    has_to_wait,
+    is_dead,
+)
+from relay.model.events import Event, Lsn
+from relay.model.snapshots import Xids, full_xids
+from relay.model.trace_context import Traced, Trail, trace_id
+from relay.model.transactions import Mask, Transactions, Undecoded
 from relay.pipeline.brake import Brake, run_of
+from relay.pipeline.deferral import Waiting
 from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
-from relay.pipeline.routed import Routing
+from relay.pipeline.routing import Routing
 from relay.pipeline.tracing import Tracing, joined, judged
-from relay.pipeline.waiting import Waiting
-from relay.snapshots import Xids, full_xids
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
 from relay.store import brakes, dead_letters, deferred, offsets, snapshots
 from relay.store.connections import HandlerPool, open_pool
 from relay.store.deferred import Due, Wait
 from relay.store.unflushed import require_kept
-from relay.trace_context import Traced, Trail, trace_id
-from relay.transactions import Mask, Transactions, Undecoded
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
-from relay.fates import Fates, is_dead
 from relay.faults import Braked, describe, kind_of
+from relay.model.dispositions import Fates, is_dead
 from relay.store.brakes import Streak
 
 

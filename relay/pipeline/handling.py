@@ -18,10 +18,10 @@ from typing import Any
 import psycopg
 
 from relay import handlers
-from relay.config import Settings
+from relay.config.handlers import PythonHandler
+from relay.config.settings import Settings
 from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
-from relay.fates import NEW, Behind, Failure, Fates, History, has_to_wait, is_dead, judge
 from relay.faults import (
     Action,
     ProcessDied,
@@ -31,14 +31,23 @@ from relay.faults import (
     describe,
     timed_out,
 )
-from relay.handler_settings import PythonHandler
-from relay.patience import LONGEST_WAIT_SECONDS
-from relay.pipeline.at_work import AtWork
+from relay.model.dispositions import (
+    NEW,
+    Behind,
+    Failure,
+    Fates,
+    History,
+    has_to_wait,
+    is_dead,
+    judge,
+)
+from relay.model.transactions import Routed, Transactions
+from relay.pipeline.activity import AtWork
 from relay.pipeline.brake import Brake
-from relay.pipeline.routed import Parts, Routing
-from relay.pipeline.waiting import Waiting
+from relay.pipeline.deferral import Waiting
+from relay.pipeline.routing import Parts, Routing
+from relay.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
-from relay.transactions import Routed, Transactions
 
 log = logging.getLogger(__name__)
 

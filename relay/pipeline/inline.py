@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import copy_context
 
-from relay.batch import JobName, TaskOutcome, Work
 from relay.faults import TaskFault
+from relay.model.batch import JobName, TaskOutcome, Work
 from relay.pipeline.apply import Applier
 from relay.threads import pool
 

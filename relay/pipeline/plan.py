@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from relay.batch import Batch, Range, Share, Task, Window, Work
-from relay.transactions import Places, Transactions
+from relay.model.batch import Batch, Range, Share, Task, Window, Work
+from relay.model.transactions import Places, Transactions
 
 Hash = Callable[[Sequence[str]], Sequence[int]]
 """PostgreSQL's `hashtext` of each text."""

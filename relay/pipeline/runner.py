@@ -1,7 +1,7 @@
 """Runs batches: plan the tasks, choose the engine, try again until every task is durable.
 
-While Spark applies a batch, the one after it is started, if it goes to Spark too: see `relay.pipeline.flight`. One at a
-time are run: polled windows, spooled and guarded batches, those after a batch of which something failed or was
+While Spark applies a batch, the one after it is started, if it goes to Spark too: see `relay.pipeline.in_flight`. One
+at a time are run: polled windows, spooled and guarded batches, those after a batch of which something failed or was
 deferred, and those that are tried again.
 """
 
@@ -19,9 +19,7 @@ import psycopg
 from psycopg_pool import ConnectionPool
 from tenacity import RetryCallState
 
-from relay.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
 from relay.faults import (
     Action,
     Braked,
@@ -32,12 +30,14 @@ from relay.faults import (
     is_transient,
 )
 from relay.meter import Meter
-from relay.patience import until_it_works
+from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
+from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
-from relay.pipeline.flight import Flight, ends, following
+from relay.pipeline.in_flight import Flight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.pulse import Due, Pulse
+from relay.retry import until_it_works
 from relay.spark.session import Session
 from relay.store import arrays
 from relay.store.connections import open_pool

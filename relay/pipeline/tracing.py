@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from relay.fates import Failure, Fate, is_dead
 from relay.faults import describe
-from relay.pipeline.routed import Routing
-from relay.trace_context import Origin, TraceContext, Traced, Trail, parse
-from relay.transactions import Transactions, text
+from relay.model.dispositions import Failure, Fate, is_dead
+from relay.model.trace_context import Origin, TraceContext, Traced, Trail, parse
+from relay.model.transactions import Transactions, text
+from relay.pipeline.routing import Routing
 
 MOST_TRACED = 1_000
 """How many business transactions of a task are traced at most."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from relay import headers
-from relay.config import Settings
-from relay.events import FIELDS
+from relay.config.handlers import SparkHandler
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.handler_settings import SparkHandler
+from relay.model import headers
+from relay.model.events import FIELDS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
+from relay.config.settings import Settings
 
 Connection = psycopg.Connection[Any]
 

@@ -15,13 +15,13 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
+from relay.config.retention import written
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.reporting import Report, silent
 from relay.retention import floor
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, briefly, create_ahead, retained
-from relay.retention_settings import written
 from relay.store import index_builds
 
 Connection = psycopg.Connection[Any]

@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from relay import reporting
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import floor
 from relay.store import actions

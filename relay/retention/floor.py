@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from relay.config import Settings, Source
+from relay.config.settings import Settings, Source
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]

@@ -16,10 +16,10 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay import headers
-from relay.config import Settings
-from relay.events import FIELDS, INSERTED_BY
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.model import headers
+from relay.model.events import FIELDS, INSERTED_BY
 from relay.reporting import Report, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained

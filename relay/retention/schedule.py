@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import floor, partitions
 from relay.store import actions, advisory_locks, sinks

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 
-from relay.snapshots import Snapshot
+from relay.model.snapshots import Snapshot
 from relay.store import offsets
 
 

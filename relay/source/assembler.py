@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from relay.events import Lsn, microseconds
+from relay.model.events import Lsn, microseconds
+from relay.model.transactions import Places, Transactions
+from relay.model.tuples import ProtocolError
 from relay.source.emitted import Emitted
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
-from relay.source.gulp import BEGIN, COMMIT, INSERT, Gulp
-from relay.source.pgoutput import KINDS, ProtocolError, Relation
+from relay.source.messages import BEGIN, COMMIT, INSERT, Gulp
+from relay.source.pgoutput import KINDS, Relation
 from relay.source.translation import Encoding, Translation
-from relay.transactions import Places, Transactions
 
 if TYPE_CHECKING:
     from psycopg.abc import Buffer

@@ -9,9 +9,9 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
-from relay.events import INSERTED_BY
-from relay.snapshots import Xids
+from relay.config.settings import Settings
+from relay.model.events import INSERTED_BY
+from relay.model.snapshots import Xids
 from relay.source.applied import Applied
 from relay.source.differences import array
 

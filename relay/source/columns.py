@@ -12,10 +12,10 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-from relay import headers
-from relay.config import Source
-from relay.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
+from relay.config.settings import Source
 from relay.faults import ConfigurationError
+from relay.model import headers
+from relay.model.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
 
 Connection = psycopg.Connection[Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from threading import Condition
 
-from relay.batch import Batch
-from relay.config import BatchLimits
-from relay.transactions import Transactions
+from relay.config.settings import BatchLimits
+from relay.model.batch import Batch
+from relay.model.transactions import Transactions
 
 
 class CommitQueue:

@@ -15,8 +15,8 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.events import INSERTED_BY
-from relay.snapshots import Snapshot
+from relay.model.events import INSERTED_BY
+from relay.model.snapshots import Snapshot
 from relay.store import arrays
 
 Connection = psycopg.Connection[Any]

@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
 from relay.event_types import exact_json
-from relay.events import FIELDS, NOTE, microseconds, timestamp
-from relay.source.pgoutput import (
-    Begin,
-    Column,
-    LogicalMessage,
-    ProtocolError,
-    Relation,
-    encode_tuple,
-)
+from relay.model.events import FIELDS, NOTE, microseconds, timestamp
+from relay.model.tuples import ProtocolError
+from relay.source.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
 from relay.source.translation import Encoding
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Source
+from relay.config.settings import Source
 from relay.faults import ConfigurationError
 from relay.source.columns import columns
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.events import FIELDS, INSERTED_BY, NOTE, Lsn
 from relay.faults import ConfigurationError
-from relay.source.pgoutput import ProtocolError, decode_tuple, encode_tuple
-from relay.source.spool import Spool, SpooledTuples
-from relay.source.tuples import FEW_ROWS, Walked, columns
-from relay.transactions import COMMIT_FACTS, FACTS, Mask, Places, Rows, Transactions, text
+from relay.model.events import FIELDS, INSERTED_BY, NOTE, Lsn
+from relay.model.spool import Spool, SpooledTuples
+from relay.model.transactions import COMMIT_FACTS, FACTS, Mask, Places, Rows, Transactions, text
+from relay.model.tuples import FEW_ROWS, ProtocolError, Walked, columns
+from relay.source.pgoutput import decode_tuple, encode_tuple
 
 _PLACED_AT_ONCE = 1_000
 _PLACED_BYTES = 1 << 18

@@ -10,8 +10,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
-from relay.events import INSERTED_BY
+from relay.config.settings import Settings
+from relay.model.events import INSERTED_BY
 
 Connection = psycopg.Connection[Any]
 

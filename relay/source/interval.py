@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relay.config import Settings
-from relay.source.bell import Bell
+from relay.config.settings import Settings
 from relay.source.listener import Listener
+from relay.source.wakeup import Bell
 
 FIRST_SECONDS = 0.01
 

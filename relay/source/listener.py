@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psycopg
 
 from relay.faults import describe
-from relay.source.bell import Bell
+from relay.source.wakeup import Bell
 from relay.store.connections import connect
 from relay.threads import Thread
 

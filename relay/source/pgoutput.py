@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-from relay.events import Lsn
+from relay.model.events import Lsn
+from relay.model.tuples import NULL, TEXT, ProtocolError
 
 _BEGIN = Struct(">QqI")
 _U16 = Struct(">H")
@@ -23,17 +24,11 @@ _U64 = Struct(">Q")
 _I32 = Struct(">i")
 _ATTRIBUTE = Struct(">Ii")
 
-NULL = ord("n")
 UNCHANGED = ord("u")
-TEXT = ord("t")
 BINARY = ord("b")
 
 KINDS = b"BCORYIUDTM"
 """The first octets of all messages that version 1 has."""
-
-
-class ProtocolError(Exception):
-    """The stream holds what pgoutput protocol version 1 does not."""
 
 
 class Begin(NamedTuple):

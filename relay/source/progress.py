@@ -5,7 +5,7 @@ from __future__ import annotations
 from struct import Struct
 from threading import Lock
 
-from relay.events import Lsn
+from relay.model.events import Lsn
 
 STATUS = Struct(">cQQQq?")
 """Standby status update: written, flushed and applied position, clock in microseconds since 2000, reply wanted.

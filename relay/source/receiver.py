@@ -14,21 +14,21 @@ from threading import Condition
 import psycopg
 from psycopg.abc import Buffer
 
-from relay.config import Settings
-from relay.events import POSTGRES_EPOCH, Lsn
+from relay.config.settings import Settings
 from relay.faults import RelayError, describe
+from relay.model.events import POSTGRES_EPOCH, Lsn
+from relay.model.transactions import Transactions
+from relay.model.tuples import ProtocolError
 from relay.pulse import Due
 from relay.source.assembler import Assembler, Begun
-from relay.source.bell import Bell
-from relay.source.casualties import Casualties, Undigestible, is_out_of_memory
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted
-from relay.source.pgoutput import ProtocolError
 from relay.source.progress import Progress
 from relay.source.replication import Replication
+from relay.source.suspects import Casualties, Undigestible, is_out_of_memory
+from relay.source.wakeup import Bell
 from relay.source.walsender import Stream, end_of_stream
 from relay.threads import Thread
-from relay.transactions import Transactions
 
 log = logging.getLogger(__name__)
 

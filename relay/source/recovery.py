@@ -10,10 +10,9 @@ from typing import Any
 
 import psycopg
 
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good
-from relay.source.history import History
+from relay.model.events import Lsn
 from relay.source.open_transactions import oldest_open, telling_whom_it_waits_for
 from relay.source.rows import OutboxRows
 from relay.source.server import server_of, sight
@@ -24,6 +23,7 @@ from relay.source.slot import (
     require_ours,
     slot_state,
 )
+from relay.source.timelines import History
 from relay.source.walsender import System, identify, open_replication
 from relay.store import groups, streams
 from relay.store.connections import connect

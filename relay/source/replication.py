@@ -23,8 +23,7 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
 from relay.faults import (
     ConfigurationError,
     RelayError,
@@ -33,6 +32,7 @@ from relay.faults import (
     first_line,
     is_transient,
 )
+from relay.model.events import Lsn
 from relay.pulse import Due, Pulse
 from relay.source.columns import is_partitioned
 from relay.source.progress import Progress

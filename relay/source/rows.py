@@ -16,12 +16,13 @@ from psycopg import sql
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
-from relay.batch import Share
-from relay.config import Settings
-from relay.events import INSERTED_BY
+from relay.config.fields import JSON_FIELDS
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, TransientFault, first_line, is_transient
-from relay.paths import JSON_FIELDS
-from relay.snapshots import BEGINNING, Snapshot, Xids
+from relay.model.batch import Share
+from relay.model.events import INSERTED_BY
+from relay.model.snapshots import BEGINNING, Snapshot, Xids
+from relay.model.transactions import Places, Rows, Transactions
 from relay.source.applied import Applied
 from relay.source.differences import Difference, array, condition
 from relay.source.grouping import Grouping, Layout, polled
@@ -31,7 +32,6 @@ from relay.source.translation import Encoding, Translation
 from relay.store.connections import pin_text_form
 from relay.store.sinks import Position
 from relay.store.snapshots import xids_of
-from relay.transactions import Places, Rows, Transactions
 
 Connection = psycopg.Connection[Any]
 _FETCHED_AT_ONCE = 1_000

@@ -7,8 +7,8 @@ from typing import Any
 
 import psycopg
 
-from relay.events import Lsn
-from relay.snapshots import Snapshot
+from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot
 
 Connection = psycopg.Connection[Any]
 

@@ -12,9 +12,9 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import args_row, class_row, scalar_row
 
-from relay.config import Source
-from relay.events import Lsn
+from relay.config.settings import Source
 from relay.faults import ConfigurationError
+from relay.model.events import Lsn
 from relay.source.columns import PUBLISHES_GENERATED, mapped
 
 PLUGIN = "pgoutput"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relay.events import Lsn
+from relay.model.events import Lsn
 
 STREAMS, POLLS, STANDS_BY, ELSEWHERE = "wal", "poll", "standby", ""
 """What it does: it reads the slot, polls, waits for another process that reads the slot, or cannot read now."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
 
-from relay.events import NOTE
+from relay.model.events import NOTE
+from relay.model.transactions import Rows
+from relay.model.tuples import zoned
 from relay.source.pgoutput import decode_tuple, encode_tuple
-from relay.source.tuples import zoned
-from relay.transactions import Rows
 
 TIMESTAMPTZ = 1184
 """The oid of `timestamptz`."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from relay.batch import Batch
-from relay.config import Settings
-from relay.events import POSTGRES_EPOCH, Lsn
+from relay.config.settings import Settings
+from relay.model.batch import Batch
+from relay.model.events import POSTGRES_EPOCH, Lsn
+from relay.model.transactions import Transactions
 from relay.source.assembler import Begun
 from relay.source.commit_queue import CommitQueue
 from relay.source.progress import Progress
@@ -21,7 +22,6 @@ from relay.source.receiver import Receiver
 from relay.source.recovery import Recognition, Recovery
 from relay.source.replication import Outage, Replication
 from relay.source.state import Received
-from relay.transactions import Transactions
 
 _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 

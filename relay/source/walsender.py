@@ -19,10 +19,10 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
 
-from relay.config import Settings, Source
-from relay.events import Lsn
+from relay.config.settings import Settings, Source
 from relay.faults import RelayError, server_error
-from relay.source.history import History
+from relay.model.events import Lsn
+from relay.source.timelines import History
 from relay.source.translation import Encoding
 from relay.store import groups
 

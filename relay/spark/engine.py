@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from relay.batch import JobName, Task, Work
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.settings import Settings
 from relay.faults import Action, RelayError, TaskFault
-from relay.garbage import collect_seldom, return_arrow_blocks, return_large_blocks
 from relay.logs import quiet_libraries
+from relay.memory import collect_seldom, return_arrow_blocks, return_large_blocks
 from relay.meter import Meter
+from relay.model.batch import JobName, Task, Work
+from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
 from relay.spark.faults import told

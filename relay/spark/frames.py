@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg import sql
 
-from relay import headers
-from relay.config import Settings, Source
-from relay.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
+from relay.config.handlers import SPARK_COLUMNS
+from relay.config.settings import Settings, Source
 from relay.faults import Unrouted
-from relay.handler_settings import SPARK_COLUMNS
-from relay.routing import Router, Values
+from relay.model import headers
+from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
+from relay.pipeline.route_rules import Router, Values
 from relay.source.differences import XID, Difference, array, condition
 from relay.spark import planning
 from relay.spark.reading import PARTITION, Portion, Table, map_type, read
@@ -188,7 +188,7 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
 
 class _Routes:
-    """Chooses the rows of a sink, as `relay.pipeline.routed.Routing` does of undecoded ones."""
+    """Chooses the rows of a sink, as `relay.pipeline.routing.Routing` does of undecoded ones."""
 
     def __init__(self, settings: Settings, sink: str) -> None:
         self._sink = sink

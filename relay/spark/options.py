@@ -11,10 +11,10 @@ from typing import Any, Literal, NoReturn
 from psycopg import sql
 from pydantic import ValidationError
 
-from relay.config import Source
-from relay.events import SQL_TYPES
+from relay.config.settings import Source
 from relay.faults import ConfigurationError
-from relay.snapshots import BEGINNING, Snapshot
+from relay.model.events import SQL_TYPES
+from relay.model.snapshots import BEGINNING, Snapshot
 from relay.spark.reading import Table
 
 NAMES = (

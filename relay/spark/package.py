@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
-from relay.config import Settings
-from relay.event_types.settings import EventTypeSettings
+from relay.config.event_types import EventTypeSettings
+from relay.config.handlers import PythonHandler
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.handler_settings import PythonHandler
 from relay.reporting import Report, silent
 
 FOLDER = "executors"

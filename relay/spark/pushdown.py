@@ -8,7 +8,7 @@ from typing import Any
 from psycopg import sql
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, In, IsNotNull, LessThan
 
-from relay.events import SQL_TYPES
+from relay.model.events import SQL_TYPES
 from relay.spark.reading import Table
 
 # What PostgreSQL compares as Spark does: not jsonb, whose text Spark sees, and not the order of texts, which depends on

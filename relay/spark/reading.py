@@ -14,10 +14,10 @@ import psycopg
 from psycopg import sql
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from relay import headers
-from relay.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.faults import RelayError, TransientFault, first_line, is_transient
-from relay.snapshots import Snapshot
+from relay.model import headers
+from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
+from relay.model.snapshots import Snapshot
 from relay.source.differences import XID, Difference, condition
 from relay.source.rows import require_visible
 from relay.source.translation import Encoding

@@ -8,12 +8,12 @@ from typing import Any
 
 import psycopg
 
-from relay.config import Settings
-from relay.events import EVENT_FIELDS, SQL_TYPES, Event
-from relay.pipeline.routed import Routing
+from relay.config.settings import Settings
+from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
+from relay.model.transactions import Routed
+from relay.pipeline.routing import Routing
 from relay.spark.frames import columns, pack
 from relay.store import deferred, spark_batches
-from relay.transactions import Routed
 
 Connection = psycopg.Connection[Any]
 

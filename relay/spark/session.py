@@ -23,9 +23,9 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay import config
+from relay.config.settings import Settings, Spark
 from relay.faults import ConfigurationError, first_line
-from relay.garbage import collect_seldom, return_arrow_blocks
+from relay.memory import collect_seldom, return_arrow_blocks
 from relay.spark.gateway import start_gateway
 from relay.spark.java import java_home
 
@@ -88,7 +88,7 @@ class Session:
     It starts in the background, so that batches do not wait for the JVM.
     """
 
-    def __init__(self, settings: config.Spark, tasks: config.Settings | None = None) -> None:
+    def __init__(self, settings: Spark, tasks: Settings | None = None) -> None:
         """`tasks` is the configuration whose tasks the executors are made ready for."""
         self._settings = settings
         self._configuration = pickle.dumps(tasks) if tasks else b""
@@ -255,7 +255,7 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
         yield pa.RecordBatch.from_arrays([pa.array([relay.__version__])], names=["version"])
 
 
-def _open(spark: config.Spark) -> SparkSession:
+def _open(spark: Spark) -> SparkSession:
     from pyspark.sql import SparkSession
 
     builder: Any = SparkSession.builder
@@ -290,7 +290,7 @@ def _remember_classes(session: SparkSession) -> None:
         vars(jvm)[name] = getattr(jvm, name)
 
 
-def _classic_conf(spark: config.Spark) -> dict[str, str]:
+def _classic_conf(spark: Spark) -> dict[str, str]:
     master = spark.master
     os.environ["JAVA_HOME"] = str(java_home())
     # Where PySpark looks for it: of the configuration, only spark-submit reads it.

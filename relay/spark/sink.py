@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg import sql
 
-from relay.config import Settings
+from relay.config.handlers import SparkHandler
+from relay.config.imports import load
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, TransientFault
-from relay.handler_settings import SparkHandler
-from relay.handlers.imports import load
 from relay.meter import Meter
-from relay.patience import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
 from relay.source.server import durable_sight

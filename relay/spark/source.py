@@ -39,11 +39,11 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from relay import headers
-from relay.events import SQL_TYPES
 from relay.faults import RelayError, first_line
+from relay.model import headers
+from relay.model.events import SQL_TYPES
+from relay.model.snapshots import Snapshot
 from relay.retention.floor import note_reader
-from relay.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.source.server import durable_sight
 from relay.spark import planning

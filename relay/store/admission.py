@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from relay.effects import Effects, handlers_of
+from relay.config.effects import Effects, handlers_of
 from relay.faults import ConfigurationError
 from relay.store import advisory_locks
 

@@ -16,8 +16,8 @@ from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from relay.events import Lsn
 from relay.faults import ConfigurationError, server_error, transaction_ended
+from relay.model.events import Lsn
 from relay.store import transaction_guard
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
-from relay.events import ID_FIELDS, SQL_TYPES, Event
 from relay.faults import exception_text
+from relay.model.events import ID_FIELDS, SQL_TYPES, Event
 from relay.store.actions import Acted
 
 _CHUNK = 1_000

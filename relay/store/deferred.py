@@ -23,12 +23,12 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, scalar_row, tuple_row
 
-from relay.events import Lsn, Tuples
-from relay.source.spool import Spool, SpooledTuples
+from relay.model.events import Lsn, Tuples
+from relay.model.spool import Spool, SpooledTuples
+from relay.model.transactions import FACTS, Rows, Transactions, Undecoded
 from relay.store import advisory_locks, arrays
 from relay.store.deferred_copy import COLUMNS, END, START, Encoder
 from relay.store.encodings import codec_of, writable
-from relay.transactions import FACTS, Rows, Transactions, Undecoded
 
 Connection = psycopg.Connection[Any]
 

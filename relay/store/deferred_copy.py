@@ -10,12 +10,12 @@ from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from relay.events import POSTGRES_EPOCH, microseconds
+from relay.model.events import POSTGRES_EPOCH, microseconds
 from relay.store.encodings import writable
 
 if TYPE_CHECKING:
+    from relay.model.transactions import Undecoded
     from relay.store.deferred import Wait
-    from relay.transactions import Undecoded
 
 COLUMNS = (
     *("id", "holds", "blocked", "retry_at", "attempts", "undelivered", "commit_lsn", "end_lsn"),

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row, scalar_row
 
-from relay.events import Lsn
+from relay.model.events import Lsn
 
 INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
 """This process among the instances of a group; with PREFIX it fits into an application_name."""

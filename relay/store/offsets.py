@@ -11,10 +11,10 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import scalar_row
 
-from relay.events import Lsn
 from relay.faults import ConfigurationError
-from relay.ordering_keys import host_part
-from relay.snapshots import Snapshot, Xids
+from relay.model.events import Lsn
+from relay.model.ordering_keys import host_part
+from relay.model.snapshots import Snapshot, Xids
 from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
 from relay.store.encodings import codec_of, writable

@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from relay.effects import Effects
+from relay.config.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.store import admission, advisory_locks
 from relay.store.connections import connect

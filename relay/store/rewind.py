@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import scalar_row
 
-from relay.snapshots import Snapshot
+from relay.model.snapshots import Snapshot
 from relay.store import dead_letters
 
 # Of the xid only what the WAL has of it is known; 2 stands for that of a row from before the outbox had c_xid.

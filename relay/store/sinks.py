@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 
-from relay.events import Lsn
-from relay.snapshots import BEGINNING, Snapshot, Xids
+from relay.model.events import Lsn
+from relay.model.snapshots import BEGINNING, Snapshot, Xids
 from relay.store import advisory_locks, arrays, snapshots
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import connect

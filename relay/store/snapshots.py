@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import psycopg
 
-from relay.events import Lsn
-from relay.snapshots import Snapshot, Xids
+from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot, Xids
 
 Connection = psycopg.Connection[Any]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import psycopg
 
-from relay.events import Lsn
-from relay.snapshots import Snapshot
+from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot
 from relay.store import arrays
 from relay.store.sinks import BEFORE_FIRST
 

@@ -14,10 +14,10 @@ from zlib import crc32
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay.config import Settings
-from relay.ordering_keys import LONGEST
+from relay.config.settings import Settings
+from relay.model.ordering_keys import LONGEST
+from relay.model.transactions import Undecoded
 from relay.store.connections import open_pool
-from relay.transactions import Undecoded
 
 
 def name_of(transaction: Undecoded) -> str:

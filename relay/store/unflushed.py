@@ -17,9 +17,9 @@ from typing import Any
 
 import psycopg
 
-from relay.events import Lsn
 from relay.faults import RelayError, TaskFault, TransientFault
-from relay.patience import say_once, until_it_works
+from relay.model.events import Lsn
+from relay.retry import say_once, until_it_works
 from relay.store import offsets
 from relay.store.connections import connect
 from relay.threads import Thread

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from tests.observing import Poller
 from tests.outbox import Outbox
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relay.replay import DeadLetters
+from relay.admin.dead_letters import DeadLetters
 from relay.store.dead_letters import Filter
 from tests.outbox import APPEND, Outbox, host, relaying, wait_until
 from tests.process import running

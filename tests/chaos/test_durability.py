@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from relay.config import Settings
-from relay.cursors import plan_seek, seek
+from relay.admin.offsets import plan_seek, seek
+from relay.config.settings import Settings
 from relay.faults import RelayError
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relay.config import Settings
-from relay.install import initialise
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from tests.integration.test_emitted import AMOUNTS, config, emit, message, shop, webhook
 from tests.outbox import Outbox, wait_until
 from tests.process import running

@@ -15,9 +15,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.config import Settings
-from relay.cursors import plan_seek, seek
-from relay.snapshots import Snapshot
+from relay.admin.offsets import plan_seek, seek
+from relay.config.settings import Settings
+from relay.model.snapshots import Snapshot
 from relay.store import spark_batches
 from relay.store.spark_batches import Begun, Contents
 from tests.outbox import (

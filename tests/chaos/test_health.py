@@ -11,8 +11,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.embedded import free_port
-from relay.events import Transaction
+from relay.demo.embedded import free_port
+from relay.model.events import Transaction
 from relay.observe import databases, gauges, liveness, observer
 from relay.source import receiver
 from relay.source.rows import OutboxRows

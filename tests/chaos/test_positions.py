@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relay import handlers
-from relay.config import Settings
-from relay.events import Transaction
-from relay.source import choice, recovery
+from relay.config.settings import Settings
+from relay.model.events import Transaction
+from relay.source import hybrid, recovery
 from tests.outbox import Outbox, host, relaying, wait_until, work_and_die
 from tests.postgres import start_server
 
@@ -236,8 +236,8 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(choice, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     monkeypatch.setattr(recovery, "RECREATIONS_AN_HOUR", 10**6)
     with ExitStack() as stack:
         server = stack.enter_context(start_server({"max_prepared_transactions": "100"}))

@@ -24,7 +24,7 @@ KILLS = 3
 
 QUERY = """
 import pathlib, sys
-from relay.config import Spark
+from relay.config.settings import Spark
 from relay.spark import register
 from relay.spark.session import Session
 

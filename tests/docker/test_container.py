@@ -14,7 +14,7 @@ from secrets import token_hex
 
 import pytest
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from tests.outbox import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.store import presence
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until

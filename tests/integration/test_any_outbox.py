@@ -12,11 +12,11 @@ from uuid import UUID
 
 import pytest
 
-from relay.config import Settings, Source
+from relay.admin.check import require
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.install import initialise
+from relay.config.settings import Settings, Source
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import require
-from relay.replay import DeadLetters
 from relay.retention.erasure import erase
 from relay.spark.session import Session
 from relay.store.connections import connect

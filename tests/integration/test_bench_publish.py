@@ -15,7 +15,7 @@ pytest.importorskip("bench", reason="the archive of sources has no benchmark")
 from bench.outbox import SERVER_SETTINGS, Outbox
 from bench.publishing import CREATE_PLAIN_TABLE, PLAIN_TABLE, RELAY_TABLE, Publishers
 from bench.results import Contender, Workload, run
-from relay.embedded import Cluster
+from relay.demo.embedded import Cluster
 
 COLUMNS = "select attname from pg_attribute where attrelid = %s::regclass and attnum > 0 and not attisdropped"
 ONE_AT_A_TIME = f"""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relay import status
-from relay.config import Settings
+from relay.admin import status
+from relay.config.settings import Settings
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
@@ -134,7 +134,7 @@ def test_poison_between_good_transactions_never_stops_a_handler(outbox: Outbox) 
 
 
 def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbox) -> None:
-    from relay.replay import DeadLetters
+    from relay.admin.dead_letters import DeadLetters
     from relay.store.dead_letters import Filter
 
     break_the_handler(outbox)

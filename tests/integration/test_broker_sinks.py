@@ -14,8 +14,8 @@ import pytest
 import redis
 from pydantic import TypeAdapter
 
+from relay.config.handlers import Handler
 from relay.faults import Rejected, Undelivered
-from relay.handler_settings import Handler
 from relay.handlers import Sink, build_sinks
 from tests.brokers import (
     BROKERS,

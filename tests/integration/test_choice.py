@@ -13,8 +13,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
-from relay.source import choice
-from relay.source.choice import StreamSource
+from relay.source.hybrid import StreamSource
 from relay.source.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.postgres import start_server
@@ -22,8 +21,8 @@ from tests.postgres import start_server
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.5)
+    monkeypatch.setattr(hybrid, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.5)
 
 
 @contextmanager
@@ -87,7 +86,7 @@ def test_rows_older_than_the_slot_are_read_first(
         group="late",
         poll={"batch_size": 9},
     )
-    from relay.install import initialise
+    from relay.admin.install import initialise
 
     done = initialise(settings, start="beginning")
     assert any("from beginning on" in line for line in done)
@@ -103,7 +102,7 @@ def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Out
     settings = outbox.settings(
         source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"}, group="late"
     )
-    from relay.install import initialise
+    from relay.admin.install import initialise
 
     initialise(settings, start="31")
     with relaying(settings):
@@ -165,7 +164,7 @@ def recreate_by_hand(outbox: Outbox) -> None:
 def test_nothing_is_lost_or_repeated(
     outbox: Outbox, mishap: Callable[[Outbox], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "RECONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(hybrid, "RECONNECT_SECONDS", 1.0)
     outbox.publish(host(0), event(0))
     with relaying(outbox.settings()), publishing(outbox):
         for _ in range(2):

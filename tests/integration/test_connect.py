@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyspark
 import pytest
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from relay.spark.java import java_home
 from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until

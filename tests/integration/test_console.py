@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from tests.console import TOKEN, Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until

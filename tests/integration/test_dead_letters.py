@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from relay import replay
+from relay.admin import dead_letters
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.status import read
 from relay.faults import ConfigurationError
-from relay.replay import DeadLetters
 from relay.spark.session import Session
-from relay.status import read
 from relay.store.dead_letters import Filter
 from relay.store.deferred import Reason
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -250,9 +250,9 @@ def test_large_transactions_are_replayed_in_portions_and_in_order(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever does not fit into memory is read as it is written."""
-    monkeypatch.setattr(replay, "_EVENTS_AT_ONCE", 6)
-    monkeypatch.setattr(replay, "_TRANSACTIONS_AT_ONCE", 3)
-    monkeypatch.setattr(replay, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(dead_letters, "_EVENTS_AT_ONCE", 6)
+    monkeypatch.setattr(dead_letters, "_TRANSACTIONS_AT_ONCE", 3)
+    monkeypatch.setattr(dead_letters, "_ROWS_AT_ONCE", 4)
     settings = outbox.settings()
     for number, events in enumerate((1, 20, 2, 2, 1, 1, 1, 7, 1)):
         outbox.publish(host(number % 2), *(event(-1 - n) for n in range(events)))

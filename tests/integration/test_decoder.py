@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from relay.config import Settings
-from relay.events import FIELDS, Event, Lsn
-from relay.install import initialise
+from relay.admin.install import initialise
+from relay.config.settings import Settings
+from relay.model.events import FIELDS, Event, Lsn
+from relay.model.transactions import Transactions, Undecoded
+from relay.model.tuples import RowDecoder
 from relay.source.assembler import Assembler
 from relay.source.slot import ensure_publication, ensure_slot
-from relay.source.tuples import RowDecoder
 from relay.source.wal import WalSource
 from relay.store.connections import pin_text_form
-from relay.transactions import Transactions, Undecoded
 from tests.postgres import Server
 
 UNLIMITED = 1 << 40

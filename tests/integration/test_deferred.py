@@ -14,16 +14,16 @@ import pytest
 from typer.testing import CliRunner
 
 from relay.admin import sinks
-from relay.cli import app
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.install import initialise
+from relay.cli.app import app
 from relay.faults import ConfigurationError, Rejected, RelayError
-from relay.install import initialise
+from relay.model.transactions import Rows, Undecoded
 from relay.pipeline.apply import Applier
-from relay.pipeline.routed import Routing
-from relay.replay import DeadLetters
+from relay.pipeline.routing import Routing
 from relay.store import actions, dead_letters, deferred, migrations
 from relay.store.dead_letters import Filter
 from relay.store.deferred import Wait
-from relay.transactions import Rows, Undecoded
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running

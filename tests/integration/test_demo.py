@@ -26,13 +26,13 @@ from rich.console import Console
 
 from relay import demo
 from relay.demo import SERVER_SETTINGS, Scale, process, run_demo
+from relay.demo.embedded import Cluster
 from relay.demo.play import Performance
 from relay.demo.process import Batch, DemoFailed, Log
 from relay.demo.report import judge
 from relay.demo.screen import Screen
 from relay.demo.shop import Poison
 from relay.demo.verify import Check, verify
-from relay.embedded import Cluster
 from relay.faults import ConfigurationError
 from relay.store.connections import connect
 

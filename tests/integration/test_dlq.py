@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relay.replay import DeadLetters
+from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
 from relay.store.dead_letters import Filter
 from tests.outbox import Outbox, event, host, relaying, wait_until

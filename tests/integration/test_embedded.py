@@ -15,8 +15,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relay import embedded
-from relay.embedded import Cluster, ClusterError
+from relay.demo import embedded
+from relay.demo.embedded import Cluster, ClusterError
 from relay.faults import ConfigurationError
 
 
@@ -228,7 +228,7 @@ def test_without_the_wheel_the_remedy_is_one_line(monkeypatch: pytest.MonkeyPatc
 
 def test_the_server_ends_with_python() -> None:
     program = """
-from relay.embedded import Cluster
+from relay.demo.embedded import Cluster
 cluster = Cluster()
 cluster.start()
 print(cluster.pid, cluster.directory)

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from relay.admin.check import require
+from relay.admin.install import initialise
+from relay.admin.offsets import positions
 from relay.admin.partitioning import partition_new
+from relay.admin.publish import require_own_outbox
+from relay.admin.status import lag_seconds, read
 from relay.client import Event as Placed
 from relay.client import Outbox as Client
 from relay.client.errors import EventInvalid
 from relay.client.testing import collect
-from relay.config import Settings
-from relay.cursors import positions
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import require
-from relay.publish import require_own_outbox
 from relay.retention.erasure import erase
 from relay.spark.session import Session
-from relay.status import lag_seconds, read
 from tests.client_sessions import DRIVERS
 from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
 from tests.process import relay

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from relay.admin.status import read
 from relay.observe.engines import EngineCounts
 from relay.spark.session import Session
-from relay.status import read
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
 from tests.unit.test_summary import OUTCOME, batch

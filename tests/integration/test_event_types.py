@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relay.preflight import examine
+from relay.admin.check import examine
 from relay.spark.session import Session
 from tests.event_types import EVENTS
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until

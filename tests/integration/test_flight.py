@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from relay.batch import JobName, Task, TaskOutcome, Work
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import Action, TaskFault
+from relay.model.batch import JobName, Task, TaskOutcome, Work
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
 from relay.pipeline.runner import Pipeline

@@ -18,8 +18,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from relay.config import load
-from relay.embedded import free_port
+from relay.config.settings import load
+from relay.demo.embedded import free_port
 from tests.brokers import TYPE, KafkaCluster
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, Running, running

@@ -9,7 +9,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.service import Service
 from relay.spark.session import Session

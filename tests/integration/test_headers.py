@@ -12,13 +12,13 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
+from relay.admin.check import require
+from relay.admin.dead_letters import DeadLetters
 from relay.admin.partitioning import partition_new
 from relay.admin.restoration import restore
-from relay.config import Settings
-from relay.events import FIELDS
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.preflight import require
-from relay.replay import DeadLetters
+from relay.model.events import FIELDS
 from relay.spark import register
 from relay.spark.session import Session
 from relay.store.dead_letters import Filter

@@ -14,9 +14,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import ExecStatus
 
+from relay.admin.status import lag_seconds, read
 from relay.faults import ConfigurationError
 from relay.observe.health import Limits, failures
-from relay.status import lag_seconds, read
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trustme
 
-from relay.replay import DeadLetters
+from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters import Filter

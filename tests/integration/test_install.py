@@ -13,14 +13,14 @@ import psycopg.conninfo
 import pytest
 from typer.testing import CliRunner
 
-from relay import install
+from relay.admin import install
+from relay.admin.check import require
+from relay.admin.install import initialise
 from relay.admin.uninstall import plan_removal, remove
-from relay.cli import app
-from relay.config import load
-from relay.events import FIELDS
+from relay.cli.app import app
+from relay.config.settings import load
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import require
+from relay.model.events import FIELDS
 from relay.store import migrations
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import EmbeddedServer, Server, start_server

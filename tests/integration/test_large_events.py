@@ -11,13 +11,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.config import Settings
-from relay.events import Lsn
+from relay.admin.dead_letters import DeadLetters
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.replay import DeadLetters
+from relay.model.events import Lsn
 from relay.source.assembler import Begun
-from relay.source.casualties import Casualties, Undigestible
 from relay.source.receiver import Receiver
+from relay.source.suspects import Casualties, Undigestible
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters import Filter

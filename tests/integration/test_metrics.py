@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from relay.observe import history, observer
 from tests.integration.test_sinks import posting
 from tests.observing import DASHBOARD, RULES, Scrape, ask, is_good, used

@@ -9,12 +9,12 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay import install
-from relay.config import Settings
+from relay.admin import install
+from relay.admin.check import Level, examine
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import Level, examine
-from relay.source import choice, interval
+from relay.source import interval
 from relay.source.listener import LISTEN
 from relay.source.notify import TRIGGER
 from relay.source.receiver import Receiver
@@ -221,7 +221,7 @@ def test_nobody_listens_while_the_wal_is_read(
     def end(*_: object) -> None:
         raise psycopg.OperationalError("the server ended the stream")
 
-    monkeypatch.setattr(choice, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(hybrid, "GRACE_SECONDS", 0.3)
     drain = Receiver._drain
     settings = configured(outbox, listen=True)
     initialise(settings)

@@ -13,15 +13,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay import cursors
-from relay.config import Settings
-from relay.events import Lsn
+from relay.admin import offsets as moves
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.source import choice
+from relay.model.events import Lsn
+from relay.model.transactions import Transactions
+from relay.source import hybrid
 from relay.source.wal import commits_after
 from relay.store import offsets
-from relay.transactions import Transactions
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_die, wait_until
 from tests.process import relay, running
 
@@ -140,14 +140,14 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
 
 
 def seek(settings: Settings, to: str) -> None:
-    cursors.seek(settings, cursors.plan_seek(settings, to, None), None)
+    moves.seek(settings, moves.plan_seek(settings, to, None), None)
 
 
 @pytest.mark.parametrize("in_progress", [False, True])
 def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, in_progress: bool
 ) -> None:
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     settings = outbox.settings()
     outbox.publish(host(1), event(1))
     outbox.drain(settings)
@@ -166,7 +166,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
             outbox.publish(host(1), event(5))
             return commits_after(*arguments)
 
-        monkeypatch.setattr(cursors, "commits_after", after_the_sight)
+        monkeypatch.setattr(moves, "commits_after", after_the_sight)
         seek(settings, lsn)
         after.close()
     outbox.publish(host(1), event(6))
@@ -180,7 +180,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
 def test_a_seek_to_a_position_in_the_wal_does_not_mind_publishers(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     settings = outbox.settings()
     outbox.publish(host(1), event(1))
     outbox.drain(settings)
@@ -328,7 +328,7 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
 def test_a_group_is_split_anew_although_noted_events_are_gone(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     outbox.publish(host(0), event(0))
     outbox.drain(outbox.settings())
     with outbox.conn.transaction():
@@ -337,7 +337,7 @@ def test_a_group_is_split_anew_although_noted_events_are_gone(
     stream_and_die(outbox.settings())
     assert outbox.value("select count(*) from relay.applied_commits") > 0
     outbox.conn.execute("delete from outbox_message_t")
-    cursors.repartition(outbox.settings(), 4)
+    moves.repartition(outbox.settings(), 4)
     assert outbox.value("select count(*) from relay.applied_commits") == 0
     outbox.publish(host(1), event(3))
     # What was noted comes from the slot once more.
@@ -379,9 +379,9 @@ def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: O
     outbox.drain(settings)
     (partition,) = outbox.column("select abs(hashtext(%s::text)::bigint) %% 8", (str(host(2)),))
     assert partition != outbox.value("select abs(hashtext('')::bigint) %% 8")
-    move = cursors.plan_seek(settings, "beginning", partition)
+    move = moves.plan_seek(settings, "beginning", partition)
     assert move.given_up == (1, 0)
-    cursors.seek(settings, move, partition)
+    moves.seek(settings, move, partition)
     letters = "select host_id::uuid, status from relay.dead_letter_queue order by host_id"
     assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
 
@@ -393,15 +393,15 @@ def test_a_seek_into_a_commit_gives_up_all_of_its_dead_letters(outbox: Outbox) -
     settings = outbox.settings()
     outbox.drain(settings)
     second = outbox.value("select max(c_offset) from outbox_message_t")
-    move = cursors.plan_seek(settings, str(second), None)
+    move = moves.plan_seek(settings, str(second), None)
     assert (move.again, move.given_up) == (2, (1, 0))
-    cursors.seek(settings, move, None)
+    moves.seek(settings, move, None)
     assert outbox.column("select status from relay.dead_letter_queue") == ["discarded"]
 
 
 def test_a_seek_needs_the_number_of_partitions_that_the_group_has(outbox: Outbox) -> None:
     with pytest.raises(ConfigurationError, match="was initialised with 8"):
-        cursors.plan_seek(outbox.settings(partitions=4), "end", None)
+        moves.plan_seek(outbox.settings(partitions=4), "end", None)
 
 
 def test_what_has_no_xid_yet_keeps_a_group_from_polling(database: str) -> None:
@@ -429,7 +429,7 @@ def test_what_has_no_xid_yet_keeps_a_group_from_polling(database: str) -> None:
         outbox.conn.execute(insert, (host(1),))
         confirmed = outbox.value("select confirmed_flush_lsn::text from pg_replication_slots")
         with pytest.raises(ConfigurationError, match="from before the outbox had c_xid"):
-            cursors.plan_seek(polling, confirmed, None)
+            moves.plan_seek(polling, confirmed, None)
         with relaying(streaming):
             outbox.wait_drained()
         outbox.conn.execute(insert, (host(1),))
@@ -445,4 +445,4 @@ def test_times_that_python_does_not_know_do_not_keep_offsets_from_being_shown(
     for moment in ("4713-01-01 BC", "infinity", "-infinity"):
         outbox.publish(host(1), event(1))
         outbox.conn.execute("update outbox_message_t set event_ts = %s", (moment,))
-        assert sum(each.unread or 0 for each in cursors.positions(outbox.settings())) > 0
+        assert sum(each.unread or 0 for each in moves.positions(outbox.settings())) > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relay.embedded import free_port
+from relay.demo.embedded import free_port
 from tests.pages import Reader, blocks, pages
 from tests.postgres import Server
 

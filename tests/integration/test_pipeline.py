@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.handlers import relation
 from relay.handlers import sql as handlers_sql

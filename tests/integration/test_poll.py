@@ -16,16 +16,16 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from relay.config import Settings
-from relay.cursors import plan_seek, seek
+from relay.admin.check import Level, examine
+from relay.admin.install import initialise
+from relay.admin.offsets import plan_seek, seek
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError
-from relay.install import initialise
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
-from relay.preflight import Level, examine
 from relay.source.differences import Difference, condition
-from relay.source.poll import Poller
+from relay.source.polling import Poller
 from relay.source.rows import OutboxRows, prepare_reading
 from relay.source.server import sight
 from tests.outbox import Outbox, event, host, relaying, wait_until

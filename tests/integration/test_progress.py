@@ -7,9 +7,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relay.preflight import reach_target
-from relay.publish import business_transactions, publish
-from relay.replay import DeadLetters
+from relay.admin.check import reach_target
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.publish import business_transactions, publish
 from relay.retention.erasure import erase
 from relay.spark.package import build
 from relay.store.dead_letters import Filter

@@ -12,11 +12,11 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.config import Settings
-from relay.embedded import wheel_binaries
+from relay.admin.check import Level, examine, require
+from relay.admin.install import initialise
+from relay.config.settings import Settings
+from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import Level, examine, require
 from relay.store import migrations
 from tests.outbox import Outbox, event, host, relaying
 

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from relay import handlers
-from relay.events import EVENT_FIELDS, SQL_TYPES, Transaction
 from relay.faults import ConfigurationError
 from relay.handlers import relation
+from relay.model.events import EVENT_FIELDS, SQL_TYPES, Transaction
 from tests.outbox import Outbox, event, host
 
 

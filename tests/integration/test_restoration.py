@@ -13,12 +13,12 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
+from relay.admin.install import initialise
 from relay.admin.partitioning import partition_new
 from relay.admin.restoration import restore
-from relay.config import OWN_OUTBOX, Settings
-from relay.events import FIELDS
+from relay.config.settings import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
+from relay.model.events import FIELDS
 from relay.retention.partitions import partitions
 from relay.spark.session import Session
 from tests.integration.test_retention import KEEP, ranges, turn

@@ -13,13 +13,13 @@ import pytest
 from psycopg.types.json import Jsonb
 from pyspark.errors import StreamingQueryException
 
+from relay.admin.check import examine
 from relay.admin.erasure import erase
+from relay.admin.install import initialise
+from relay.admin.offsets import plan_seek, seek
 from relay.admin.partitioning import partition, partition_new
-from relay.config import OWN_OUTBOX, Settings
-from relay.cursors import plan_seek, seek
+from relay.config.settings import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import examine
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service

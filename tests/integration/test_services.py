@@ -14,10 +14,10 @@ import psycopg
 import pytest
 import yaml
 
+from relay.admin.install import initialise
 from relay.admin.uninstall import plan_removal, remove
-from relay.config import Settings
-from relay.embedded import free_port
-from relay.install import initialise
+from relay.config.settings import Settings
+from relay.demo.embedded import free_port
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
 from tests.observing import Scrape, ask, is_good

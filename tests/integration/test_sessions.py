@@ -12,8 +12,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import PoolTimeout
 
-from relay.events import Lsn
 from relay.faults import Action, RelayError, action_for
+from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store.connections import HandlerPool, connect, open_pool
 from relay.store.offsets import Cursor

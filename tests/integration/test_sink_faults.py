@@ -13,9 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.config import load
+from relay.admin.install import initialise
+from relay.config.settings import load
 from relay.delivery import session
-from relay.install import initialise
 from relay.store import deferred
 from tests.integration.test_sinks import assert_in_order, ids, posting, state
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -23,8 +23,8 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered, describe, exception_text
-from relay.handler_settings import HttpHandler
 from relay.handlers.http import Http, retry_after, signature
 from tests.sinks import made, transaction
 from tests.webhook import Answer, Webhook

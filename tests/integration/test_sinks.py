@@ -14,13 +14,12 @@ import psycopg
 import pytest
 from typer.testing import CliRunner
 
-from relay import cursors, status
-from relay.admin import sinks
-from relay.cli import app
-from relay.cursors import plan_seek, seek
+from relay.admin import sinks, status
+from relay.admin.check import require
+from relay.admin.install import initialise
+from relay.admin.offsets import plan_seek, seek
+from relay.cli.app import app
 from relay.faults import ConfigurationError, Unreachable
-from relay.install import initialise
-from relay.preflight import require
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until, why_it_ends
 from tests.process import running
 from tests.webhook import Answer, Answers, Webhook
@@ -505,7 +504,7 @@ def test_sinks_that_move_with_the_group_are_noted(outbox: Outbox, webhooks: list
     with relaying(settings):
         outbox.publish(host(1), event(1))
         wait_until(lambda: len(webhooks[0].taken) == 1)
-    cursors.seek(settings, cursors.plan_seek(settings, "end", None), None)
+    seek(settings, plan_seek(settings, "end", None), None)
     assert outbox.conn.execute(
         "select sink, action, reason from relay.actions order by id"
     ).fetchall() == [

@@ -12,11 +12,11 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.install import initialise
+from relay.admin.check import Level, examine
+from relay.admin.install import initialise
+from relay.admin.status import read
 from relay.observe.health import Limits, failures
-from relay.preflight import Level, examine
 from relay.source import open_transactions
-from relay.status import read
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
 from tests.process import relay

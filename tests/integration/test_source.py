@@ -9,8 +9,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.cursors import plan_seek, seek
-from relay.source import choice
+from relay.admin.offsets import plan_seek, seek
+from relay.source import hybrid
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -126,7 +126,7 @@ def test_the_table_may_be_altered_in_mid_stream(outbox: Outbox) -> None:
 def test_copies_of_rows_are_left_out_and_said(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     outbox.conn.execute("create table staging (like outbox_message_t including all)")
     outbox.conn.execute(
         "insert into staging (host_id, event_type, payload)"

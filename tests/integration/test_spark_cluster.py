@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from psutil import process_iter
 
-from relay.config import Spark
+from relay.config.settings import Spark
 from relay.spark.session import Session
 from tests.outbox import wait_until
 from tests.spark_cluster import PROTECTED, SECRET, StandaloneCluster

@@ -15,9 +15,9 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
+from relay.admin.dead_letters import DeadLetters
 from relay.admin.sinks import listed, plan_seek, seek, set_paused
-from relay.config import Settings
-from relay.replay import DeadLetters
+from relay.config.settings import Settings
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import load_catalog
 
+from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
-from relay.handler_settings import SparkHandler
 from relay.spark.session import Session
 from relay.spark.writers import BatchId, Writer, delta_files, writer
 from tests.outbox import Outbox

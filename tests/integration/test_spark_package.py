@@ -62,7 +62,7 @@ def test_executors_need_only_python_and_the_archive(
     assert told["modules"] == ["relay", "shop_handlers"]
     assert not {"pyspark", "py4j"} & set(told["distributions"])
     with tarfile.open(archives[0]) as archive:
-        assert {"shop_handlers.py", "relay/events.py"} <= set(archive.getnames())
+        assert {"shop_handlers.py", "relay/model/events.py"} <= set(archive.getnames())
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     python = str(bare / "bin" / "python")

@@ -17,7 +17,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from relay.faults import RelayError
-from relay.snapshots import Snapshot
+from relay.model.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 from rich.console import Console
 
+from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.demo.screen import Screen
-from relay.install import initialise
 from relay.observe.rates import Looks
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST

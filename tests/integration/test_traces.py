@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
+from relay.admin.dead_letters import DeadLetters
 from relay.observe import spans as module
-from relay.replay import DeadLetters
 from relay.spark.session import Session
 from relay.store.dead_letters import Filter
 from tests.brokers import KafkaCluster, started
@@ -477,8 +477,8 @@ def test_without_traces_nothing_of_opentelemetry_is_imported(
 IMPORTED = """
 import sys
 from pathlib import Path
-import relay.preflight
-from relay.config import load
+import relay.admin.check
+from relay.config.settings import load
 from relay.service import Service
 Service(load(Path(sys.argv[1])))
 print([name for name in sys.modules if name.startswith("opentelemetry")])

@@ -15,13 +15,13 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.config import Settings
-from relay.events import NEEDED_FIELDS, SQL_TYPES
+from relay.admin.check import Level, examine, reach, require
+from relay.admin.dead_letters import DeadLetters
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.install import initialise
-from relay.preflight import Level, examine, reach, require
-from relay.replay import DeadLetters
-from relay.snapshots import BEGINNING
+from relay.model.events import NEEDED_FIELDS, SQL_TYPES
+from relay.model.snapshots import BEGINNING
 from relay.source.columns import PUBLISHES_GENERATED
 from relay.source.differences import Difference
 from relay.source.rows import OutboxRows, Wanted

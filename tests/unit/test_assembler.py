@@ -14,13 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from psycopg.abc import Buffer
 
-from relay.events import FIELDS, Commit, Event, Lsn
 from relay.faults import ConfigurationError
-from relay.source import grouping, tuples
+from relay.model import tuples
+from relay.model.events import FIELDS, Commit, Event, Lsn
+from relay.model.transactions import Transactions, Undecoded
+from relay.model.tuples import ProtocolError, RowDecoder
+from relay.source import grouping
 from relay.source.assembler import Assembler
-from relay.source.pgoutput import ProtocolError
-from relay.source.tuples import RowDecoder
-from relay.transactions import Transactions, Undecoded
 from tests.unit import wire
 
 TABLE = ("public", "outbox_message_t")

@@ -13,9 +13,9 @@ import pytest
 import typer
 import yaml
 
-from relay.cli import app
-from relay.config import Settings
-from relay.handler_settings import KINDS
+from relay.cli.app import app
+from relay.config.handlers import KINDS
+from relay.config.settings import Settings
 from tests.pages import DOCS, Block, blocks, commands, pages
 from tests.process import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
-from relay.fates import Failure, Fates
+from relay.model.dispositions import Failure, Fates
 from relay.pipeline.brake import Brake, Run, run_of
 from relay.store.brakes import Streak
 

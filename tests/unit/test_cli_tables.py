@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from relay import cli_tables
-from relay.cli_tables import print_facts, print_table
+from relay.cli import tables
+from relay.cli.tables import print_facts, print_table
 
 ID = "11111111-2222-3333-4444-555555555555"
 
@@ -18,7 +18,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """A narrow terminal; what it shows."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=40, color_system=None)
-    monkeypatch.setattr(cli_tables, "out", console)
+    monkeypatch.setattr(tables, "out", console)
     return shown
 
 

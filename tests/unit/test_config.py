@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from relay.config import Settings, Spark, load
-from relay.dsn import administrator_dsn
+from relay.config.dsn import administrator_dsn
+from relay.config.settings import Settings, Spark, load
 from relay.faults import ConfigurationError
 from relay.handlers import build_sinks
 from relay.spark.gateway import as_properties

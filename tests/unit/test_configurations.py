@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from relay.cli import app
-from relay.configurations import Configuration, load, load_all, observed, require_apart, require_one
+from relay.cli.app import app
+from relay.config.files import Configuration, load, load_all, observed, require_apart, require_one
 from relay.faults import ConfigurationError
 
 ORDERS = """

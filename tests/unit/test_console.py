@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader
 from starlette.datastructures import URL
 from starlette.types import Message
 
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.console import app, connections, group, measured
 from relay.console.app import create_app
 from relay.console.charts import amount, chart, duration

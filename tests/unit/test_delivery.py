@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
-from relay.events import EVENT_FIELDS, Event
-from relay.fates import NEW, Behind, Failure, History, has_to_wait, is_dead, judge, next_wait
+from relay.config.handlers import HttpHandler, Retry
 from relay.faults import Rejected, TransientFault
-from relay.handler_settings import HttpHandler, Retry
 from relay.handlers import cloudevents
 from relay.handlers.http import public_url, retry_after, signature
+from relay.model.dispositions import (
+    NEW,
+    Behind,
+    Failure,
+    History,
+    has_to_wait,
+    is_dead,
+    judge,
+    next_wait,
+)
+from relay.model.events import EVENT_FIELDS, Event
 
 
 def event(**fields: str) -> Event:

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.config.handlers import CircuitBreaker, HttpHandler
 from relay.delivery import dispatch
 from relay.delivery.breaker import Breaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
-from relay.events import Commit, Lsn, Transaction
-from relay.fates import Behind, Failure, Fate, History, is_dead
 from relay.faults import Rejected, Undelivered
-from relay.handler_settings import CircuitBreaker, HttpHandler
+from relay.model.dispositions import Behind, Failure, Fate, History, is_dead
+from relay.model.events import Commit, Lsn, Transaction
+from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
 from relay.store.deferred import Due
-from relay.transactions import Undecoded
 
 Behave = Callable[[int], Awaitable[None]]
 

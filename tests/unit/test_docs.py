@@ -11,11 +11,11 @@ import pytest
 import typer
 import yaml
 
-from relay.cli import app
-from relay.config import Settings
-from relay.handler_settings import KINDS
-from relay.profiles import PROFILES
-from relay.suggestions import keys_at, paths
+from relay.cli.app import app
+from relay.config.handlers import KINDS
+from relay.config.profiles import PROFILES
+from relay.config.settings import Settings
+from relay.config.suggestions import keys_at, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()

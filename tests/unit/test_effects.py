@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relay.config import Settings
-from relay.effects import Effects
+from relay.config.effects import Effects
+from relay.config.settings import Settings
 
 HTTP: dict[str, Any] = {
     "type": "http",

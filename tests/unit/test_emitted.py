@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from relay.config import Settings, Source
-from relay.effects import Effects
-from relay.events import FIELDS, NOTE, Event
+from relay.config.effects import Effects
+from relay.config.settings import Settings, Source
+from relay.model.events import FIELDS, NOTE, Event
+from relay.model.transactions import Rows, Transactions, Undecoded
+from relay.model.tuples import ProtocolError, RowDecoder
 from relay.source.assembler import Assembler
 from relay.source.emitted import Emitted
-from relay.source.pgoutput import ProtocolError
 from relay.source.translation import Encoding
-from relay.source.tuples import RowDecoder
-from relay.transactions import Rows, Transactions, Undecoded
 from tests.unit import wire
 
 PREFIX = "shop.outbox"

@@ -15,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 import relay
-from relay.config import Settings, load
+from relay.config.settings import Settings, load
 from relay.event_types import exact_json
 from relay.event_types.loading import registered
 from relay.event_types.registry import EventType
 from relay.event_types.upcasting import Upcasting
-from relay.events import Event
 from relay.faults import (
     Action,
     ConfigurationError,
@@ -30,6 +29,7 @@ from relay.faults import (
     describe,
     exception_text,
 )
+from relay.model.events import Event
 from tests.event_types import EVENTS, OrderPlaced, registry
 from tests.sinks import made
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.batch import DeadTransaction, Outcome, TaskOutcome
-from relay.events import COMMIT_FIELDS, EVENT_FIELDS, FIELDS, SQL_TYPES, Commit, Event, Lsn
+from relay.model.batch import DeadTransaction, Outcome, TaskOutcome
+from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, FIELDS, SQL_TYPES, Commit, Event, Lsn
 
 ORDER = "11111111-2222-4333-8444-555555555555"
 

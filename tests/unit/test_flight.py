@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from relay.batch import Batch, JobName, Range, Task, TaskOutcome, Window
-from relay.events import Lsn
 from relay.faults import Action, TaskFault
-from relay.pipeline.flight import Flight, ends, following
+from relay.model.batch import Batch, JobName, Range, Task, TaskOutcome, Window
+from relay.model.events import Lsn
+from relay.model.transactions import FACTS, Rows, Transactions
+from relay.pipeline.in_flight import Flight, ends, following
 from relay.pipeline.inline import Result
-from relay.transactions import FACTS, Rows, Transactions
 
 HOSTS = [("a",), ("b",), ("a", "b")]
 TOUCHED = [(1,), (2,), (1, 2)]

@@ -11,20 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from relay.config import Route, Settings, Source
-from relay.effects import Effects
-from relay.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
+from relay.config.effects import Effects
+from relay.config.fields import is_name
+from relay.config.settings import Route, Settings, Source
+from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected
 from relay.handlers import cloudevents, relation
 from relay.handlers.sql import SqlEvent
-from relay.headers import ATTRIBUTES, as_json, from_json
-from relay.paths import is_name
-from relay.routing import Router
-from relay.source import tuples
+from relay.model import tuples
+from relay.model.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
+from relay.model.headers import ATTRIBUTES, as_json, from_json
+from relay.model.transactions import Rows
+from relay.model.tuples import RowDecoder
+from relay.pipeline.route_rules import Router
 from relay.source.grouping import Grouping, Layout, polled
-from relay.source.tuples import RowDecoder
-from relay.template import Template
-from relay.transactions import Rows
 from tests.unit import wire
 
 COMMIT = ("0/10", "2000-01-01 00:00:00+00", "7")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.events import Lsn
-from relay.source.history import History, Switch
+from relay.model.events import Lsn
+from relay.source.timelines import History, Switch
 
 POSITIONS = st.integers(0, 2**64 - 1).map(Lsn)
 

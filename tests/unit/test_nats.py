@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import trustme
 
+from relay.config.handlers import NatsHandler
 from relay.faults import Undelivered
-from relay.handler_settings import NatsHandler
 from relay.handlers.messages import Message
 from relay.handlers.nats import Nats
 

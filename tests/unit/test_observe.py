@@ -19,18 +19,18 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from relay.batch import DeadTransaction
-from relay.config import Settings
-from relay.events import Lsn
+from relay.config.observe import Address
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.model.batch import DeadTransaction
+from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
 from relay.observe.liveness import Level, Liveness
 from relay.observe.metrics import OTHER, Metrics
 from relay.observe.series import SERIES, table
 from relay.observe.server import Listener, listen
-from relay.observe.settings import Address
-from relay.pipeline.at_work import AtWork
+from relay.pipeline.activity import AtWork
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from relay.events import FIELDS
-from relay.handler_settings import Handler
-from relay.pipeline.waiting import Ordering
-from relay.source.tuples import RowDecoder
-from relay.transactions import FACTS, Routed, Rows, Transactions
+from relay.config.handlers import Handler
+from relay.model.events import FIELDS
+from relay.model.transactions import FACTS, Routed, Rows, Transactions
+from relay.model.tuples import RowDecoder
+from relay.pipeline.deferral import Ordering
 from tests.unit.wire import tuple_data
 
 SINK = {"type": "http", "url": "http://shop.example/"}

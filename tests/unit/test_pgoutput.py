@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.events import Lsn, timestamp
+from relay.model.events import Lsn, timestamp
+from relay.model.tuples import ProtocolError
 from relay.source.pgoutput import (
     Begin,
     Column,
     LogicalMessage,
-    ProtocolError,
     Relation,
     decode_tuple,
     encode_tuple,

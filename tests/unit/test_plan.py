@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.batch import Task
+from relay.model.batch import Task
+from relay.model.transactions import FACTS, Rows, Transactions
 from relay.pipeline import plan
 from relay.pipeline.plan import Planner, partition_of
-from relay.transactions import FACTS, Rows, Transactions
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

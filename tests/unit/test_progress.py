@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from relay.events import Lsn
+from relay.model.events import Lsn
 from relay.source.progress import Progress
 
 STEPS = st.integers(0, 1000)

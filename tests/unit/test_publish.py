@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from relay.admin.publish import Business, business_transactions, parse
 from relay.faults import ConfigurationError
-from relay.publish import Business, business_transactions, parse
 
 HOST = "11111111-2222-4333-8444-555555555555"
 EVENT: dict[str, Any] = {

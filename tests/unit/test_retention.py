@@ -8,9 +8,9 @@ from zoneinfo import ZoneInfo
 import pytest
 from pydantic import ValidationError
 
-from relay.config import Settings
+from relay.config.retention import Retention, duration, written
+from relay.config.settings import Settings
 from relay.retention.partitions import aligned
-from relay.retention_settings import Retention, duration, written
 
 
 @pytest.mark.parametrize(

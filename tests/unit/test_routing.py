@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.config import Route
-from relay.events import EVENT_FIELDS, Event
-from relay.routing import Router
+from relay.config.settings import Route
+from relay.model.events import EVENT_FIELDS, Event
+from relay.pipeline.route_rules import Router
 
 
 def event(**fields: str | None) -> Event:

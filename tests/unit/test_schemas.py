@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from relay.admin.schemas import schemas
-from relay.config import Settings
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from tests.event_types import EVENTS
 from tests.process import relay

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.progress import Commit, Cursor, Prefix
-from relay.events import Lsn
-from relay.snapshots import Snapshot
+from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot
+from relay.model.transactions import Routed, Transactions
 from relay.store.sinks import BEFORE_FIRST, Position
-from relay.transactions import Routed, Transactions
 
 NOTHING = np.zeros(0, np.int64)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.events import Lsn
-from relay.snapshots import BEGINNING, Snapshot, full_xids
+from relay.model.events import Lsn
+from relay.model.snapshots import BEGINNING, Snapshot, full_xids
 from relay.source.server import end_before
 
 LAST = 40

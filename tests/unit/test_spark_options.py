@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.faults import ConfigurationError
-from relay.snapshots import BEGINNING, Snapshot
+from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.differences import Difference, up_to
 from relay.spark.options import parse
 from relay.spark.planning import by_host

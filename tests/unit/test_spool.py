@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.source.spool import Spool, SpooledTuples
+from relay.model.spool import Spool, SpooledTuples
 
 WINDOW = 1 << 20
 """How much the spool reads at once."""

@@ -12,12 +12,12 @@ from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
 from relay import handlers
-from relay.events import EVENT_FIELDS, SQL_TYPES
+from relay.config.handlers import PythonHandler, SqlHandler
 from relay.faults import ConfigurationError
-from relay.handler_settings import PythonHandler, SqlHandler
 from relay.handlers.python import Python
 from relay.handlers.relation import bound
 from relay.handlers.sql import SqlBatch, SqlEvent
+from relay.model.events import EVENT_FIELDS, SQL_TYPES
 
 
 def compiled(statement: str) -> SqlEvent:

@@ -9,10 +9,10 @@ from threading import Event
 import numpy as np
 import pytest
 
-from relay.batch import Batch, DeadTransaction, Outcome, TaskOutcome, Window
-from relay.events import POSTGRES_EPOCH, Lsn
+from relay.model.batch import Batch, DeadTransaction, Outcome, TaskOutcome, Window
+from relay.model.events import POSTGRES_EPOCH, Lsn
+from relay.model.transactions import FACTS, Rows, Transactions
 from relay.observe.summary import Summary
-from relay.transactions import FACTS, Rows, Transactions
 
 
 def batch(number: int, seconds_ago: float) -> Batch:

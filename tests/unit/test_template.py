@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from relay.events import EVENT_FIELDS, Event
+from relay.config.templates import Template
 from relay.faults import Rejected
-from relay.template import Template
+from relay.model.events import EVENT_FIELDS, Event
 
 
 def event(**fields: str) -> Event:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relay.events import Lsn
+from relay.model.events import Lsn
 from relay.observe.frame import Size, lines, spark
 from relay.observe.rates import Looks
 from relay.observe.watch import Picture

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from opentelemetry.trace import get_current_span
 from pydantic import TypeAdapter
 
-from relay.events import Event
-from relay.handler_settings import Handler, NatsHandler
+from relay.config.handlers import Handler, NatsHandler
 from relay.handlers import cloudevents, kafka, nats, rabbitmq, redis
 from relay.handlers.messages import Message, Publishing
 from relay.handlers.window import Unanswered, Window
+from relay.model.events import Event
+from relay.model.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from relay.observe.spans import parent
-from relay.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from tests.sinks import made, transaction
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.transactions import FACTS, SPARE, Rows, Transactions, Undecoded
+from relay.model.transactions import FACTS, SPARE, Rows, Transactions, Undecoded
 
 HOSTS = st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True).map(tuple)
 ROWS = st.lists(st.binary(max_size=20), min_size=1, max_size=4)

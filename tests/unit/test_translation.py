@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from relay.events import FIELDS, NOTE
+from relay.model.events import FIELDS, NOTE
+from relay.model.transactions import Rows
 from relay.source.pgoutput import decode_tuple
 from relay.source.translation import TIMESTAMPTZ, Encoding, Translation
-from relay.transactions import Rows
 from tests.unit import wire
 
 MAPPING = {name: name for name in FIELDS}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from relay.events import FIELDS, Commit, Event, Lsn
 from relay.faults import ConfigurationError
-from relay.source import grouping, tuples
+from relay.model import tuples
+from relay.model.events import FIELDS, Commit, Event, Lsn
+from relay.model.transactions import Rows
+from relay.model.tuples import ProtocolError, RowDecoder, Walked, values
+from relay.source import grouping
 from relay.source.grouping import Grouping, Layout, polled
-from relay.source.pgoutput import ProtocolError
-from relay.source.tuples import RowDecoder, Walked, values
-from relay.transactions import Rows
 from tests.unit import wire
 
 COMMIT_FIELDS = ("0/10", "2000-01-01 00:00:00+00", "7")

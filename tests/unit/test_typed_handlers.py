@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.event_types.upcasting import Upcasting
-from relay.events import Commit, Event, Events, Lsn, Transaction
 from relay.faults import InvalidEvent
 from relay.handlers import typed
 from relay.handlers.typed import Typed, TypedSink
-from relay.source.tuples import RowDecoder
-from relay.transactions import FACTS, Routed, Rows, Transactions
+from relay.model.events import Commit, Event, Events, Lsn, Transaction
+from relay.model.transactions import FACTS, Routed, Rows, Transactions
+from relay.model.tuples import RowDecoder
 from tests.event_types import registry
 from tests.unit import wire
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
-from relay.handler_settings import SparkHandler
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from relay.handlers.imports import load
+from relay.config.imports import load
 from relay.spark.faults import of_function
 from relay.spark.writers import BatchId
 

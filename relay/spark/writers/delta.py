@@ -19,8 +19,8 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, create_table_with_add_actions
 
+from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
-from relay.handler_settings import SparkHandler
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
 from relay.spark.writers.delta_files import FACTS, Files, local_path, write_files

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from relay.handler_settings import SparkHandler
+from relay.config.handlers import SparkHandler
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.columns import require_partition_columns
 

@@ -25,7 +25,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
-from relay.handler_settings import SparkHandler
+from relay.config.handlers import SparkHandler
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
 from relay.spark.writers.tasks import gathered

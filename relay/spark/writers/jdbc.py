@@ -19,7 +19,7 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 
-from relay import handler_settings
+from relay.config import handlers
 from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema
@@ -92,7 +92,7 @@ class Staging:
 class Jdbc:
     """Appends to a table that exists, beside which it keeps the ledger `relay_batches`."""
 
-    def __init__(self, name: str, settings: handler_settings.Jdbc) -> None:
+    def __init__(self, name: str, settings: handlers.Jdbc) -> None:
         self._key = f"handlers.{name}.jdbc.table"
         self._dsn = settings.dsn.get_secret_value()
         self._table = settings.table

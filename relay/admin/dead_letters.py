@@ -1,0 +1,352 @@
+"""Dead letters that come back: what is done about dead transactions, always whole and in the order of publishing."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+from tenacity import Retrying, retry_if_result, wait_exponential
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.model import headers
+from relay.model.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
+from relay.model.transactions import FACTS, Rows, Transactions
+from relay.pipeline.deferral import Waiting
+from relay.pipeline.routing import Routing
+from relay.reporting import Report, silent
+from relay.source.pgoutput import encode_tuple
+from relay.store import dead_letter_edits, dead_letters, deferred, presence
+from relay.store.dead_letters import FIELD_OF, STORED, Dead, Filter, Found, Letter
+from relay.store.deferred import Wait
+
+Connection = psycopg.Connection[Any]
+
+_STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIELDS, headers.FIELD)]
+
+_TRANSACTIONS_AT_ONCE = 500
+_EVENTS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 8 * 1024 * 1024
+"""What is replayed together in memory; a transaction above these limits is read as it is written."""
+_ROWS_AT_ONCE = 1_000
+Encoder = Callable[[Letter], bytes]
+"""Makes the row of a letter again."""
+Facts = tuple[int, ...]
+_POLL_SECONDS = 0.1
+_MAX_POLL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of replayed transactions: applied or delivered, dead again, or discarded while they were queued."""
+
+    done: int
+    dead: int
+    discarded: int
+
+
+class DeadLetters:
+    """The dead letters of the configured group, on an open connection to the target that prints values as WAL does."""
+
+    def __init__(self, settings: Settings, conn: Connection) -> None:
+        self._group = settings.group
+        self._handlers = settings.handlers.keys()
+        self._sinks = list(settings.sink_handlers)
+        mapping = settings.source.mapping
+        fields = [mapping[FIELD_OF[name]] for name in _STORED_FIELDS]
+        # A header may be a column that another field has too.
+        self._headers = {
+            name: column for name, column in settings.source.headers.items() if column not in fields
+        }
+        self._columns = (*fields, *self._headers.values())
+        self._waiting = Waiting(settings, Routing(settings))
+        self._conn = conn
+
+    def find(self, wanted: Filter, statuses: Sequence[str] = ("dead",)) -> Found:
+        """The transactions of some statuses that a filter selects now."""
+        return dead_letters.find(self._conn, self._group, wanted, statuses)
+
+    def missing_handlers(self, found: Found) -> dict[str, int]:
+        """Handlers that transactions failed in and that are not configured any more, and how many did in each."""
+        failed = dead_letters.failed_handlers(self._conn, self._group, found)
+        return {name: count for name, count in failed.items() if name not in self._handlers}
+
+    def sinks(self, found: Found) -> dict[str, int]:
+        """The sinks that transactions could not be delivered to, and how many of them to each."""
+        return dead_letters.sinks(self._conn, self._group, found)
+
+    def missing_sinks(self, found: Found) -> dict[str, int]:
+        """As `sinks`, those that are not configured any more."""
+        failed = self.sinks(found)
+        return {name: count for name, count in failed.items() if name not in self._sinks}
+
+    def instances(self) -> list[str]:
+        """The running instances of the group, as host:pid."""
+        return presence.instances(self._conn, self._group)
+
+    def replay(
+        self,
+        found: Found,
+        reason: str | None,
+        edits: Path | None = None,
+        report: Report = silent,
+    ) -> Sequence[int]:
+        """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
+
+        They keep the order in which they were published; later events of their ordering keys are blocked by them. What
+        could not be delivered to a sink goes to that sink, and nowhere else. Those that are no longer dead are left
+        out. A file of `edits`, as `relay dlq export` writes it, changes payloads
+        first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read,
+        for a payload that only the outbox has, and for a sink that is not configured any more.
+        """
+        for name, count in self.missing_sinks(found).items():
+            raise ConfigurationError(
+                f"handlers.{name}: there is no such sink any more, and {count} of these transactions can go nowhere "
+                "else: put it back, or replay the others (--sink, --handler) and discard these"
+            )
+        queued = array("q")
+        with self._conn.transaction():
+            if edits is not None:
+                dead_letter_edits.load(self._conn, edits)
+            for some, numbers in self._locked(found):
+                if edits is not None:
+                    dead_letter_edits.apply(self._conn, self._group, numbers, reason)
+                self._require_payloads(numbers)
+                self._queue(some)
+                dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
+                queued.extend(numbers)
+                report("queuing transactions", len(queued), found.transactions)
+        return queued
+
+    def edit(self, letter: int, payload: str, reason: str | None) -> None:
+        """Give an event of a dead transaction another payload; the first one is kept beside it.
+
+        Raises ConfigurationError for what is not JSON, and where there is no such dead letter.
+        """
+        with self._conn.transaction():
+            number = dead_letters.transaction_of(self._conn, self._group, letter)
+            if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
+                raise ConfigurationError(
+                    f"dead letter {letter}: there is none that is dead: it was replayed, discarded or purged"
+                )
+            dead_letter_edits.load_one(self._conn, letter, payload)
+            dead_letter_edits.apply(self._conn, self._group, [number], reason)
+
+    def outcome(self, numbers: Sequence[int], report: Report = silent) -> Replayed:
+        """Wait until none of the replayed transactions is queued any more."""
+        asked = list(numbers)
+
+        def ask() -> dict[str, int]:
+            found = dead_letters.statuses(self._conn, asked)
+            report("waiting for transactions", len(asked) - found.get("replaying", 0), len(asked))
+            return found
+
+        statuses: dict[str, int] = Retrying(
+            retry=retry_if_result(lambda found: "replaying" in found),
+            wait=wait_exponential(multiplier=_POLL_SECONDS, max=_MAX_POLL_SECONDS),
+        )(ask)
+        dead, discarded = statuses.get("dead", 0), statuses.get("discarded", 0)
+        return Replayed(len(asked) - dead - discarded, dead, discarded)
+
+    def discard(self, found: Found, reason: str | None, report: Report = silent) -> int:
+        """Give transactions up, and release the keys that they hold; returns how many."""
+        discarded = 0
+        with self._conn.transaction():
+            for _, numbers in self._locked(found):
+                holding = deferred.blocked(self._conn, numbers)
+                deferred.settle(self._conn, list(holding.values()))
+                dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
+                discarded += len(numbers)
+                report("discarding transactions", discarded, found.transactions)
+        return discarded
+
+    def purge(self, found: Found, reason: str | None, report: Report = silent) -> int:
+        """Delete the letters of transactions; what was done about them stays noted. Returns how many letters."""
+        purged = 0
+        with self._conn.transaction():
+            for _, numbers in self._locked(found):
+                dead_letters.note(self._conn, self._group, numbers, "purge", reason)
+                purged += dead_letters.purge(self._conn, numbers)
+                report("deleting letters", purged, found.events)
+        return purged
+
+    def _locked(self, found: Found) -> Iterator[tuple[list[Dead], list[int]]]:
+        """Some of what was found at a time, locked, with their numbers, in the order of publishing."""
+        for some in _portions(dead_letters.numbers(self._conn, self._group, found)):
+            held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
+            left = [each for each in some if each.number in held]
+            if left:
+                yield left, [each.number for each in left]
+
+    def _require_payloads(self, numbers: Sequence[int]) -> None:
+        found = dead_letters.by_reference(self._conn, numbers)
+        if found is not None:
+            letter, offset = found
+            raise ConfigurationError(
+                f"dead letter {letter}: the event at c_offset {offset} was too large to be received, its payload is "
+                "only in the outbox: publish its content in smaller parts and `relay dlq discard` it, or give it a "
+                "payload with `relay dlq replay --edit`"
+            )
+
+    def _queue(self, dead: Sequence[Dead]) -> None:
+        transactions = self._rebuilt(dead)
+        holding = deferred.blocked(self._conn, [each.number for each in dead])
+        for place, each in enumerate(dead):
+            if each.number in holding:
+                deferred.release(self._conn, holding[each.number], transactions[place])
+        for sink in dict.fromkeys(each.sink for each in dead):
+            deferred.park(
+                self._conn,
+                self._group,
+                (
+                    (
+                        transaction,
+                        Wait(
+                            self._keys(transactions.part(place, place + 1), sink),
+                            dead_transaction=dead[place].number,
+                            undelivered=dead[place].undelivered,
+                        ),
+                    )
+                    for place, transaction in enumerate(transactions)
+                    if dead[place].sink == sink and dead[place].number not in holding
+                ),
+                sink,
+            )
+
+    def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
+        return self._waiting.delivery_keys(one, sink) if sink else self._waiting.keys(one)
+
+    def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
+        """Transactions as they were published, from their letters."""
+        columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
+        if len(dead) == 1 and _is_large(dead[0]):
+            tuples = _LetterTuples(self._conn, dead[0], encoded)
+            facts, transaction_id, hosts = _facts(tuples.letters(), encoded, place=0)
+            return _spooled(columns, facts, transaction_id, hosts, tuples)
+        found: dict[int, list[Letter]] = {
+            number: [letter for _, letter in letters]
+            for number, letters in groupby(
+                dead_letters.stored(
+                    self._conn, sorted(each.number for each in dead), _ROWS_AT_ONCE
+                ),
+                key=lambda each: each[0],
+            )
+        }
+        in_order = [found[each.number] for each in dead]
+        known = [_facts(letters, encoded, place) for place, letters in enumerate(in_order)]
+        return Transactions(
+            columns,
+            np.array([facts for facts, _, _ in known], FACTS),
+            [transaction_id for _, transaction_id, _ in known],
+            [hosts for _, _, hosts in known],
+            Rows.of([encoded(letter) for letters in in_order for letter in letters]),
+        )
+
+
+class _LetterTuples:
+    """The rows of a large dead transaction: read from its letters whenever they are needed, never all in memory."""
+
+    def __init__(self, conn: Connection, dead: Dead, encoded: Encoder) -> None:
+        self._conn = conn
+        self._dead = dead
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return self._dead.events
+
+    def letters(self) -> Iterator[Letter]:
+        """The letters, in order."""
+        dead = self._dead
+        at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * dead.events // max(1, dead.size)))
+        return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(self._encoded, self.letters())
+
+
+def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
+    """As many transactions together as fit into memory; a large one alone."""
+    some: list[Dead] = []
+    events = size = 0
+    for each in found:
+        full = events + each.events > _EVENTS_AT_ONCE or size + each.size > _BYTES_AT_ONCE
+        if some and (full or len(some) >= _TRANSACTIONS_AT_ONCE):
+            yield some
+            some, events, size = [], 0, 0
+        some.append(each)
+        events += each.events
+        size += each.size
+    if some:
+        yield some
+
+
+def _is_large(dead: Dead) -> bool:
+    return dead.events > _EVENTS_AT_ONCE or dead.size > _BYTES_AT_ONCE
+
+
+def _spooled(
+    columns: tuple[str, ...],
+    facts: Facts,
+    transaction_id: bytes | None,
+    hosts: tuple[str, ...],
+    tuples: Tuples,
+) -> Transactions:
+    return Transactions(
+        columns, np.array([facts], FACTS), [transaction_id], [hosts], Rows.of([]), [tuples]
+    )
+
+
+def _facts(
+    letters: Iterable[Letter], encoded: Encoder, place: int
+) -> tuple[Facts, bytes | None, tuple[str, ...]]:
+    """What is known of a transaction, as FACTS has it, its transaction_id and its hosts, which stand at `place`."""
+    remaining = iter(letters)
+    first = next(remaining)
+    offsets: list[int] = []
+    hosts: dict[str, None] = {}
+    events = size = 0
+    for letter in chain([first], remaining):
+        if letter["c_offset"]:
+            offsets.append(int(letter["c_offset"]))
+            offsets = [min(offsets), max(offsets)]
+        hosts.setdefault(letter["host_id"] or "")
+        events += 1
+        size += len(encoded(letter))
+    facts = (
+        *_commit(first),
+        min(offsets, default=0),
+        max(offsets, default=0),
+        events,
+        size,
+        place,
+    )
+    return facts, _bytes(first["transaction_id"]), tuple(hosts)
+
+
+def _encoded(letter: Letter, header_names: Sequence[str]) -> bytes:
+    values = [letter[name] for name in _STORED_FIELDS]
+    if header_names:
+        found = headers.from_json(letter[headers.FIELD])
+        values += [found.get(name) for name in header_names]
+    return encode_tuple([_bytes(value) for value in values])
+
+
+def _bytes(value: str | None) -> bytes | None:
+    return None if value is None else value.encode("utf-8", "surrogateescape")
+
+
+def _commit(letter: Letter) -> Commit:
+    """The commit that a letter came from; its end is not known, and nobody asks for it any more."""
+    lsn, moment, xid = letter["commit_lsn"], letter["commit_ts"], int(letter["xid"] or 0)
+    if lsn is None or moment is None:
+        return Commit(Lsn(0), Lsn(0), 0, xid)
+    ts = microseconds(datetime.fromisoformat(moment))
+    return Commit(Lsn.parse(lsn), Lsn.parse(lsn), ts, xid)

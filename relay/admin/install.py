@@ -1,0 +1,503 @@
+"""Puts relay into databases: schema, publication, index, slot, group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
+
+from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
+from relay.admin.check import left_behind, reach, require_logical_wal, require_slot, require_table
+from relay.config.settings import OWN_OUTBOX, Settings
+from relay.faults import ConfigurationError, first_line
+from relay.model.events import Lsn
+from relay.model.snapshots import BEGINNING, Snapshot
+from relay.reporting import Report, silent
+from relay.retention import floor
+from relay.source.columns import require_readable
+from relay.source.gapless import require_numbered, set_gapless
+from relay.source.index import drop_index, ensure_index, has_index
+from relay.source.notify import TRIGGER, set_notify
+from relay.source.open_transactions import telling_whom_it_waits_for
+from relay.source.rows import OutboxRows
+from relay.source.server import durable_sight, sight
+from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
+from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
+
+log = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+LOCK_TIMEOUT = "5s"
+"""How long a table is waited for, unless the user has set another `lock_timeout`."""
+
+_BOUNDED = """
+    select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
+"""
+_ROLE = """
+    do $$
+    begin
+        if not exists (select from pg_roles where rolname = 'relay') then
+            create role relay nologin;
+        end if;
+    exception when insufficient_privilege then
+        null;
+    end
+    $$
+"""
+"""What the schema files do, which also say what to do where it is not allowed."""
+_Removal = Callable[[], object]
+
+
+def _collides(error: BaseException) -> bool:
+    """Whether an installation in another database of the server has changed the same roles at the same time."""
+    if isinstance(error, psycopg.errors.UniqueViolation):
+        return error.diag.schema_name == "pg_catalog"
+    if isinstance(error, psycopg.errors.InternalError_):
+        return "concurrently" in str(error)
+    return isinstance(error, psycopg.errors.DuplicateObject)
+
+
+_repeating = Retrying(
+    retry=retry_if_exception(_collides),
+    wait=wait_random(0.0, 0.5),
+    stop=stop_after_attempt(10),
+    reraise=True,
+)
+
+
+def initialise(
+    settings: Settings,
+    source_dsn: str | None = None,
+    target_dsn: str | None = None,
+    start: str | None = None,
+    warn: Callable[[str], None] = log.warning,
+    report: Report = silent,
+) -> list[str]:
+    """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
+
+    `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where
+    given, belong to an administrator; the configured roles need fewer rights. `warn` is told what keeps relay from
+    streaming, `report` what takes long. Everything but the index and the slot is one transaction in each database;
+    if one of these two fails, what this call has made is removed again. Raises ConfigurationError.
+    """
+    with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
+        try:
+            dsn = source_dsn or settings.source_dsn
+            return _Installation(settings, source, target, dsn, _Start(start), report).run(warn)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ConfigurationError(
+                f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
+                "(`relay init --admin-dsn …`), or have the right granted"
+            ) from None
+        except psycopg.errors.ConfigurationLimitExceeded as error:
+            raise ConfigurationError(
+                f"source.dsn: {first_line(error)}: raise max_replication_slots and restart the server, or drop a slot"
+            ) from None
+        except psycopg.errors.LockNotAvailable as error:
+            raise ConfigurationError(
+                f"source.dsn or target.dsn: {first_line(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
+                "nothing was changed, since publishers wait meanwhile: run `relay init` again when it has ended"
+            ) from None
+        except psycopg.errors.RestrictViolation as error:
+            raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
+        except psycopg.errors.WrongObjectType as error:
+            raise ConfigurationError(
+                f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of its own"
+            ) from None
+
+
+@contextmanager
+def administrators(
+    settings: Settings,
+    source_dsn: str | None,
+    target_dsn: str | None,
+    warn: Callable[[str], None] = log.warning,
+) -> Iterator[tuple[Connection, Connection]]:
+    """Connections to source and target for changing the schema: the same one where both are one database.
+
+    Nobody else installs or uninstalls there meanwhile; `warn` is told if somebody has to be waited for. Raises
+    ConfigurationError if one cannot be reached.
+    """
+    with reach(source_dsn or settings.source_dsn, "source.dsn") as source, ExitStack() as stack:
+        pin_search_path(source)
+        target = source
+        if target_dsn is not None or not settings.one_database:
+            other = stack.enter_context(reach(target_dsn or settings.target_dsn, "target.dsn"))
+            pin_search_path(other)
+            # Two transactions that install in one database would wait for each other.
+            target = source if _database(source) == _database(other) else other
+        # In the same order everywhere, so that no two wait for each other.
+        for conn in sorted({source, target}, key=lambda each: str(_database(each))):
+            waits = f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
+            stack.enter_context(migrations.alone(conn, partial(warn, waits)))
+        yield source, target
+
+
+def _database(conn: Connection) -> tuple[Any, ...] | None:
+    """What tells a database from all others, whichever address it was reached by."""
+    return conn.execute(
+        "select system_identifier, current_database() from pg_control_system()"
+    ).fetchone()
+
+
+def _on_one_server(one: Connection, other: Connection) -> bool:
+    """Whether two databases belong to one server, whose roles they share."""
+    servers = {found and found[0] for found in map(_database, (one, other))}
+    return len(servers) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
+
+    asked: str | None
+
+    def require_possible(self, target: Connection, settings: Settings) -> None:
+        """Raise ConfigurationError if it is said of a group that exists, or cannot be."""
+        if self.asked is None:
+            return
+        if offsets.partition_count(target, settings.group):
+            raise ConfigurationError(
+                f"--from: the group {settings.group!r} has begun already: move it with "
+                f"`relay offsets seek --to {self.asked}`"
+            )
+        if self.asked not in ("beginning", "now") and not self.asked.isdecimal():
+            raise ConfigurationError(
+                f"--from: {self.asked!r} is neither beginning, now, nor a c_offset"
+            )
+        if settings.source.mode == "wal" and self.asked != "now":
+            raise ConfigurationError(
+                "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
+            )
+
+    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
+        """The snapshots that the group begins with, and the position in the difference from the first to the second.
+
+        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        """
+        if settings.source.mode == "wal":
+            return [], offsets.FIRST
+        now = sight(source).snapshot
+        if self.asked in (None, "now"):
+            return [now], offsets.FIRST
+        OutboxRows(settings).require_offsets(source, "run `relay init` again")
+        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
+        return [BEGINNING, now], first
+
+    def __str__(self) -> str:
+        if self.asked is None:
+            return "now"
+        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked
+
+
+@dataclass(slots=True)
+class _Installation:
+    """One run of `relay init`, and what it has made so far."""
+
+    settings: Settings
+    source: Connection
+    target: Connection
+    source_dsn: str
+    start: _Start
+    report: Report = silent
+    done: list[str] = field(default_factory=list)
+
+    def run(self, warn: Callable[[str], None]) -> list[str]:
+        settings, source = self.settings, self.source
+        require_numbered(source, settings.source)
+        streaming = self._can_stream(warn)
+        with ExitStack() as undo:
+            if _repeating(self._make_role):
+                undo.callback(_quietly, lambda: source.execute("drop role relay"))
+            removal = _repeating(self._install_whole)
+            for remove in removal:
+                undo.callback(_quietly, remove)
+            if settings.source.mode != "wal" and not has_index(source, settings):
+                undo.callback(_quietly, lambda: drop_index(source, settings))
+                with index_builds.reported(source, "building the index: pages", self.report):
+                    ensure_index(source, settings)
+                self.done.append(f"index of {settings.source.table} on c_xid, for polling")
+            if settings.source.mode != "wal":
+                # What the group takes for applied must not be lost, and published again, in a crash.
+                durable_sight(source)
+            if streaming and self._ensure_slot(warn):
+                self._join_slot()
+                self.done.append(f"replication slot {settings.source.slot}")
+            undo.pop_all()
+        if settings.source.mode == "poll":
+            for text in left_behind(source, settings):
+                warn(text)
+        return self.done
+
+    def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
+        name = self.settings.source.slot
+
+        def tell(oldest: str) -> None:
+            self.report(f"the slot waits for {oldest}")
+            warn(
+                f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
+                f"is {oldest}: end it, or wait"
+            )
+
+        with telling_whom_it_waits_for(self.source_dsn, tell):
+            return ensure_slot(self.source, name)
+
+    def _join_slot(self) -> None:
+        """Let the group poll what was committed before its slot was there."""
+        group = self.settings.group
+        seen = durable_sight(self.source)
+        state = slot_state(self.source, self.settings.source.slot)
+        links = snapshots.chain(self.target, group)
+        if (
+            links
+            and state
+            and snapshots.append(self.target, group, links[-1], seen.snapshot, seen.lsn)
+        ):
+            groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
+
+    def _can_stream(self, warn: Callable[[str], None]) -> bool:
+        """Whether there can be a slot. Raises ConfigurationError if not and polling cannot stand in for it."""
+        if self.settings.source.mode == "poll":
+            return False
+        try:
+            require_logical_wal(self.source)
+        except ConfigurationError as error:
+            if self.settings.source.mode == "wal":
+                raise
+            warn(f"{error}; source.mode: auto polls until the WAL can be had")
+            return False
+        require_slot(self.source, self.settings)
+        return True
+
+    def _make_role(self) -> bool:
+        """Make the role of the service where source and target are two databases of one server; returns whether it did.
+
+        Roles belong to the server: the transactions of the two databases would wait for each other to make it.
+        """
+        if self.target is self.source or not _on_one_server(self.source, self.target):
+            return False
+        if _has_role(self.source):
+            return False
+        with self.source.transaction():
+            self.source.execute(_BOUNDED, (LOCK_TIMEOUT,))
+            self.source.execute(_ROLE)
+        return _has_role(self.source)
+
+    @contextmanager
+    def _transactions(self) -> Iterator[None]:
+        """One transaction in each database, which commit together as far as two can."""
+        other = nullcontext() if self.target is self.source else self.target.transaction()
+        with self.source.transaction(), other:
+            yield
+
+    def _install_whole(self) -> list[_Removal]:
+        self.done.clear()
+        with self._transactions():
+            for conn, _ in self._databases():
+                # A lock that is waited for makes every later publisher wait.
+                conn.execute(_BOUNDED, (LOCK_TIMEOUT,))
+            return self._install()
+
+    def _install(self) -> list[_Removal]:
+        """Schema, outbox, publication and group; returns how to remove what of them is new, the first made first."""
+        removal: list[_Removal] = []
+        for conn, key in self._databases():
+            migrations.lock(conn)
+            if claim_schema(conn, key):
+                removal.append(_removal_of_schema(conn))
+        removal += self._install_outbox()
+        self._apply(self.target, "target", "target.dsn")
+        removal += self._stream()
+        removal += self._begin()
+        self._begin_sinks()
+        self._retain()
+        if self.settings.source.message_prefix is None:
+            # Last, since publishers wait from here to the commit.
+            self._set_gapless()
+            self._set_notify()
+        return removal
+
+    def _databases(self) -> list[tuple[Connection, str]]:
+        source, target = (self.source, "source.dsn"), (self.target, "target.dsn")
+        return [source] if self.source is self.target else [source, target]
+
+    def _apply(self, conn: Connection, side: migrations.Side, key: str) -> list[str]:
+        applied = migrations.install(conn, side, key)
+        self.done += [f"schema file {name}" for name in applied]
+        return applied
+
+    def _install_outbox(self) -> list[_Removal]:
+        source, settings = self.source, self.settings
+        self._apply(source, "source", "source.dsn")
+        if settings.source.message_prefix is not None:
+            return []
+        if not settings.source.owns_table:
+            require_table(source, settings)
+            require_readable(source, settings.source)
+            _attach(source, settings)
+            _let_read(source, settings)
+            return []
+        existed = _exists(source, OWN_OUTBOX)
+        adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
+        if existed:
+            self._examine_outbox(adopting)
+        self._apply(source, "outbox", "source.dsn")
+        # Again, because somebody may have created the table in between.
+        self._examine_outbox(adopting)
+        _attach(source, settings)
+        _limit_event_bytes(source, settings.source.max_event_bytes)
+        return [] if existed else [_removal_of_outbox(source)]
+
+    def _examine_outbox(self, adopting: bool) -> None:
+        require_table(self.source, self.settings)
+        require_readable(self.source, self.settings.source)
+        if adopting:
+            require_adoptable(self.source, OWN_OUTBOX, "source.table")
+
+    def _stream(self) -> list[_Removal]:
+        """The publication, the right to replicate, and the name of the slot."""
+        source, of = self.source, self.settings.source
+        if of.mode == "poll":
+            return []
+        streams.require_free(source, of.slot, self.settings.group)
+        made = ensure_publication(source, of)
+        removal: list[_Removal] = []
+        if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
+            removal.append(lambda: streams.forget(source, of.slot))
+        if _let_replicate(source):
+            self.done.append("right of the role relay to replicate")
+        if made:
+            removal.append(lambda: drop_publication(source, of.publication))
+            self.done.append(f"publication {of.publication} of {of.outbox}")
+        return removal
+
+    def _set_notify(self) -> None:
+        of, listens = self.settings.source, self.settings.poll.listen
+        if not set_notify(self.source, of, listens):
+            return
+        self.done.append(f"trigger {TRIGGER} {'on' if listens else 'removed from'} {of.table}")
+
+    def _set_gapless(self) -> None:
+        of = self.settings.source
+        gapless = of.offsets == "gapless"
+        if set_gapless(self.source, of, gapless):
+            self.done.append(
+                f"c_offset of {of.table} {'without gaps' if gapless else 'from a sequence'}"
+            )
+
+    def _begin(self) -> list[_Removal]:
+        """The offsets of a new group."""
+        target, settings = self.target, self.settings
+        offsets.require_partition_count(
+            offsets.partition_count(target, settings.group), settings.group, settings.partitions
+        )
+        self.start.require_possible(target, settings)
+        # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
+        if offsets.partition_count(target, settings.group):
+            return []
+        chain, polled = self.start.chain(self.source, settings)
+        links = snapshots.begin(target, settings.group, chain)
+        first = links[0].id if links else None
+        created = offsets.create(target, settings.group, settings.partitions, first, polled)
+        self.done.append(f"group {settings.group} with {created} partitions, from {self.start} on")
+        return [
+            lambda: offsets.remove(target, settings.group),
+            lambda: sinks.remove(target, settings.group, settings.sink_handlers),
+        ]
+
+    def _begin_sinks(self) -> None:
+        """The positions of sinks that the group has not had before."""
+        for name, handler in self.settings.sink_handlers.items():
+            if sinks.begin(self.target, self.settings.group, name, handler.start):
+                self.done.append(f"sink {name}, from {handler.start} on")
+
+    def _retain(self) -> None:
+        """Positions for retention, and the right to remove events."""
+        source, of = self.source, self.settings.source
+        floor.note(source, self.target, self.settings.group, of.table)
+        if self.settings.retention.keep and floor.retain(source, of):
+            self.done.append(
+                f"right of the role relay to remove events of {of.table} that are read"
+            )
+
+
+def _exists(conn: Connection, table: str) -> bool:
+    row = conn.execute("select to_regclass(%s) is not null", (table,)).fetchone()
+    return bool(row and row[0])
+
+
+def _removal_of_schema(conn: Connection) -> _Removal:
+    return lambda: conn.execute("drop schema relay cascade")
+
+
+def _removal_of_outbox(source: Connection) -> _Removal:
+    """Nothing is removed that somebody has published meanwhile."""
+    return lambda: source.execute(
+        """
+        do $$
+        begin
+            lock table public.outbox_message_t in access exclusive mode;
+            if not exists (select from public.outbox_message_t) then
+                drop table public.outbox_message_t;
+            end if;
+        end
+        $$
+        """
+    )
+
+
+def _quietly(remove: _Removal) -> None:
+    """Remove something after a failure, which is what is reported."""
+    with suppress(psycopg.Error):
+        remove()
+
+
+def _limit_event_bytes(source: Connection, limit: int) -> None:
+    """Let relay's own table and `relay.publish` refuse larger events; rows that are there already stay."""
+    source.execute(
+        "select relay.limit_event_bytes(%(limit)s) where relay.max_event_bytes() <> %(limit)s",
+        {"limit": limit},
+    )
+
+
+def _attach(source: Connection, settings: Settings) -> None:
+    """Give an outbox what polling needs and lacks. Raises ConfigurationError where that cannot be."""
+    if settings.source.mode == "wal":
+        return
+    table = sql.Identifier(*settings.source.table_name).as_string(source)
+    source.execute(
+        "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
+    )
+    OutboxRows(settings).require_marked(source)
+
+
+def _let_read(source: Connection, settings: Settings) -> None:
+    """Give the service the right to read an outbox that is not relay's own."""
+    if _has_role(source):
+        table = sql.Identifier(*settings.source.table_name)
+        source.execute(sql.SQL("grant select on {} to relay").format(table))
+
+
+def _has_role(conn: Connection) -> bool:
+    return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
+
+
+def _let_replicate(source: Connection) -> bool:
+    """Give the service's role REPLICATION; returns whether it was given. `relay check` says where it is missing."""
+    row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
+    if row is None or row[0]:
+        return False
+    try:
+        with source.transaction():
+            source.execute("alter role relay replication")
+    except psycopg.errors.InsufficientPrivilege:
+        return False
+    return True

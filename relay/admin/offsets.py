@@ -1,0 +1,452 @@
+"""Moves a stopped group: to another position in the outbox, or to another number of partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from relay.admin.check import reach_source, reach_target
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, TransientFault
+from relay.model.events import INSERTED_BY, Lsn
+from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
+from relay.model.transactions import Transactions
+from relay.model.tuples import Walked
+from relay.pipeline.runner import Pipeline
+from relay.reporting import Report, silent
+from relay.retention import floor
+from relay.source.applied import Applied, applied_in
+from relay.source.polling import Poller
+from relay.source.recovery import Recognition
+from relay.source.rows import OutboxRows
+from relay.source.server import durable_sight
+from relay.source.slot import slot_state
+from relay.source.wal import commits_after
+from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
+from relay.store.rewind import GivenUp
+from relay.store.sinks import Position
+
+Connection = psycopg.Connection[Any]
+
+_ROWS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One partition as `relay offsets show` prints it.
+
+    `unread` counts its rows that are not applied; None where only the WAL is read.
+    """
+
+    partition_id: int
+    next_offset: int
+    applied_lsn: str
+    snapshot: str | None
+    unread: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Where a group is to go on, and what for, in words.
+
+    What `snapshot` sees is passed over, and what the source shows now up to the position `polled_offset`; with
+    `snapshot` None what of the WAL ends at or below `lsn`. `split` are transactions with rows on both sides of
+    `polled_offset`, which are not passed over, by the ids that the WAL has.
+    """
+
+    text: str
+    snapshot: Snapshot | None
+    now: Snapshot
+    polled_offset: int = offsets.FIRST
+    split: tuple[int, ...] = ()
+    lsn: Lsn = Lsn(0)  # noqa: RUF009
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What seeking would do: rows that would be delivered again, and rows that would be passed over.
+
+    Both are None where only the WAL is read, which does not tell. `given_up` are dead and deferred transactions that
+    would be discarded, since they would be delivered again. `sinks` go on at the goal too.
+    """
+
+    goal: Goal
+    again: int | None
+    skipped: int | None
+    given_up: GivenUp
+    sinks: Sequence[str]
+
+
+def positions(settings: Settings) -> list[Standing]:
+    """Where the group's partitions stand.
+
+    Raises ConfigurationError if a database cannot be reached or the group is not initialised.
+    """
+    with reach_target(settings) as target:
+        cursors = offsets.initialised(target, settings.group)
+        applied = applied_in(target, settings.group)
+        noted = snapshots.noted(target, settings.group)
+    unread: dict[int, Any] = {}
+    if applied:
+        rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+        with reach_source(settings) as source:
+            unread = rows.unread(source, applied, noted)
+    standing = {each.partition: str(each.snapshot) for each in applied}
+    return [
+        Standing(
+            cursor.partition_id,
+            cursor.next_offset,
+            str(cursor.applied_lsn),
+            standing.get(cursor.partition_id),
+            unread.get(cursor.partition_id, (0,))[0] if applied else None,
+        )
+        for cursor in cursors
+    ]
+
+
+def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
+    """Find what `to` means (OFFSET, LSN, TIME, beginning or end), and what going there would do.
+
+    Raises ConfigurationError for a position that does not exist, or while an instance runs.
+    """
+    group = settings.group
+    with reach_target(settings) as target, _stopped(target, settings):
+        cursors = offsets.initialised(target, group)
+        offsets.require_partition_count(len(cursors), group, settings.partitions)
+        chosen = _chosen(settings, cursors, partition)
+        before = applied_in(target, group, partition)
+        noted = snapshots.noted(target, group)
+        with reach_source(settings) as source:
+            rows = OutboxRows(settings)
+            goal = find_goal(settings, source, rows, to)
+            along = _sinks_to_move(target, source, settings) if len(chosen) == len(cursors) else []
+            with target.transaction(force_rollback=True):
+                given_up = _move(target, settings, cursors, chosen, goal, along)
+            if goal.snapshot is None or not before:
+                return Move(goal, None, None, given_up, along)
+            after = [
+                Applied(cursor.partition_id, goal.snapshot, goal.now, goal.polled_offset)
+                for cursor in chosen
+            ]
+            again, skipped = rows.moved(source, before, noted, after)
+    return Move(goal, again, skipped, given_up, along)
+
+
+def seek(settings: Settings, move: Move, partition: int | None, reason: str | None = None) -> None:
+    """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
+    with reach_target(settings) as target, _stopped(target, settings), target.transaction():
+        cursors = offsets.initialised(target, settings.group)
+        chosen = _chosen(settings, cursors, partition)
+        given_up = _move(target, settings, cursors, chosen, move.goal, move.sinks)
+        detail = {"goes on": move.goal.text, "partition": partition, **given_up._asdict()}
+        actions.record(target, settings.group, "", "offsets seek", reason, detail)
+        # Before the commit, so that what is to be read again is held.
+        with reach_source(settings) as source:
+            floor.accept(source, target, settings, ["", *move.sinks])
+
+
+def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:
+    """The sinks that cannot stay where they are when the group goes on elsewhere.
+
+    Those that have delivered what the source has lost; all where only the WAL is read, which the group reads as one.
+    """
+    stored = sinks.read(target, settings.group, settings.sink_handlers)
+    if settings.source.mode == "wal":
+        return [each.sink for each in stored if each.state != sinks.NEW]
+    origin, recognition = groups.origin(target, settings.group), Recognition(settings)
+    lost: list[str] = []
+    for each in stored:
+        seen = each.position.following or each.position.snapshot
+        theirs = replace(
+            origin,
+            applied=Lsn(0),
+            polled=each.position.delivered_lsn,
+            xmax=seen.xmax if seen else 0,
+        )
+        try:
+            if recognition.has_lost(source, theirs):
+                lost.append(each.sink)
+        except TransientFault as error:
+            raise ConfigurationError(f"{error}: seek again later") from None
+    return lost
+
+
+def _move(
+    target: Connection,
+    settings: Settings,
+    cursors: Sequence[offsets.Cursor],
+    chosen: Sequence[offsets.Cursor],
+    goal: Goal,
+    along: Sequence[str],
+) -> GivenUp:
+    """Let some of a group's partitions and sinks go on at a goal; returns what is discarded for it."""
+    group = settings.group
+    numbers = [cursor.partition_id for cursor in chosen]
+    given_up = GivenUp(0, 0)
+    if goal.snapshot is not None:
+        given_up = rewind.give_up(
+            target,
+            group,
+            goal.snapshot,
+            goal.polled_offset,
+            goal.split,
+            goal.now.xmax,
+            len(cursors),
+            numbers,
+        )
+    if len(chosen) < len(cursors):
+        _move_partition(target, group, chosen[0], goal)
+        return given_up
+    for name in along:
+        of_sink = move_sink(target, settings, name, goal)
+        detail = {"goes on": goal.text, **of_sink._asdict()}
+        actions.record(target, group, name, "sink seek", "relay offsets seek", detail)
+        given_up = given_up.plus(of_sink)
+    # Which source the position belongs to is found out again.
+    groups.forget_origin(target, group)
+    if goal.snapshot is None:
+        snapshots.remove(target, group)
+        offsets.place(target, group, numbers, None, applied_lsn=goal.lsn)
+        return given_up
+    first, last = snapshots.begin(target, group, [goal.snapshot, goal.now])
+    start = last if goal.snapshot == goal.now else first
+    offsets.place(target, group, numbers, start.id, goal.polled_offset)
+    snapshots.forget_in(target, group, numbers)
+    snapshots.prune(target, group)
+    return given_up
+
+
+def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> GivenUp:
+    """Let a sink go on at a goal, on a running relay too; returns what is discarded for it."""
+    position = Position(goal.snapshot, applied_lsn=goal.lsn)
+    if goal.polled_offset != offsets.FIRST:
+        position = Position(goal.snapshot, goal.now, goal.polled_offset)
+    sinks.move(target, settings.group, name, position)
+    if goal.snapshot is None:
+        return GivenUp(0, 0)
+    return rewind.give_up(
+        target,
+        settings.group,
+        goal.snapshot,
+        goal.polled_offset,
+        goal.split,
+        goal.now.xmax,
+        settings.partitions,
+        range(settings.partitions),
+        name,
+    )
+
+
+def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal: Goal) -> None:
+    """Let one partition go on at a goal while the others stay. Raises ConfigurationError where that cannot be said."""
+    chain = snapshots.chain(target, group)
+    if goal.lsn or goal.snapshot not in (BEGINNING, goal.now):
+        raise ConfigurationError(
+            "--partition: a position in the WAL is one of all partitions: give a c_offset or a time"
+        )
+    if len(chain) != 1:
+        raise ConfigurationError(
+            f"--partition: group {group!r} has still to poll what was published before its last start: run relay, and "
+            "stop it when it is idle"
+        )
+    (standing,) = chain
+    first, standing, last = snapshots.begin(target, group, [BEGINNING, standing.snapshot, goal.now])
+    offsets.rename_snapshots(target, group, {chain[0].id: standing.id})
+    # What is passed over may reach beyond what the others have applied.
+    forward = standing if goal.polled_offset + 1 >= cursor.next_offset else first
+    start = last if goal.snapshot == goal.now else forward
+    offsets.place(target, group, [cursor.partition_id], start.id, goal.polled_offset)
+    snapshots.forget_in(target, group, [cursor.partition_id])
+    snapshots.prune(target, group)
+
+
+def repartition(settings: Settings, partitions: int, report: Report = silent) -> None:
+    """Split the stopped group's hosts into another number of partitions.
+
+    First everything that is committed is applied, with the configured handlers: what is applied must be the same for
+    every host before hosts can move. A crash before the end changes nothing but that. Raises ConfigurationError while
+    an instance runs.
+    """
+    group = settings.group
+    with reach_target(settings) as target, _stopped(target, settings):
+        cursors = offsets.initialised(target, group)
+        if settings.source.mode == "wal":
+            _require_confirmed(settings, cursors)
+        else:
+            unpinned = settings.poll.model_copy(update={"partition_ids": None})
+            with reach_source(settings) as source:
+                shown = durable_sight(source).snapshot
+            unsplit = settings.model_copy(update={"partitions": len(cursors), "poll": unpinned})
+            _catch_up(unsplit, report)
+            # What is noted and no longer there was pruned from the outbox.
+            snapshots.forget(target, group, shown)
+            cursors = offsets.initialised(target, group)
+        with target.transaction():
+            links = snapshots.chain(target, group)
+            if len(links) > 1 or len(snapshots.noted(target, group)):
+                raise ConfigurationError(
+                    f"group: {group!r} has applied a commit that the source does not show yet, since it waits for a "
+                    "synchronous standby: repartition when it is committed"
+                )
+            reached = groups.origin(target, group).polled
+            offsets.remove(target, group)
+            begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
+            following = max(cursor.next_offset for cursor in cursors)
+            offsets.create(target, group, partitions, begun[0].id if begun else None)
+            offsets.settle(target, group, max(cursor.applied_lsn for cursor in cursors), following)
+
+
+def _require_confirmed(settings: Settings, cursors: Sequence[offsets.Cursor]) -> None:
+    """Raise ConfigurationError if a commit may have been applied in some partitions and not in others."""
+    with reach_source(settings) as source:
+        state = slot_state(source, settings.source.slot)
+    confirmed = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
+    if max(cursor.applied_lsn for cursor in cursors) > confirmed:
+        raise ConfigurationError(
+            f"group: {settings.group!r} has not confirmed to the slot all that it has applied: run relay, and stop it "
+            "when it is idle"
+        )
+
+
+def _catch_up(settings: Settings, report: Report) -> None:
+    done = 0
+    poller = Poller(settings)
+    pipeline = Pipeline(settings)
+    try:
+        pipeline.start()
+        for opening in (False, True, False):
+            while batch := poller.window(opening):
+                pipeline.run(batch)
+                done += batch.events
+                left = batch.window.left if batch.window else 0
+                report("applying events", done, done + left)
+                if opening:
+                    break
+    finally:
+        pipeline.close()
+        poller.close()
+
+
+@contextmanager
+def _stopped(target: Connection, settings: Settings) -> Iterator[None]:
+    with presence.stopped(target, settings.group) as free:
+        if not free:
+            running = ", ".join(presence.instances(target, settings.group))
+            raise ConfigurationError(
+                f"group: an instance of {settings.group!r} is running ({running}): stop it first"
+            )
+        yield
+
+
+def _chosen(
+    settings: Settings, cursors: list[offsets.Cursor], partition: int | None
+) -> list[offsets.Cursor]:
+    chosen = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
+    if not chosen:
+        raise ConfigurationError(
+            f"--partition: there is no partition {partition} of group {settings.group!r}: see `relay offsets show`"
+        )
+    return chosen
+
+
+def find_goal(
+    settings: Settings,
+    source: Connection,
+    rows: OutboxRows,
+    to: str,
+    option: str = "--to",
+    lsn: bool = True,
+) -> Goal:
+    """What `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
+
+    `lsn` says whether an error may propose an LSN.
+    """
+    seen = durable_sight(source)
+    if "/" in to:
+        try:
+            after = Lsn.parse(to)
+        except ValueError as error:
+            raise ConfigurationError(f"{option}: {error}") from None
+        return _after(settings, source, after, seen.snapshot, seen.lsn)
+    if settings.source.mode == "wal":
+        if to != "end":
+            raise ConfigurationError(
+                f"{option}: {to!r} is no position in the WAL, and source.mode: wal has no others: give an LSN, or end"
+            )
+        return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
+    if to == "end":
+        return Goal("with what is published from now on", seen.snapshot, seen.snapshot)
+    rows.require_offsets(source, "seek again")
+    if to == "beginning":
+        return Goal("with the oldest event", BEGINNING, seen.snapshot)
+    following = rows.next_offset(source)
+    if to.isdecimal():
+        if int(to) > following:
+            raise ConfigurationError(
+                f"{option}: {to} is past the end of the outbox; the next c_offset is {following}"
+            )
+        offset = int(to)
+    else:
+        found = rows.first_since(source, _moment(to, option, lsn))
+        offset = following if found is None else found
+    split = tuple(rows.split_at(source, offset - 1))
+    return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
+
+
+def _moment(to: str, option: str, lsn: bool) -> datetime:
+    try:
+        moment = datetime.fromisoformat(to)
+    except ValueError:
+        raise ConfigurationError(
+            f"{option}: {to!r} is neither a c_offset, {'an LSN such as 16/B374D848, ' if lsn else ''}a time such as "
+            "2026-03-01T12:00, beginning nor end"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end: Lsn) -> Goal:
+    """What the slot has after a position: only the WAL that it holds can tell."""
+    state = slot_state(source, settings.source.slot)
+    held = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
+    if state is None or lsn < held:
+        raise ConfigurationError(
+            f"--to: {lsn} is older than the WAL that the slot {settings.source.slot!r} holds"
+            + (f", which begins at {held}" if held else "")
+            + ("" if settings.source.mode == "wal" else ": give a c_offset or a time")
+        )
+    if lsn > end:
+        raise ConfigurationError(f"--to: {lsn} is past the end of the WAL, which is {end}")
+    if settings.source.mode == "wal":
+        return Goal(f"at {lsn}", None, now, lsn=lsn)
+    found: list[Xids] = []
+    for part in commits_after(settings, lsn, end):
+        if _has_unmarked(part):
+            raise ConfigurationError(
+                f"--to: after {lsn} the slot has events from before the outbox had {INSERTED_BY}, which polling cannot "
+                "tell from those that are applied: run relay with source.mode: wal until it is idle, stop it, and seek "
+                "to what the slot has confirmed then"
+            )
+        found.append(full_xids(part.facts["xid"], now.xmax))
+    later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
+    # Whatever has committed since is new in any case.
+    later = later[later < now.xmax]
+    xmin = int(later[0]) if len(later) else now.xmax
+    return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
+
+
+def _has_unmarked(commits: Transactions) -> bool:
+    """Whether there are rows that do not tell which transaction has inserted them."""
+    if INSERTED_BY not in commits.columns:
+        return True
+    place = commits.columns.index(INSERTED_BY)
+    return any(
+        bool(Walked(rows, [place]).absent(place).any())
+        for rows in commits.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    )

@@ -1,0 +1,196 @@
+"""What a running or a stopped relay looks like from outside: slot, partitions, dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+
+from relay.admin.check import reach_source, reach_target
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.retention import floor, partitions
+from relay.source.applied import applied_in
+from relay.source.open_transactions import oldest_open
+from relay.source.rows import OutboxRows
+from relay.source.slot import SlotState, slot_reader, slot_state
+from relay.store import (
+    brakes,
+    dead_letters,
+    deferred,
+    engines,
+    groups,
+    offsets,
+    presence,
+    sinks,
+    snapshots,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A picture of the group at one moment.
+
+    `slot_waits_for` is the oldest open transaction while the slot is being made, in words. `readers` are those of the
+    outbox, where retention removes events.
+    """
+
+    source_mode: str
+    source_reason: str | None
+    source_since: datetime | None
+    active: str | None
+    instances: list[str]
+    slot: SlotState | None
+    slot_reader: str | None
+    slot_waits_for: str | None
+    partitions: list[offsets.Cursor]
+    dead_letters: int
+    deferred: deferred.Waiting
+    braked: list[brakes.BrakedHandler]
+    sinks: list[sinks.Sink]
+    engines: list[engines.Applied]
+    readers: list[floor.Reader]
+
+    def as_json(self) -> dict[str, Any]:
+        """The picture as JSON values; `slot` is null where there is none."""
+        return {
+            "source_mode": self.source_mode,
+            "source_reason": self.source_reason,
+            "source_since": self.source_since.isoformat() if self.source_since else None,
+            "active": self.active,
+            "instances": self.instances,
+            "slot": self.slot and {**asdict(self.slot), "creating": self.slot.creating},
+            "slot_reader": self.slot_reader,
+            "slot_waits_for": self.slot_waits_for,
+            "partitions": [
+                {
+                    "partition_id": cursor.partition_id,
+                    "next_offset": cursor.next_offset,
+                    "applied_lsn": str(cursor.applied_lsn),
+                }
+                for cursor in self.partitions
+            ],
+            "dead_letters": self.dead_letters,
+            "deferred": _deferred_as_json(self.deferred),
+            "braked": [
+                {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
+            ],
+            "sinks": [_sink_as_json(each) for each in self.sinks],
+            "engines": [{**asdict(each), "since": each.since.isoformat()} for each in self.engines],
+            "readers": [_reader_as_json(each) for each in self.readers],
+        }
+
+
+def _sink_as_json(found: sinks.Sink) -> dict[str, Any]:
+    return {
+        "sink": found.sink,
+        "state": found.state,
+        "paused_at": found.paused_at and found.paused_at.isoformat(),
+        "paused_by": found.paused_by,
+        "reason": found.reason,
+        "fault": found.fault,
+        "fault_since": found.fault_since and found.fault_since.isoformat(),
+        "instance": found.instance,
+    }
+
+
+def _reader_as_json(found: floor.Reader) -> dict[str, Any]:
+    return {
+        key: value.isoformat() if isinstance(value, datetime) else value
+        for key, value in asdict(found).items()
+    }
+
+
+def _deferred_as_json(waiting: deferred.Waiting) -> dict[str, Any]:
+    return {
+        "transactions": waiting.transactions,
+        "holding": waiting.holding,
+        "reasons": [
+            {
+                key: value.isoformat() if isinstance(value, datetime) else value
+                for key, value in asdict(reason).items()
+            }
+            for reason in waiting.reasons
+        ],
+    }
+
+
+def read(settings: Settings) -> Status:
+    """Look at both databases.
+
+    Raises ConfigurationError if one cannot be reached or has another schema, or the group is not initialised.
+    """
+    with reach_source(settings) as source:
+        slot = slot_state(source, settings.source.slot)
+        reader = slot_reader(source, settings.source.slot)
+        oldest = oldest_open(source) if slot and slot.creating else None
+        kept = partitions.retained(source, settings.source.table)
+        readers = floor.readers(source, settings) if kept else []
+    with reach_target(settings) as target:
+        cursors = offsets.initialised(target, settings.group)
+        dead = dead_letters.count(target, settings.group)
+        waiting = deferred.count(target, settings.group)
+        braked = brakes.braked(target, settings.group)
+        stored = sinks.read(target, settings.group, settings.sink_handlers)
+        group = groups.read(target, settings.group)
+        applied = engines.read(target, settings.group)
+        running = presence.instances(target, settings.group)
+    return Status(
+        source_mode=mode_of(settings, group),
+        source_reason=group.source_reason if group else None,
+        source_since=group.source_since if group else None,
+        active=group.active(running) if group else None,
+        instances=running,
+        slot=slot,
+        slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
+        slot_waits_for=None if oldest is None else str(oldest),
+        partitions=cursors,
+        dead_letters=dead,
+        deferred=waiting,
+        braked=braked,
+        sinks=stored,
+        engines=applied,
+        readers=readers,
+    )
+
+
+def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
+    """How old the oldest event is that is not applied, by its event_ts; 0 if there is none.
+
+    Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
+    """
+    if not cursors:
+        return 0.0
+    rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+    with reach_target(settings) as target:
+        applied = applied_in(target, settings.group)
+        noted = snapshots.noted(target, settings.group)
+    if not applied:
+        raise _untold(settings, "c_xid")
+    with reach_source(settings) as source:
+        try:
+            unread = rows.unread(source, applied, noted)
+        except psycopg.errors.UndefinedColumn:
+            raise _untold(settings, "c_offset") from None
+    moments = [moment for _, moment in unread.values()]
+    oldest = [moment for moment in moments if moment is not None]
+    if len(oldest) < len(moments):
+        raise _untold(settings, "event_ts")
+    now = datetime.now(UTC)
+    return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
+
+
+def _untold(settings: Settings, field: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the bytes "
+        "instead (--max-lag-bytes)"
+    )
+
+
+def mode_of(settings: Settings, group: groups.Group | None) -> str:
+    """How events come to a group, or will: `wal` or `poll`."""
+    configured = "poll" if settings.source.mode == "poll" else "wal"
+    return (group and group.source_mode) or configured

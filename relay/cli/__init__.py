@@ -1,0 +1,1 @@
+"""The commands, one module each group of them. No logic of their own."""

@@ -1,0 +1,410 @@
+"""The commands on dead letters. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TextIO
+
+import psycopg
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, out, warn
+from relay.cli.progress import progress
+from relay.cli.tables import print_facts, print_table, printable, printable_json
+from relay.config.files import load
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.reporting import silent
+from relay.store import dead_letters
+from relay.store.dead_letters import DeadTransaction, Filter, Found
+
+dlq = typer.Typer(
+    help="Dead letters: transactions that could not be applied. Each command takes whole transactions.",
+    no_args_is_help=True,
+)
+
+IdOption = Annotated[list[int] | None, typer.Option("--id", help="The letter; repeatable.")]
+TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
+SinkOption = Annotated[
+    str | None, typer.Option("--sink", help="The sink that it belongs to; '' for the target.")
+]
+HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one that failed.")]
+TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
+SinceOption = Annotated[
+    datetime | None, typer.Option("--since", help="Dead-lettered then or later.")
+]
+UntilOption = Annotated[datetime | None, typer.Option("--until", help="Dead-lettered before.")]
+ExceptionOption = Annotated[
+    str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
+]
+StatusOption = Annotated[
+    str | None, typer.Option("--status", help="dead, replaying, replayed or discarded.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
+
+
+DRY_RUN_SHOWS = 1_000
+"""How many transactions `--dry-run` prints at most."""
+
+
+class _Opened(NamedTuple):
+    conn: psycopg.Connection[Any]
+    group: str
+    letters: Any
+    wanted: Filter
+
+
+_ALL = Filter()
+
+
+@contextmanager
+def _opened(config: ConfigOption, wanted: Filter = _ALL) -> Iterator[_Opened]:
+    from relay.admin.check import reach_target
+    from relay.admin.dead_letters import DeadLetters
+
+    settings = load(config)
+    with reach_target(settings) as conn:
+        yield _Opened(conn, settings.group, DeadLetters(settings, conn), _printed(settings, wanted))
+
+
+def _printed(settings: Settings, wanted: Filter) -> Filter:
+    """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for what is none."""
+    host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
+    return replace(
+        wanted,
+        host_id=host and source.printed_id("host_id", host, "--host"),
+        transaction_id=transaction
+        and source.printed_id("transaction_id", transaction, "--transaction"),
+    )
+
+
+def _asked(wanted: Filter, everything: bool) -> Filter:
+    """Refuse to act on all dead letters because somebody forgot a filter."""
+    if wanted == Filter() and not everything:
+        raise ConfigurationError(
+            "say which dead letters: with a filter such as --id or --handler, or --all"
+        )
+    return wanted
+
+
+def _approved(opened: _Opened, found: Found, what: str, dry_run: bool, yes: bool) -> bool:
+    """Show what will be done; returns whether it may be."""
+    print(f"{found.transactions} transactions with {found.events} events {what}")
+    if dry_run:
+        _print(
+            dead_letters.transactions(
+                opened.conn, opened.group, DRY_RUN_SHOWS, found.wanted, found.statuses
+            )
+        )
+        if found.transactions > DRY_RUN_SHOWS:
+            print(f"these are the newest {DRY_RUN_SHOWS} of them")
+        return False
+    if not yes:
+        typer.confirm("Go on?", abort=True)
+    return True
+
+
+def _print(found: Sequence[DeadTransaction]) -> None:
+    headings = (
+        *("id", "transaction", "host", "events", "event type", "sink", "handler"),
+        *("exception", "status", "since"),
+    )
+    print_table(
+        headings,
+        (
+            (
+                item.id,
+                item.transaction_id or "-",
+                item.host_id or "-",
+                item.events,
+                item.event_type or "-",
+                item.sink or "-",
+                item.handler or "-",
+                item.exception.partition("\n")[0][:80],
+                item.status,
+                item.created_dt.isoformat(" ", "seconds"),
+            )
+            for item in found
+        ),
+    )
+
+
+def _say_none(wanted: Filter, group: str, what: str = "dead letter") -> None:
+    """Say on standard error that there is nothing, and whether filters are the reason."""
+    narrowed = "" if wanted == Filter() else " that matches the filters"
+    print(f"there is no {what} in group {group!r}{narrowed}", file=sys.stderr)
+
+
+@dlq.command("list")
+def dlq_list(
+    config: ConfigOption = None,
+    id_: IdOption = None,
+    transaction: TransactionOption = None,
+    host: HostOption = None,
+    sink: SinkOption = None,
+    handler: HandlerOption = None,
+    type_: TypeOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    exception: ExceptionOption = None,
+    status: StatusOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """List dead transactions, newest first."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
+    )
+    with _opened(config, wanted) as opened:
+        found = dead_letters.transactions(opened.conn, opened.group, limit, opened.wanted)
+    if as_json:
+        print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
+    elif found:
+        _print(found)
+    else:
+        _say_none(wanted, opened.group)
+
+
+@dlq.command("show")
+def dlq_show(
+    letter_id: Annotated[int, typer.Argument(metavar="ID")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every event of the dead transaction that holds letter ID, and what was done about it."""
+    with _opened(config) as opened:
+        number = dead_letters.transaction_of(opened.conn, opened.group, letter_id)
+        if number is None:
+            raise ConfigurationError(
+                f"there is no dead letter {letter_id} in group {opened.group!r}: see `relay dlq list`"
+            )
+        if as_json:
+            _print_json(dead_letters.letters_as_json(opened.conn, number))
+            return
+        for letter in dead_letters.letters_as_text(opened.conn, number, pretty=out.is_terminal):
+            print(f"dead letter {letter['id']}")
+            print_facts(letter.items())
+        for action in dead_letters.actions(opened.conn, number):
+            at = action.acted_at.isoformat(" ", "seconds")
+            print(
+                f"{at} {action.action} by {printable(action.who)}: "
+                f"{printable(action.reason or 'no reason given')}"
+            )
+
+
+def _print_json(objects: Iterable[str]) -> None:
+    """Print an array of JSON objects that are given as text, one on each line."""
+    before = "["
+    for each in objects:
+        print(f"{before}\n{printable_json(each)}", end="")
+        before = ","
+    print("\n]")
+
+
+@dlq.command("replay")
+def dlq_replay(
+    config: ConfigOption = None,
+    id_: IdOption = None,
+    transaction: TransactionOption = None,
+    host: HostOption = None,
+    sink: SinkOption = None,
+    handler: HandlerOption = None,
+    type_: TypeOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    exception: ExceptionOption = None,
+    everything: AllOption = False,
+    edit: Annotated[
+        Path | None,
+        typer.Option(
+            "--edit", metavar="FILE", help="First take over payloads that were edited in an export."
+        ),
+    ] = None,
+    reason: ReasonOption = None,
+    dry_run: DryRunOption = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="Wait for the outcome. Exit status 1 if a transaction is dead again."
+        ),
+    ] = False,
+    yes: YesOption = False,
+) -> None:
+    """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything))
+        if not found.transactions:
+            _say_none(wanted, opened.group, "transaction to be replayed")
+            return
+        for name, count in opened.letters.missing_handlers(found).items():
+            warn(
+                f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
+                "more: they go where the routes lead now"
+            )
+        done = _done(opened.letters.sinks(found).values(), found.transactions)
+        if not _approved(opened, found, f"will be {done} again", dry_run, yes):
+            return
+        with progress() as report:
+            queued = opened.letters.replay(found, reason, edit, report)
+        print(f"{len(queued)} transactions are queued")
+        if queued and not opened.letters.instances():
+            warn(
+                f"no instance of group {opened.group!r} is running: they are {done} when one starts"
+            )
+        if wait:
+            _wait_for(opened.letters, queued, done)
+
+
+def _done(of_sinks: Iterable[int], transactions: int) -> str:
+    """What is done with transactions, so many of which belong to sinks."""
+    delivered = sum(of_sinks)
+    if not delivered:
+        return "applied"
+    return "delivered" if delivered == transactions else "applied or delivered"
+
+
+def _wait_for(letters: Any, queued: Sequence[int], done: str) -> None:
+    with progress() as report:
+        outcome = letters.outcome(queued, report)
+    discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
+    print(f"{outcome.done} transactions are {done}, {outcome.dead} are dead again{discarded}")
+    if outcome.dead:
+        raise typer.Exit(1)
+
+
+@dlq.command("discard")
+def dlq_discard(
+    config: ConfigOption = None,
+    id_: IdOption = None,
+    transaction: TransactionOption = None,
+    host: HostOption = None,
+    sink: SinkOption = None,
+    handler: HandlerOption = None,
+    type_: TypeOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    exception: ExceptionOption = None,
+    everything: AllOption = False,
+    reason: ReasonOption = None,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Give dead transactions up; the keys that they hold are released, the letters stay."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything))
+        if not found.transactions:
+            _say_none(wanted, opened.group, "transaction to be given up")
+        elif _approved(opened, found, "will be given up", dry_run, yes):
+            with progress() as report:
+                discarded = opened.letters.discard(found, reason, report)
+            print(f"{discarded} transactions are discarded")
+
+
+@dlq.command("export")
+def dlq_export(
+    config: ConfigOption = None,
+    id_: IdOption = None,
+    transaction: TransactionOption = None,
+    host: HostOption = None,
+    sink: SinkOption = None,
+    handler: HandlerOption = None,
+    type_: TypeOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    exception: ExceptionOption = None,
+    status: StatusOption = None,
+    file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: print them.")
+    ] = None,
+) -> None:
+    """Write letters with their payloads, a JSON object on each line, in the order of publishing."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
+    )
+    with _opened(config, wanted) as opened:
+        exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
+        letters = 0
+        shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
+        total = _letters(opened, status) if sys.stderr.isatty() else None
+        with shown as report, _private(file) if file else _standard_output() as stream:
+            for letters, line in enumerate(exported, start=1):
+                print(line if file else printable_json(line), file=stream)
+                report("writing letters", letters, total)
+        if not letters:
+            _say_none(wanted, opened.group)
+
+
+def _letters(opened: _Opened, status: str | None) -> int:
+    """How many letters there are to be written."""
+    statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
+    found: Found = opened.letters.find(opened.wanted, statuses)
+    return found.events
+
+
+@contextmanager
+def _private(file: Path) -> Iterator[TextIO]:
+    """The file to write to, which nobody but its owner may read: payloads are in it."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    try:
+        with open(file, "w", encoding="utf-8", newline="\n", opener=opener) as stream:
+            # An existing file keeps its mode when it is opened; a pipe or a device is not relay's to change.
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                os.fchmod(stream.fileno(), 0o600)
+            yield stream
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _standard_output() -> Iterator[TextIO]:
+    yield sys.stdout
+
+
+@dlq.command("purge")
+def dlq_purge(
+    config: ConfigOption = None,
+    id_: IdOption = None,
+    transaction: TransactionOption = None,
+    host: HostOption = None,
+    sink: SinkOption = None,
+    handler: HandlerOption = None,
+    type_: TypeOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    exception: ExceptionOption = None,
+    everything: AllOption = False,
+    reason: ReasonOption = None,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Delete the letters of transactions that were replayed or discarded; what was done stays noted."""
+    wanted = Filter(
+        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
+    )
+    with _opened(config, wanted) as opened:
+        found = opened.letters.find(_asked(opened.wanted, everything), ("replayed", "discarded"))
+        if not found.transactions:
+            _say_none(wanted, opened.group, "replayed or discarded dead letter")
+        elif _approved(opened, found, "will be deleted", dry_run, yes):
+            with progress() as report:
+                purged = opened.letters.purge(found, reason, report)
+            print(f"{purged} letters are deleted")

@@ -1,0 +1,99 @@
+"""The commands on how long events stay. No logic of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import (
+    AdminFileOption,
+    AdminOption,
+    ConfigOption,
+    TargetAdminFileOption,
+    TargetAdminOption,
+    YesOption,
+)
+from relay.cli.progress import progress
+from relay.config.dsn import administrator_dsn
+from relay.config.files import load
+
+EveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        metavar="INTERVAL",
+        help="Partition a new outbox by time: 1d, 6h. Default: not.",
+    ),
+]
+
+
+def partition(
+    every: Annotated[
+        str,
+        typer.Option(
+            "--every", metavar="INTERVAL", help="How long a partition's range is: 1d, 6h."
+        ),
+    ],
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+) -> None:
+    """Partition the outbox by time beside its publishers, or change the interval of its next partitions."""
+    from relay.admin.partitioning import partition as run
+
+    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    with progress() as report:
+        done = run(settings, every, admin, report=report)
+    for line in done:
+        print(f"created {line}")
+    if not done:
+        print("everything is there already")
+
+
+def restore(
+    from_: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="The first event_ts: 2026-11-24.")
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="TIME", help="The event_ts before which they end.")
+    ],
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+) -> None:
+    """Bring events back from the archive (`retention.archive`) into the outbox, for who begins at the beginning."""
+    from relay.admin.restoration import restore as run
+
+    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    with progress() as report:
+        done = run(settings, from_, to, admin, report)
+    print(f"restored {done.events} events into {done.partition}")
+
+
+def erase(
+    host: Annotated[str, typer.Option("--host", metavar="ID", help="Whose events are removed.")],
+    config: ConfigOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what is not applied yet, and never will be.")
+    ] = False,
+    yes: YesOption = False,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
+) -> None:
+    """Remove the events of a host everywhere relay keeps them, and say what it cannot reach."""
+    from relay.admin.erasure import erase as run
+
+    settings = load(config)
+    if not yes:
+        typer.confirm(f"Remove all events of host {host}, for good?", abort=True)
+    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    with progress() as report:
+        done = run(settings, host, force, source_admin, target_admin, report)
+    for where, rows in done.removed.items():
+        print(f"removed: {rows} {where if where != 'outbox' else 'events in the outbox'}")
+    for what in done.left:
+        print(f"not removed: {what}")

@@ -1,0 +1,53 @@
+"""The commands on event types. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, warn
+from relay.cli.tables import print_table
+from relay.config.files import load
+
+schema = typer.Typer(help="The event types of the configuration.", no_args_is_help=True)
+
+
+@schema.callback()
+def root() -> None:
+    """The event types of the configuration."""
+
+
+@schema.command("export")
+def schema_export(
+    config: ConfigOption = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Where the files go, one a type; default schemas, with --json nowhere.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the JSON Schema of each event type's current version."""
+    from relay.admin.schemas import schemas, write
+
+    found, without = schemas(load(config).events)
+    for name in without:
+        warn(f"events.{name} has no model, so there is no schema of it")
+    if as_json:
+        if folder is not None:
+            write(found, folder)
+        print(json.dumps({each.event_type: each.document for each in found}, indent=2))
+        return
+    if not found:
+        print("no event type has a model", file=sys.stderr)
+        return
+    paths = write(found, folder or Path("schemas"))
+    rows = [(each.event_type, each.version, path) for each, path in zip(found, paths, strict=True)]
+    print_table(("event type", "version", "file"), rows)

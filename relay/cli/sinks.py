@@ -1,0 +1,136 @@
+"""The commands on sinks. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
+from relay.cli.tables import print_table
+from relay.config.files import load
+
+sink = typer.Typer(
+    help="Sinks: what delivers events to other systems, each at its own pace.",
+    no_args_is_help=True,
+)
+
+NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")]
+
+
+@sink.command("list")
+def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the sinks, how much of the outbox each has still to read, and why nothing is delivered."""
+    from relay.admin.sinks import listed
+
+    settings = load(config)
+    found = listed(settings, away=lambda error: warn(f"what is unread cannot be counted: {error}"))
+    if as_json:
+        print(json.dumps([each.as_json() for each in found], indent=2))
+        return
+    if not found:
+        print(f"group {settings.group!r} has no sink", file=sys.stderr)
+        return
+    print_table(
+        ("sink", "state", "unread", "oldest", "deferred", "since", "why", "instance"),
+        (
+            (
+                each.name,
+                each.state,
+                "-" if each.unread is None else each.unread,
+                each.oldest.isoformat(" ", "seconds") if each.oldest else "-",
+                each.deferred,
+                each.since.isoformat(" ", "seconds") if each.since else "-",
+                each.why or "-",
+                each.instance or "-",
+            )
+            for each in found
+        ),
+    )
+
+
+@sink.command("pause")
+def sink_pause(
+    name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
+) -> None:
+    """Let a sink stop where it is in the log; nothing is lost, and no other consumer notices."""
+    from relay.admin.sinks import set_paused
+
+    changed = set_paused(load(config), name, True, reason)
+    print(f"sink {name} is paused" if changed else f"sink {name} was paused already")
+
+
+@sink.command("resume")
+def sink_resume(
+    name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
+) -> None:
+    """Let a paused sink go on where it is."""
+    from relay.admin.sinks import set_paused
+
+    changed = set_paused(load(config), name, False, reason)
+    print(f"sink {name} goes on" if changed else f"sink {name} was not paused")
+
+
+@sink.command("seek")
+def sink_seek(
+    name: NameArgument,
+    to: Annotated[
+        str, typer.Option("--to", metavar="OFFSET|TIME|beginning|end", help="Where to go on.")
+    ],
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Let a sink go on at another position, while the others go on where they are."""
+    _seek(name, to, "--to", config, reason, yes)
+
+
+@sink.command("rebuild")
+def sink_rebuild(
+    name: NameArgument,
+    from_: Annotated[
+        str, typer.Option("--from", metavar="OFFSET|TIME|beginning", help="The first event.")
+    ] = "beginning",
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Deliver everything to a sink again, while the others go on where they are."""
+    _seek(name, from_, "--from", config, reason, yes)
+
+
+def _seek(
+    name: str, to: str, option: str, config: ConfigOption, reason: str | None, yes: bool
+) -> None:
+    from relay.admin.sinks import plan_seek, seek
+
+    settings = load(config)
+    move = plan_seek(settings, name, to, option)
+    print(f"sink {name} goes on {move.goal.text}")
+    if any(move.given_up):
+        print(
+            f"of what is delivered again, {move.given_up.dead} dead transactions are discarded and "
+            f"{move.given_up.deferred} deferred ones are forgotten"
+        )
+    if not yes:
+        typer.confirm("Go on?", abort=True)
+    action = "sink seek" if option == "--to" else "sink rebuild"
+    seek(settings, name, move.goal, action, reason)
+
+
+@sink.command("drop")
+def sink_drop(
+    name: NameArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Forget a sink that is no longer configured, and what is deferred for it; its dead letters stay."""
+    from relay.admin.sinks import drop
+
+    settings = load(config)
+    if not yes:
+        typer.confirm(f"Forget where sink {name} is, and what is deferred for it?", abort=True)
+    print(f"sink {name} is forgotten, with {drop(settings, name, reason)} deferred transactions")

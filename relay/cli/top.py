@@ -1,0 +1,129 @@
+"""`relay top`: the group at a terminal, until somebody presses q."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, out
+from relay.config.files import load
+from relay.config.settings import Settings
+
+_WAIT_SECONDS = 0.1
+_REFRESH_SECONDS = 1.0
+"""How often the screen is drawn at least: the terminal may have another size, and an answer may not come."""
+_WHOLE = 10_000
+"""Columns and lines where nothing is cut off."""
+
+
+def top(
+    config: ConfigOption = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, metavar="SECONDS", help="How long between two looks.")
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one look and end, as where there is no terminal.")
+    ] = False,
+) -> None:
+    """Show the group live: source, slot, throughput, lags, deferred, dead letters; q ends."""
+    settings = load(config)
+    if once or not out.is_terminal:
+        _print(settings)
+    else:
+        _show(settings, interval)
+
+
+def _print(settings: Settings) -> None:
+    from relay.observe.frame import Size, lines
+    from relay.observe.rates import Looks
+    from relay.observe.watch import Watch
+
+    watch, looks = Watch(settings), Looks()
+    try:
+        picture = watch.look()
+    finally:
+        watch.close()
+    looks.note(picture)
+    size = (
+        Size(out.size.width, _WHOLE, out.options.ascii_only)
+        if out.is_terminal
+        else Size(_WHOLE, _WHOLE)
+    )
+    for line in lines(picture, looks, size):
+        out.print(line, soft_wrap=True)
+    if picture.away:
+        raise typer.Exit(1)
+
+
+def _show(settings: Settings, interval: float) -> None:
+    from rich.live import Live
+
+    from relay.observe.live import View
+
+    with _interrupted_by_sigterm(), _keys() as key:
+        try:
+            with (
+                View(settings, interval) as view,
+                Live(view, console=out, screen=True, auto_refresh=False) as live,
+            ):
+                drawn = 0.0
+                while key() != "q":
+                    if view.looked.is_set() or time.monotonic() - drawn > _REFRESH_SECONDS:
+                        view.looked.clear()
+                        live.refresh()
+                        drawn = time.monotonic()
+        except KeyboardInterrupt:
+            return
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """A function that waits a moment for a key and returns it, or nothing; without a keyboard it only waits."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    # Not there on every system that has Python.
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield partial(_key, descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _no_key() -> str:
+    time.sleep(_WAIT_SECONDS)
+    return ""
+
+
+def _key(descriptor: int) -> str:
+    ready, _, _ = select.select([descriptor], [], [], _WAIT_SECONDS)
+    if not ready:
+        return ""
+    # The end of input is a closed terminal.
+    return os.read(descriptor, 1).decode(errors="replace") or "q"

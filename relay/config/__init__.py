@@ -1,0 +1,1 @@
+"""The configuration: its settings, and how they name fields of events, templates and code."""

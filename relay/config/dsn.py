@@ -1,0 +1,60 @@
+"""PostgreSQL connection strings that are checked before they are used, and never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+
+from relay.config.types import read_secret_file
+from relay.faults import ConfigurationError
+
+_URI = ("postgresql://", "postgres://")
+_MALFORMED = "is not a PostgreSQL connection string; write postgresql://user@host:5432/database"
+_UNESCAPED = "is not a PostgreSQL connection string; in a URI, write %40 for an @ and %2F for a / in a password"
+
+
+def check_dsn(value: str) -> str:
+    """Return the connection string as it is. Raises ValueError with a text that quotes nothing of it.
+
+    libpq ends the password of a URI at the first @, and takes a URI with a / before it for one without a password. The
+    rest of the password is then a host, a port or a database, which error messages name: such strings are refused.
+    """
+    if not value.strip():
+        raise ValueError(f"is empty; {_MALFORMED.partition('; ')[2]}")
+    try:
+        fields = conninfo_to_dict(value)
+    except ProgrammingError:
+        # libpq's message quotes the string, which may hold a password.
+        raise ValueError(_MALFORMED) from None
+    if not _are_ports(str(fields.get("port") or "")) or _has_bare_at(value):
+        raise ValueError(_UNESCAPED)
+    return value
+
+
+def _are_ports(text: str) -> bool:
+    return all(port.isdecimal() or not port for port in text.replace(" ", "").split(","))
+
+
+def _has_bare_at(value: str) -> bool:
+    """Whether a URI has an @ in its host or its database that is not written as %40."""
+    if not value.startswith(_URI):
+        return False
+    fields = conninfo_to_dict(value.replace("%40", "%01"))
+    return any("@" in str(fields.get(name) or "") for name in ("host", "dbname"))
+
+
+def administrator_dsn(dsn: str | None, file: Path | None, option: str) -> str | None:
+    """An administrator's connection string, from an option (or its variable) or a file; None without either.
+
+    Raises ConfigurationError, which names the option and quotes nothing.
+    """
+    if dsn is not None and file is not None:
+        raise ConfigurationError(f"{option}: is given twice, as a text and as a file: give one")
+    try:
+        text = read_secret_file(str(file)) if file is not None else dsn
+        return None if text is None else check_dsn(text)
+    except ValueError as error:
+        name = option if file is None else f"{option}-file"
+        raise ConfigurationError(f"{name}: {error}") from None

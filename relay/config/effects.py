@@ -1,0 +1,135 @@
+"""What of a configuration decides the effects of a group: the same events must meet the same rules at every instance.
+
+Left out is what may differ between instances: how work is done (sizes, retries, limits), how databases and brokers are
+reached, and secrets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from relay.config.settings import Settings
+from relay.model.events import SQL_TYPES
+
+_LEFT_OUT = {
+    *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
+    *("compress_above", "max_length", "max_events", "every", "bootstrap", "start"),
+}
+"""Keys of handlers that do not decide what an event leads to."""
+_LONGEST = 60
+"""Longer values are kept as their digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The keys that decide effects, such as `handlers.orders.statement`, with their values or the digests of these."""
+
+    values: Mapping[str, str]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Those of a configuration."""
+        found: dict[str, Any] = {
+            "partitions": settings.partitions,
+            "unrouted": settings.unrouted,
+            "source.table": settings.source.table,
+            # They run in this order.
+            "handlers": list(settings.handlers),
+        }
+        if settings.source.message_prefix is not None:
+            found["source.message_prefix"] = settings.source.message_prefix
+        for field, column in settings.source.columns.items():
+            found[f"source.columns.{field}"] = column
+        for field, kind in settings.source.types.items():
+            if kind != SQL_TYPES[field]:
+                found[f"source.types.{field}"] = kind
+        for name, column in settings.source.headers.items():
+            found[f"source.headers.{name}"] = column
+        for name, handler in settings.handlers.items():
+            # A key that a later version adds makes no difference until somebody sets it.
+            given = handler.model_dump(exclude=_LEFT_OUT, exclude_defaults=True)
+            for key, value in given.items():
+                found[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
+        if isinstance(settings.events, str):
+            found["events"] = settings.events
+        else:
+            for name, each in settings.events.items():
+                found[f"events.{name}"] = each.model_dump(exclude_defaults=True)
+        for position, route in enumerate(settings.routes):
+            found[f"routes.{position}"] = route.model_dump(by_alias=True, exclude_defaults=True)
+        return cls({key: _shown(value) for key, value in found.items() if not _omitted(value)})
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all keys and values, in hexadecimal."""
+        return _digest(json.dumps(dict(self.values), sort_keys=True))
+
+    def difference(self, other: Mapping[str, str]) -> str:
+        """Name the keys that differ from another configuration's, which is named first: `partitions (8, here 4)`."""
+        here, there = handlers_of(self.values), handlers_of(other)
+        named = [f"handlers.{name} (only here)" for name in sorted(here - there)]
+        named += [f"handlers.{name} (not here)" for name in sorted(there - here)]
+        one_sided = tuple(f"handlers.{name}." for name in here ^ there)
+        for key in sorted({*self.values, *other}):
+            if self.values.get(key) != other.get(key) and not key.startswith(one_sided):
+                named.append(_compared(key, other.get(key), self.values.get(key)))
+        return ", ".join(named)
+
+
+def handlers_of(values: Mapping[str, str]) -> set[str]:
+    """The names of the handlers among the keys that decide effects."""
+    prefix, suffix = "handlers.", ".type"
+    return {
+        key[len(prefix) : -len(suffix)]
+        for key in values
+        if key.startswith(prefix) and key.endswith(suffix)
+    }
+
+
+def _compared(key: str, there: str | None, here: str | None) -> str:
+    if there is None:
+        return f"{key} (only here)"
+    if here is None:
+        return f"{key} (not here)"
+    return key if _is_digest(there) or _is_digest(here) else f"{key} ({there}, here {here})"
+
+
+def _omitted(value: Any) -> bool:
+    """Whether a value is unset or empty, or holds secrets."""
+    return value is None or value in ({}, [], "") or _is_secret(value)
+
+
+def _is_secret(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_secret, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_secret, value))
+    return isinstance(value, SecretStr)
+
+
+def _address(url: Any) -> Any:
+    """An address without the credentials and the query, which may hold a token; a secret one stays a secret."""
+    if not isinstance(url, str):
+        return url
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return text if len(text) <= _LONGEST and not _is_digest(text) else f"sha256:{_digest(text)}"
+
+
+def _is_digest(text: str) -> bool:
+    return text.startswith("sha256:")
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -1,0 +1,52 @@
+"""How configuration names a value of an event: a field, or a path into payload or metadata. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from relay.model import headers
+from relay.model.events import EVENT_FIELDS
+
+JSON_FIELDS = ("payload", "metadata")
+
+_KEY = re.compile(r"[A-Za-z_][\w-]{0,62}", re.ASCII)
+
+
+def safe_key(key: str) -> str:
+    """A key of an object for a log: `*` for one that does not look like a field's name, which may be a value."""
+    return key if _KEY.fullmatch(key) else "*"
+
+
+def split(name: str) -> tuple[str, list[str]]:
+    """The field that a name begins with, and the path into its JSON; each header is a field."""
+    if name.startswith(headers.PREFIX):
+        return name, []
+    head, *path = name.split(".")
+    return head, path
+
+
+def is_header(name: str) -> bool:
+    """Whether this is the field of a header, such as `headers.region`."""
+    return name.startswith(headers.PREFIX) and headers.is_name(name.removeprefix(headers.PREFIX))
+
+
+def is_name(name: str) -> bool:
+    """Whether this is a field, such as `headers.region`, or a path such as `payload.customer.id`."""
+    if is_header(name):
+        return True
+    head, path = split(name)
+    return head in EVENT_FIELDS and (not path or (head in JSON_FIELDS and all(path)))
+
+
+def dig(value: Any, path: Sequence[str]) -> tuple[bool, Any]:
+    """The value at a path of object keys and array positions, and whether there is one."""
+    for step in path:
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return False, None
+    return True, value

@@ -1,0 +1,182 @@
+"""The configurations of one command: which files they are in, and whether one process can relay all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from psycopg.conninfo import conninfo_to_dict
+
+from relay.config import settings as config
+from relay.config.observe import Observe
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, RelayError
+
+T = TypeVar("T")
+Side = Literal["source", "target"]
+
+_VARIABLE = f"{config.ENV_PREFIX}CONFIG"
+_LOCAL = frozenset({"", "127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One group's settings and the file that they are in; None where the environment has all of them."""
+
+    file: Path | None
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """The file, for a person."""
+        return "environment" if self.file is None else str(self.file)
+
+
+def load(paths: Sequence[Path] | None) -> Settings:
+    """The one configuration of a command that takes no more. Raises ConfigurationError."""
+    files = _files(paths)
+    if len(files) > 1:
+        raise ConfigurationError(
+            f"--config: this command takes one configuration, and {len(files)} are given "
+            f"({', '.join(map(str, files))}): name one with --config FILE"
+        )
+    return config.load(files[0] if files else None)
+
+
+def load_all(paths: Sequence[Path] | None) -> list[Configuration]:
+    """The configurations of a command, in the order in which they are given.
+
+    Without `paths`, `RELAY_CONFIG` names the files, else `relay.yaml` is read where it exists. A folder stands for its
+    *.yaml, by name. Raises ConfigurationError.
+    """
+    files = _files(paths)
+    if len(files) < 2:
+        file = files[0] if files else None
+        return [Configuration(file, config.load(file))]
+    return [Configuration(file, config.load(file, beside=files)) for file in files]
+
+
+def require_apart(configurations: Sequence[Configuration]) -> None:
+    """Raise ConfigurationError, with a line for each pair of files, if one process cannot relay all of them."""
+    lines = [
+        f"{one.name} and {other.name}: {fault}"
+        for one, other in combinations(configurations, 2)
+        for fault in _conflicts(one.settings, other.settings)
+    ]
+    if lines:
+        raise ConfigurationError("\n".join(lines))
+
+
+def observed(configurations: Sequence[Configuration]) -> Observe:
+    """The section `observe` of the process: what any of the files has."""
+    sections = [each.settings.observe for each in configurations]
+    return Observe(
+        listen=next((each.listen for each in sections if each.listen), None),
+        traces=any(each.traces for each in sections),
+        console=next((each.console for each in sections if each.console), None),
+    )
+
+
+def require_one(configurations: Sequence[Configuration], side: Side, option: str) -> None:
+    """Raise ConfigurationError if there are several sources or targets, of which an option can name one only."""
+    found = {
+        _database(each.settings.source_dsn if side == "source" else each.settings.target_dsn)
+        for each in configurations
+    }
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{option}: the configurations have several {side}s: run the command for each of them, with one --config"
+        )
+
+
+def for_each(
+    paths: Sequence[Path] | None, run: Callable[[Settings], T], heading: bool = True
+) -> list[T]:
+    """Run a command for each of its configurations, with a heading where there are several; returns the results.
+
+    Raises what the first raises that fails, with the file in each line where there are several.
+    """
+    found = load_all(paths)
+    if len(found) == 1:
+        return [run(found[0].settings)]
+    require_apart(found)
+    return [_run_named(each, run, heading) for each in found]
+
+
+def _run_named(configuration: Configuration, run: Callable[[Settings], T], heading: bool) -> T:
+    if heading:
+        print(f"group {configuration.settings.group} ({configuration.name})")
+    try:
+        return run(configuration.settings)
+    except RelayError as error:
+        prefix = f"group {configuration.settings.group} ({configuration.name})"
+        lines = (f"{prefix}: {line}" for line in str(error).splitlines())
+        raise type(error)("\n".join(lines)) from None
+
+
+def _files(paths: Sequence[Path] | None) -> list[Path]:
+    """The files that are named, each once. Raises ConfigurationError for a folder without any."""
+    named = os.environ.get(_VARIABLE)
+    if not paths:
+        paths = [Path(text) for text in (named or "").split(os.pathsep) if text]
+    found = [file for path in paths for file in (_in_folder(path) if path.is_dir() else [path])]
+    return list(dict.fromkeys(found))
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.yaml"))
+    if not found:
+        raise ConfigurationError(f"{folder}: has no file *.yaml; give --config FILE")
+    return found
+
+
+def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
+    if one.group == other.group and _database(one.target_dsn) == _database(other.target_dsn):
+        yield f"group: both have {one.group!r} in the same target: name another group in one of them"
+    elif one.group == other.group and (one.observe.observes or other.observe.observes):
+        yield (
+            f"group: both have {one.group!r}, and what is observed tells groups by their names: name another group in "
+            "one of them"
+        )
+    streams = "poll" not in (one.source.mode, other.source.mode)
+    # A slot's name is unique in the whole server.
+    same_server = _database(one.source_dsn)[:2] == _database(other.source_dsn)[:2]
+    if streams and same_server and one.source.slot == other.source.slot:
+        yield f"source.slot: both have {one.source.slot!r} on the same server: name another slot in one of them"
+    if one.needs_spark and other.needs_spark:
+        for key in _different_spark(one.spark, other.spark):
+            yield f"{key}: differs, and a process has one Spark session: give both the same"
+    for key in ("listen", "console"):
+        values = getattr(one.observe, key), getattr(other.observe, key)
+        if None not in values and values[0] != values[1]:
+            yield f"observe.{key}: differs, and a process has one: take it out of one of them"
+
+
+def _different_spark(one: config.Spark, other: config.Spark) -> Iterator[str]:
+    for key in ("master", "remote"):
+        if getattr(one, key) != getattr(other, key):
+            yield f"spark.{key}"
+    left, right = one.plain_conf, other.plain_conf
+    for key in sorted(left.keys() | right.keys()):
+        if left.get(key) != right.get(key):
+            yield f"spark.conf.{key}"
+
+
+def _database(dsn: str) -> tuple[str, str, str]:
+    """What a connection string says of host, port and database; other words for the same need not be equal."""
+    given = conninfo_to_dict(dsn)
+
+    def of(key: str, variable: str, default: str) -> str:
+        return str(given.get(key) or os.environ.get(variable) or default)
+
+    host = of("host", "PGHOST", "")
+    user = of("user", "PGUSER", "")
+    return (
+        "local" if host in _LOCAL else host,
+        of("port", "PGPORT", "5432"),
+        of("dbname", "PGDATABASE", user),
+    )

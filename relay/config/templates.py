@@ -1,0 +1,46 @@
+"""Names that are made of an event's fields: topics, subjects, keys. No I/O."""
+
+from __future__ import annotations
+
+import json
+from string import Formatter
+
+from relay.config.fields import JSON_FIELDS, dig, is_name, split
+from relay.faults import Rejected
+from relay.model.events import Event
+
+
+class Template:
+    """A text with fields in braces, such as `orders.{event_type}` or `{payload.customer.id}`; `{{` is a brace.
+
+    Raises ValueError for what is not a field of an event.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._parts: list[tuple[str, str | None]] = []
+        for literal, field, form, conversion in Formatter().parse(text):
+            known = field is None or (is_name(field) and field not in JSON_FIELDS)
+            if form or conversion or not known:
+                raise ValueError(
+                    f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
+                )
+            self._parts.append((literal, field))
+
+    def fill(self, event: Event) -> str:
+        """The text for an event. Raises Rejected where it lacks a value."""
+        return "".join(
+            literal + (_value(event, field) if field else "") for literal, field in self._parts
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The fields and paths in it."""
+        return [field for _, field in self._parts if field]
+
+
+def _value(event: Event, name: str) -> str:
+    head, path = split(name)
+    _, found = dig(getattr(event, head) if path else event.text(head), path)
+    if found is None or isinstance(found, dict | list):
+        raise Rejected(f"the event has no {name} for a name")
+    return found if isinstance(found, str) else json.dumps(found)

@@ -1,0 +1,92 @@
+"""What becomes of a transaction that was not applied, and when it may be tried again. No I/O."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from tenacity import RetryCallState, wait_exponential, wait_random
+
+from relay.faults import Action, TransientFault, action_for
+
+if TYPE_CHECKING:
+    from relay.config.handlers import Retry
+
+LONGEST_ASKED_SECONDS = 86_400.0
+"""What a fault may ask for until the next attempt: an endpoint's Retry-After must not hold a key for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What became of a transaction before: how many attempts it has cost, and since when (seconds since 1970)."""
+
+    attempts: int = 0
+    since: float | None = None
+
+
+NEW = History()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a transaction was not applied, and after how many attempts.
+
+    `handler` is the one that failed; None where no route matched, or processes died. It may be tried again `after` so
+    many seconds; never again where that is None: then it is dead, and if it `holds` its keys nothing may follow on it.
+    """
+
+    handler: str | None
+    error: BaseException
+    attempts: int = 1
+    after: float | None = None
+    holds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """It was not tried, or its effects were rolled back, since one before it with the same key has to wait."""
+
+
+Fate = Failure | Behind
+Fates = dict[int, Fate]
+"""What became of the transactions that were not applied, by place."""
+
+
+def is_dead(fate: Fate | None) -> TypeGuard[Failure]:
+    """Whether the transaction is to be dead-lettered."""
+    return isinstance(fate, Failure) and fate.after is None
+
+
+def has_to_wait(fate: Fate) -> bool:
+    """Whether what follows with the same keys has to wait."""
+    return isinstance(fate, Behind) or fate.after is not None or fate.holds
+
+
+def judge(
+    handler: str, error: BaseException, attempts: int, before: History, retry: Retry, blocks: bool
+) -> Failure:
+    """What a fault leads to after so many attempts in all; `blocks` says that a dead transaction holds its keys."""
+    after = next_wait(retry, error, attempts)
+    if action_for(error) is not Action.RETRY or _exhausted(retry, attempts, before.since, after):
+        return Failure(handler, error, attempts, holds=blocks)
+    return Failure(handler, error, attempts, after)
+
+
+def next_wait(retry: Retry, error: BaseException | None, attempts: int) -> float:
+    """The seconds from the failure of an attempt to the next one: what the fault asks for, if that is more."""
+    state = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
+    state.attempt_number = max(1, attempts)
+    backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
+    jitter = wait_random(0, retry.jitter)
+    asked = error.after if isinstance(error, TransientFault) else None
+    # An endpoint may ask for any number, and for none that there is (NaN), which no comparison holds for.
+    asked = min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
+    return max(backoff(state) + jitter(state), asked)
+
+
+def _exhausted(retry: Retry, attempts: int, since: float | None, after: float) -> bool:
+    if retry.attempts is not None and attempts >= retry.attempts:
+        return True
+    now = time.time()
+    return retry.max_elapsed is not None and now + after - (since or now) > retry.max_elapsed

@@ -1,0 +1,34 @@
+"""What an ordering key looks like: a host, then what is ordered within it. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+
+from relay.model.events import Event
+
+LONGEST = 1_000
+"""In bytes, of either part of a key. An index of PostgreSQL holds at most 2,704 bytes, group and sink included."""
+_BYTES_OF_CHARACTER = 4
+
+
+def host_part(host: str) -> str:
+    """What the keys of a host begin with, before a space: the host_id, or the digest of a long one."""
+    if len(host) * _BYTES_OF_CHARACTER <= LONGEST:
+        return host
+    octets = host.encode("utf-8", "surrogateescape")
+    return host if len(octets) <= LONGEST else sha256(octets).hexdigest()
+
+
+def of_host(host: str) -> str:
+    """The key of all events of a host."""
+    return f"{host_part(host)} host"
+
+
+def of_event(kind: str, event: Event, fields: Iterable[str]) -> str:
+    """The key of an event's host and of some more fields."""
+    within = " ".join((kind, *(event.text(field) or "" for field in fields)))
+    octets = within.encode("utf-8", "surrogateescape")
+    if len(octets) > LONGEST:
+        within = f"{kind} {sha256(octets).hexdigest()}"
+    return f"{host_part(event.text('host_id') or '')} {within}"

@@ -1,0 +1,144 @@
+"""The W3C trace context that publishers put into the metadata of events. No I/O, and nothing of OpenTelemetry.
+
+Source: W3C Recommendation "Trace Context", 2. The fields are also those of `relay.client`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
+from typing import NamedTuple
+
+from relay.model.events import Event
+
+MOST_BYTES = 64 * 1024
+"""Metadata above so many bytes are not looked into."""
+MOST_STATE = 512
+"""Characters of a `tracestate`: a longer one is left out."""
+
+_FIELD = "traceparent"
+_PARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII
+)
+_STATE = re.compile(r"[\x20-\x7e]*", re.ASCII)
+"""What may stand in a header: no line ends."""
+
+
+Headers = Mapping[str, str]
+
+
+class TraceContext(NamedTuple):
+    """Where in a trace an event was published: ids in hexadecimal, and `tracestate`, empty where there is none."""
+
+    trace_id: str
+    span_id: str
+    flags: int
+    state: str = ""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the publisher's trace is recorded."""
+        return bool(self.flags & 1)
+
+    @property
+    def headers(self) -> Headers:
+        """As headers of HTTP, and of messages."""
+        found = {_FIELD: f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"}
+        return found | {"tracestate": self.state} if self.state else found
+
+
+def parse(metadata: str | bytes | None) -> TraceContext | None:
+    """The context in an event's metadata, which is JSON; None where there is none, or none that is valid."""
+    if metadata is None or len(metadata) > MOST_BYTES:
+        return None
+    if not (_FIELD in metadata if isinstance(metadata, str) else _FIELD.encode() in metadata):
+        return None
+    try:
+        found = json.loads(metadata)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    parent, state = found.get(_FIELD), found.get("tracestate")
+    match = _PARENT.fullmatch(parent) if isinstance(parent, str) else None
+    if match is None:
+        return None
+    if not isinstance(state, str) or len(state) > MOST_STATE or not _STATE.fullmatch(state):
+        state = ""
+    return TraceContext(match[1], match[2], int(match[3], 16), state)
+
+
+def trace_id(events: Iterable[Event]) -> str | None:
+    """The trace in which the first of some events was published, sampled or not; None where there is none."""
+    for event in islice(events, 1):
+        found = parse(event.text("metadata"))
+        return found.trace_id if found else None
+    return None
+
+
+class Origin(NamedTuple):
+    """Where events of a business transaction were published: how many, and the id of the first."""
+
+    context: TraceContext
+    events: int
+    event_id: str | None
+
+
+class Traced(NamedTuple):
+    """A business transaction with events of sampled traces, and what became of it.
+
+    `disposition` is `applied`, `deferred` or `dead`; `handlers` are the transactional ones that got events of it.
+    `committed` is when the source committed, in microseconds since POSTGRES_EPOCH, 0 where that is not known.
+    `attempts` counts those before this one.
+    """
+
+    origins: tuple[Origin, ...]
+    transaction_id: str | None
+    committed: int
+    handlers: tuple[str, ...]
+    disposition: str
+    handler: str | None = None
+    fault: str | None = None
+    attempts: int = 0
+
+
+class Trail(NamedTuple):
+    """The traced transactions of one target transaction, which began and was committed at these times.
+
+    Times are in nanoseconds since 1970, by the clock of the process that applied. `left_out` counts what was too much.
+    """
+
+    traced: tuple[Traced, ...]
+    left_out: int = 0
+    began: int = 0
+    committed: int = 0
+
+    def since(self, began: int) -> Trail:
+        """The trail of what began at a time and is committed now."""
+        return self._replace(began=began, committed=time.time_ns())
+
+
+_NONE: Headers = {}
+_headers: ContextVar[Callable[[Event], Headers] | None] = ContextVar("trace headers", default=None)
+"""Gives the headers for an event of the current delivery. What is not delivered under a span has none."""
+
+
+def headers(event: Event) -> Headers:
+    """`traceparent` and `tracestate` for what carries an event now; empty where the event's trace is not recorded."""
+    of = _headers.get()
+    return _NONE if of is None else of(event)
+
+
+@contextmanager
+def carrying(of: Callable[[Event], Headers]) -> Iterator[None]:
+    """Let `headers` ask a function, in the current task."""
+    token = _headers.set(of)
+    try:
+        yield
+    finally:
+        _headers.reset(token)

@@ -1,0 +1,380 @@
+"""Business transactions as they came, undecoded and side by side: what concerns each of many is an array. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.model.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
+
+Places = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Values = Sequence[bytes | None]
+"""A column's values as they came."""
+
+COMMIT_FACTS = [("lsn", np.uint64), ("end_lsn", np.uint64), ("ts", np.int64), ("xid", np.int64)]
+"""What `Commit` has, in its order."""
+FACTS = np.dtype(
+    [
+        *COMMIT_FACTS,
+        ("first_offset", np.int64),
+        ("last_offset", np.int64),
+        ("events", np.int64),
+        ("size", np.int64),
+        ("hosts", np.int64),
+    ]
+)
+"""What is known of a transaction: its commit, the least and the greatest c_offset (both 0 where there is none), how
+many events and bytes it has, and the place of its hosts among the distinct ones."""
+
+
+def text(value: bytes) -> str:
+    """A value as it came, as text; bytes that are not UTF-8 survive as surrogates."""
+    return value.decode("utf-8", "surrogateescape")
+
+
+_PORTION_BYTES = 1024 * 1024
+"""What is pickled at once: a stream that compresses holds as much, and blocks of this size go back to the system."""
+SPARE = bytes(32)
+"""Behind the last row or message there is room for what looks at a few octets at once."""
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
+    """What stands at each octet, were it of that form: values in the stream begin anywhere."""
+    return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
+
+
+class Rows:
+    """Rows of TupleData inside one buffer, each from its start up to its end."""
+
+    __slots__ = ("data", "ends", "starts")
+
+    def __init__(self, data: bytes, starts: Places, ends: Places) -> None:
+        self.data = data
+        self.starts = starts
+        self.ends = ends
+
+    @classmethod
+    def of(cls, rows: Sequence[Buffer]) -> Self:
+        """Put rows into one buffer."""
+        sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+        ends = np.cumsum(sizes)
+        return cls(b"".join((*rows, SPARE)), ends - sizes, ends)
+
+    @classmethod
+    def joined(cls, parts: list[Rows]) -> Rows:
+        """The rows of all parts, one behind the other; within a part they lie in their order.
+
+        Takes the parts out of the list, so that hardly anything is in memory twice.
+        """
+        if len(parts) == 1:
+            return parts.pop()
+        data = BytesIO()
+        starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        while parts:
+            part = parts.pop(0)
+            if not len(part):
+                continue
+            first, last = int(part.starts[0]), int(part.ends[-1])
+            moved = data.tell() - first
+            starts.append(part.starts + moved)
+            ends.append(part.ends + moved)
+            data.write(memoryview(part.data)[first:last])
+        data.write(SPARE)
+        return cls(data.getvalue(), np.concatenate(starts), np.concatenate(ends))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self.data
+        spans = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return (data[start:end] for start, end in spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What travels is what belongs to these rows, not the whole buffer; and not all of them as objects at once.
+        portions = self.portions(len(self), _PORTION_BYTES)
+        return _rows_of_portions, ([b"".join(each) for each in portions], self.sizes)
+
+    @property
+    def sizes(self) -> Places:
+        """The length of each row in bytes."""
+        sizes: Places = self.ends - self.starts
+        return sizes
+
+    @property
+    def size(self) -> int:
+        """The length of all rows in bytes."""
+        return int(self.sizes.sum())
+
+    def part(self, first: int, last: int) -> Rows:
+        """Those from the place `first` up to `last`."""
+        return Rows(self.data, self.starts[first:last], self.ends[first:last])
+
+    def take(self, chosen: Places | Mask) -> Rows:
+        """Those at some places, or those that are marked, in order."""
+        return Rows(self.data, self.starts[chosen], self.ends[chosen])
+
+    def behind(self, header: int) -> Rows:
+        """What of each comes behind a header of so many bytes."""
+        return Rows(self.data, self.starts + header, self.ends)
+
+    def compact(self) -> Rows:
+        """The same rows, copied into a buffer of their own where they are less than half of theirs."""
+        return self if self.size * 2 >= len(self.data) - len(SPARE) else Rows.of(list(self))
+
+    def portions(self, count: int, size: int) -> Iterator[Rows]:
+        """As many together as reach a count or a size in bytes."""
+        behind = np.cumsum(self.sizes)
+        first = 0
+        while first < len(self):
+            limit = int(behind[first]) + size
+            last = min(first + count, int(np.searchsorted(behind, limit)) + 1)
+            yield self.part(first, last)
+            first = last
+
+
+def _rows_of_portions(portions: Sequence[bytes], sizes: Places) -> Rows:
+    ends = np.cumsum(sizes)
+    return Rows(b"".join((*portions, SPARE)), ends - sizes, ends)
+
+
+def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
+    """Rows that must not all be in memory, as many together as reach a count or a size in bytes."""
+    some: list[bytes] = []
+    held = 0
+    for row in rows:
+        some.append(row)
+        held += len(row)
+        if len(some) >= count or held >= size:
+            yield Rows.of(some)
+            some, held = [], 0
+    if some:
+        yield Rows.of(some)
+
+
+class Undecoded(NamedTuple):
+    """A business transaction inside one commit, as it came: the unit of planning.
+
+    `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
+    `hosts` are the distinct host_ids as text; `first_offset` and `last_offset` are the least and the greatest c_offset,
+    both 0 where there is none.
+    """
+
+    commit: Commit
+    transaction_id: str | None
+    hosts: tuple[str, ...]
+    columns: tuple[str, ...]
+    tuples: Tuples
+    size: int
+    last_offset: int = 0
+    first_offset: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Transactions:
+    """Business transactions in commit order, one behind the other, of one table layout.
+
+    `facts` has an element of FACTS for each, `ids` their transaction_ids as they came, `hosts` the distinct host_ids of
+    a transaction, as text. The rows are in memory (`rows`), or in a file (`spooled`, for each transaction).
+    """
+
+    columns: tuple[str, ...]
+    facts: NDArray[np.void]
+    ids: Sequence[bytes | None]
+    hosts: Sequence[tuple[str, ...]]
+    rows: Rows
+    spooled: Sequence[Tuples] | None = None
+
+    @classmethod
+    def none(cls) -> Self:
+        """No transactions at all."""
+        return cls((), np.zeros(0, FACTS), (), (), Rows.of([]))
+
+    @classmethod
+    def joined(cls, parts: list[Transactions]) -> Transactions:
+        """All parts, one behind the other, taken out of the list; they are of one layout and in memory."""
+        if len(parts) == 1:
+            return parts.pop()
+        known: dict[tuple[str, ...], int] = {}
+        facts = np.empty(sum(map(len, parts)), FACTS)
+        first = 0
+        for part in parts:
+            some = facts[first : first + len(part)]
+            first += len(part)
+            some[:] = part.facts
+            places = np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])
+            some["hosts"] = places[part.facts["hosts"]]
+        columns = parts[0].columns
+        ids = [transaction_id for part in parts for transaction_id in part.ids]
+        rows = [part.rows for part in parts]
+        parts.clear()
+        return cls(columns, facts, ids, tuple(known), Rows.joined(rows))
+
+    def joins(self, other: Transactions) -> bool:
+        """Whether the other ones may follow in the same batch."""
+        return self.spooled is other.spooled is None and self.columns == other.columns
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    def __getitem__(self, place: int) -> Undecoded:
+        facts = self.facts[place].item()
+        first = int(self.facts["events"][:place].sum())
+        return self._one(place, facts, first)
+
+    def __iter__(self) -> Iterator[Undecoded]:
+        events = self.facts["events"]
+        firsts = (np.cumsum(events) - events).tolist()
+        return map(self._one, range(len(self)), self.facts.tolist(), firsts)
+
+    def _one(self, place: int, facts: tuple[int, ...], start: int) -> Undecoded:
+        lsn, end, ts, xid, first, last, events, size, hosts = facts
+        transaction_id = self.ids[place]
+        return Undecoded(
+            Commit(Lsn(lsn), Lsn(end), ts, xid),
+            None if transaction_id is None else text(transaction_id),
+            self.hosts[hosts],
+            self.columns,
+            self.rows.part(start, start + events) if self.spooled is None else self.spooled[place],
+            size,
+            last,
+            first,
+        )
+
+    @property
+    def events(self) -> int:
+        """How many events they have."""
+        return int(self.facts["events"].sum())
+
+    @property
+    def held(self) -> int:
+        """How many bytes of rows they hold in memory."""
+        return 0 if self.spooled is not None else int(self.facts["size"].sum())
+
+    @property
+    def touching(self) -> list[int]:
+        """The places in `hosts` that are theirs: what was cut out of a larger whole has the rest's beside them."""
+        return list(dict.fromkeys(self.facts["hosts"].tolist()))
+
+    @property
+    def distinct_hosts(self) -> list[str]:
+        """Every host that one of them touches."""
+        return list(dict.fromkeys(host for place in self.touching for host in self.hosts[place]))
+
+    @property
+    def end(self) -> Lsn:
+        """Where the last commit ends."""
+        return Lsn(self.facts["end_lsn"][-1])
+
+    def part(self, first: int, last: int) -> Transactions:
+        """Those from the place `first` up to `last`."""
+        events = self.facts["events"]
+        start = int(events[:first].sum())
+        return Transactions(
+            self.columns,
+            self.facts[first:last],
+            self.ids[first:last],
+            self.hosts,
+            self.rows.part(start, start + int(events[first:last].sum())),
+            self.spooled and self.spooled[first:last],
+        )
+
+    def besides(self, places: Collection[int]) -> Sequence[int]:
+        """The places of all others, in order."""
+        every = range(len(self))
+        return [place for place in every if place not in places] if places else every
+
+    def take(self, chosen: Places | Sequence[int]) -> Transactions:
+        """Those at some places, in their order."""
+        places = np.asarray(chosen, np.int64)
+        events = self.facts["events"]
+        wanted = events[places]
+        # Within each transaction the rows go on from its first one.
+        shift = (np.cumsum(events) - events)[places] - (np.cumsum(wanted) - wanted)
+        return Transactions(
+            self.columns,
+            self.facts[places],
+            [self.ids[place] for place in places.tolist()],
+            self.hosts,
+            self.rows.take(np.repeat(shift, wanted) + np.arange(wanted.sum()))
+            if self.spooled is None
+            else self.rows,
+            self.spooled and [self.spooled[place] for place in places.tolist()],
+        )
+
+    def where(self, chosen: Mask) -> Transactions:
+        """The rows that are chosen, which are in memory; transactions without any are left out."""
+        events = self.facts["events"]
+        starts = np.cumsum(events) - events
+        facts = self.facts.copy()
+        facts["events"] = np.add.reduceat(chosen, starts, dtype=np.int64)
+        facts["size"] = np.add.reduceat(np.where(chosen, self.rows.sizes, 0), starts)
+        left = np.flatnonzero(facts["events"])
+        return Transactions(
+            self.columns,
+            facts[left],
+            [self.ids[place] for place in left.tolist()],
+            self.hosts,
+            self.rows.take(chosen),
+        )
+
+    def portions(self, count: int, size: int) -> Iterator[Rows]:
+        """All rows in order, as many together as reach a count or a size in bytes; never all of a file's at once."""
+        if self.spooled is None:
+            return self.rows.portions(count, size)
+        return portions(chain.from_iterable(self.spooled), count, size)
+
+    def fitting(self, events: int, size: int) -> int:
+        """How many of the first ones are whole commits within both limits."""
+        facts = self.facts
+        if facts["events"].sum() <= events and facts["size"].sum() <= size:
+            return len(facts)
+        fits = (np.cumsum(facts["events"]) <= events) & (np.cumsum(facts["size"]) <= size)
+        beyond = int(np.argmin(fits))
+        return int(np.flatnonzero(facts["end_lsn"] == facts["end_lsn"][beyond])[0])
+
+    def first_commit(self) -> int:
+        """How many transactions the first commit has."""
+        ends = self.facts["end_lsn"]
+        return int((ends == ends[0]).sum())
+
+
+class ColumnDecoder(Decoder, Protocol):
+    """Reads undecoded rows one by one, and some columns of many."""
+
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
+        """The values of some of FIELDS in many rows, field by field."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """Transactions with the events that go to one handler, as the handler sees them, in order."""
+
+    transactions: Transactions
+    decoder: ColumnDecoder
+
+    def __iter__(self) -> Iterator[Transaction]:
+        for each in self.transactions:
+            yield Transaction(
+                each.transaction_id,
+                each.commit,
+                Events(each.tuples, self.decoder, each.commit),
+            )
+
+    @property
+    def events(self) -> int:
+        """How many events there are."""
+        return self.transactions.events

@@ -1,0 +1,296 @@
+"""Undecoded rows, many at a time: the values of some of their columns, and whole rows as events. No I/O.
+
+Source: PostgreSQL documentation, "Logical Replication Message Formats", TupleData.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from functools import partial
+from operator import eq
+from struct import Struct
+
+import numpy as np
+
+from relay.model import headers
+from relay.model.events import FIELDS, NOTE, Event, Row
+from relay.model.transactions import Mask, Places, Rows, Values, at_each_octet, text
+
+FEW_ROWS = 40
+"""Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
+_U16 = Struct(">H")
+_U32 = Struct(">I")
+_LENGTH = np.dtype(">u4")
+_EIGHT = np.dtype(np.uint64)
+_WORD = _EIGHT.itemsize
+_EVEN_BYTES = 64
+"""Values of one length, as ids have it, are cut out together; longer ones are rather copied only once."""
+_DIGITS = 18
+"""As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
+_ZERO = ord("0")
+_UTC = b"+00"
+NULL = ord("n")
+TEXT = ord("t")
+
+
+class ProtocolError(Exception):
+    """The stream holds what pgoutput protocol version 1 does not."""
+
+
+def values(rows: Rows, places: Collection[int]) -> dict[int, Values]:
+    """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
+    wanted = sorted(set(places))
+    if not len(rows) or not wanted:
+        return {place: [] for place in wanted}
+    if len(rows) < FEW_ROWS:
+        return _walk(rows, wanted)
+    walked = Walked(rows, wanted)
+    return {place: walked.values(place) for place in wanted}
+
+
+def columns(rows: Rows, places: Sequence[int | None]) -> list[Values]:
+    """The columns at some places, in their order; where there is no such place, one without values."""
+    found = values(rows, [place for place in places if place is not None])
+    nothing: Values = [None] * len(rows)
+    return [nothing if place is None else found[place] for place in places]
+
+
+def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
+    found = [_peek(row, wanted) for row in rows]
+    return dict(zip(wanted, zip(*found, strict=True), strict=True))
+
+
+def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
+    """The values at ascending places of one row, walking no further than the last of them."""
+    found: list[bytes | None] = []
+    at = 2
+    column = 0
+    unpack = _U32.unpack_from
+    try:
+        for place in wanted:
+            while column < place:
+                at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
+                column += 1
+            if data[at] == TEXT:
+                start = at + 5
+                end = start + unpack(data, at + 1)[0]
+                found.append(data[start:end])
+                if end > len(data):
+                    raise ProtocolError("column value cut short")
+            else:
+                found.append(None)
+    except (IndexError, struct.error) as error:
+        raise ProtocolError("malformed TupleData") from error
+    return found
+
+
+def zoned(rows: Rows, places: Sequence[int]) -> Rows | None:
+    """The rows with the zone UTC behind each time at some places, as if they were of the type `timestamptz`.
+
+    None where the rows are few, or a value does not end in a digit, as infinity and the times before Christ.
+    """
+    if len(rows) < FEW_ROWS:
+        return None
+    walked = Walked(rows, places)
+    spans = [walked.span(place) for place in places]
+    starts = np.concatenate([start for start, _ in spans])
+    stops = np.sort(np.concatenate([stop for _, stop in spans]))
+    octets = np.frombuffer(rows.data, np.uint8).copy()
+    if ((octets[stops - 1] < _ZERO) | (octets[stops - 1] > _ZERO + 9)).any():
+        return None
+    lengths = np.ndarray(len(octets) - _U32.size + 1, _LENGTH, octets, strides=(1,))
+    lengths[starts - _U32.size] += len(_UTC)
+    zones = np.tile(np.frombuffer(_UTC, np.uint8), len(stops))
+    data = np.insert(octets, np.repeat(stops, len(_UTC)), zones).tobytes()
+    shift = partial(np.searchsorted, stops, side="right")
+    return Rows(
+        data,
+        rows.starts + len(_UTC) * shift(rows.starts),
+        rows.ends + len(_UTC) * shift(rows.ends),
+    )
+
+
+class Walked:
+    """Rows walked together: where the values at some places lie in the joined rows, as arrays.
+
+    Raises ProtocolError where a row is cut short.
+    """
+
+    def __init__(self, rows: Rows, wanted: Collection[int]) -> None:
+        self._data = data = rows.data
+        self._octets = np.frombuffer(data, np.uint8)
+        self._spans: dict[int, tuple[Places, Places, Mask]] = {}
+        lengths = at_each_octet(data, _LENGTH)
+        at = rows.starts + 2
+        for place in range(max(wanted, default=-1) + 1):
+            if (at >= rows.ends).any():
+                raise ProtocolError("malformed TupleData")
+            present = self._octets[at] == TEXT
+            start = at + np.where(present, 5, 1)
+            stop = start + np.where(present, lengths[at + 1], 0)
+            if (stop > rows.ends).any():
+                raise ProtocolError("column value cut short")
+            if place in wanted:
+                self._spans[place] = (start, stop, present)
+            at = stop
+
+    def values(self, place: int) -> list[bytes | None]:
+        """The column's values."""
+        start, stop, present = self._spans[place]
+        if not present.any():
+            return [None] * len(present)
+        data = self._data
+        size = self._even_size(place)
+        if 0 < size <= _EVEN_BYTES:
+            even: list[bytes | None] = at_each_octet(data, np.dtype(f"V{size}"))[start].tolist()
+            return even
+        spans = zip(start.tolist(), stop.tolist(), strict=True)
+        found: list[bytes | None] = [data[first:last] for first, last in spans]
+        for row in np.flatnonzero(~present).tolist():
+            found[row] = None
+        return found
+
+    def some(self, place: int, rows: Places) -> list[bytes | None]:
+        """The column's values in some of the rows."""
+        data = self._data
+        picked = zip(*(each[rows].tolist() for each in self._spans[place]), strict=True)
+        return [data[start:stop] if present else None for start, stop, present in picked]
+
+    def span(self, place: int) -> tuple[Places, Places]:
+        """Where the column's values start and end, of the rows that have one."""
+        start, stop, present = self._spans[place]
+        return start[present], stop[present]
+
+    def absent(self, place: int) -> Mask:
+        """Where the column has no value."""
+        return ~self._spans[place][2]
+
+    def repeats(self, place: int) -> Mask:
+        """Where the column has the value of the row before, or, as there, none."""
+        start, _, _ = self._spans[place]
+        size = self._even_size(place)
+        if size < _WORD:
+            values = self.values(place)
+            return np.fromiter(map(eq, values[1:], values), np.bool_)
+        words = at_each_octet(self._data, _EIGHT)
+        same: Mask = np.ones(len(start) - 1, np.bool_)
+        for offset in (*range(0, size - _WORD, _WORD), size - _WORD):
+            found = words[start + offset]
+            same &= found[1:] == found[:-1]
+        return same
+
+    def _even_size(self, place: int) -> int:
+        """The length that the column's value has in every row; 0 where there is no such length."""
+        start, stop, present = self._spans[place]
+        length = stop - start
+        size = int(length[0])
+        return size if present.all() and (length == size).all() else 0
+
+    def numbers(self, place: int) -> Places | None:
+        """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""
+        start, stop, present = self._spans[place]
+        length = stop - start
+        longest = int(length.max())
+        if longest > _DIGITS or not length[present].all():
+            return None
+        numbers = np.zeros(len(start), np.int64)
+        for position in range(longest if present.any() else 0):
+            within = present & (length > position)
+            digits = self._octets[start + position].astype(np.int64) - _ZERO
+            if ((digits < 0) | (digits > 9))[within].any():
+                return None
+            numbers = np.where(within, numbers * 10 + digits, numbers)
+        return numbers
+
+
+class RowDecoder:
+    """Reads TupleData, finding each field by column name.
+
+    `names` are the table's columns in order, `mapping` the column name of each field, headers too. A field whose column
+    the table does not have is None.
+    """
+
+    __slots__ = ("_headers", "_last", "_order", "_places")
+
+    def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
+        place = {name: position for position, name in enumerate(names)}
+        self._headers = [name for name in mapping if name.startswith(headers.PREFIX)]
+        fields = (*FIELDS, NOTE, *self._headers)
+        self._places = {name: place.get(mapping.get(name, name)) for name in fields}
+        self._last = len(names) - 1
+        found = [self._places[name] for name in FIELDS]
+        self._order = tuple(-1 if position is None else position for position in found)
+
+    def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
+        """The values of some fields, or of NOTE, in many rows, field by field.
+
+        Raises ProtocolError for a row that is cut short.
+        """
+        if headers.FIELD in fields:
+            return self._with_headers(rows, fields)
+        return columns(rows, [self._places[field] for field in fields])
+
+    def _with_headers(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
+        wanted = [field for field in fields if field != headers.FIELD]
+        found = self.columns(rows, (*wanted, *self._headers))
+        objects = _objects(self._headers, found[len(wanted) :], len(rows))
+        others = dict(zip(wanted, found, strict=False))
+        return [others.get(field, objects) for field in fields]
+
+    def present(self, rows: Rows, field: str) -> Places:
+        """The places of the rows in which a time, or NOTE, has a value.
+
+        Raises ProtocolError for a row that is cut short.
+        """
+        place = self._places[field]
+        if place is None:
+            return np.zeros(0, np.int64)
+        if place == self._last:
+            # Neither a time nor a note ends in the octet that stands for null, and to walk all columns costs as much as
+            # all the rest.
+            return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
+        return np.flatnonzero(~Walked(rows, (place,)).absent(place))
+
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
+
+        Raises ProtocolError for a row that is cut short.
+        """
+        texts: list[str | None] = []
+        at = 2
+        unpack = _U32.unpack_from
+        try:
+            for _ in range(_U16.unpack_from(data)[0]):
+                if data[at] == TEXT:
+                    start = at + 5
+                    at = start + unpack(data, at + 1)[0]
+                    texts.append(str(data[start:at], "utf-8", "surrogateescape"))
+                else:
+                    texts.append(None)
+                    at += 1
+        except (IndexError, struct.error) as error:
+            raise ProtocolError("malformed TupleData") from error
+        if at != len(data):
+            raise ProtocolError("column value cut short")
+        texts.append(None)  # what position -1 finds
+        row = (*(texts[position] for position in self._order), *commit_fields)
+        return Event(row, self._headers_of(texts) if self._headers else None)
+
+    def _headers_of(self, texts: Sequence[str | None]) -> dict[str, str | None]:
+        places = ((name, self._places[name]) for name in self._headers)
+        return {
+            name.removeprefix(headers.PREFIX): None if place is None else texts[place]
+            for name, place in places
+        }
+
+
+def _objects(names: Sequence[str], columns: Sequence[Values], count: int) -> Values:
+    """Headers as the text of JSON objects, row by row."""
+    keys = [name.removeprefix(headers.PREFIX) for name in names]
+    texts = ([None if value is None else text(value) for value in column] for column in columns)
+    rows = zip(*texts, strict=True) if names else [()] * count
+    return [
+        headers.as_json(dict(zip(keys, row, strict=True))).encode("utf-8", "surrogateescape")
+        for row in rows
+    ]

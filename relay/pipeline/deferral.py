@@ -1,0 +1,166 @@
+"""What has to wait instead of being applied: until its time, or behind a transaction with the same ordering key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from relay.config.handlers import Handler, SinkHandler
+from relay.config.settings import Settings
+from relay.model import ordering_keys
+from relay.model.events import Transaction
+from relay.model.transactions import Transactions, Undecoded
+from relay.pipeline.routing import Parts, Routing
+from relay.store import deferred
+from relay.store.deferred import Wait
+
+Connection = psycopg.Connection[Any]
+
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+_NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+
+
+class Ordering:
+    """The ordering keys of one transaction: what handlers of its events order by.
+
+    Two transactions with a key in common stay in order. A key begins with the host and a space, by which
+    `relay.lock_partitions` finds those of a host.
+    """
+
+    def __init__(self, configured: dict[str, Handler]) -> None:
+        # Nothing waits for a handler that is not reliable, nor does it wait for others.
+        self._order_by = {
+            name: handler.order_by if handler.reliable else "none"
+            for name, handler in configured.items()
+        }
+        self._sinks = {name for name, each in configured.items() if isinstance(each, SinkHandler)}
+
+    def keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
+        """What the handlers that get a part order by, all together."""
+        return frozenset[str]().union(
+            *(self.delivery_keys(name, hosts, routed) for name, routed in parts.items())
+        )
+
+    def transactional_keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
+        """What the handlers order by that act inside the target's transaction."""
+        return self.keys(
+            hosts, {name: routed for name, routed in parts.items() if name not in self._sinks}
+        )
+
+    def delivery_keys(
+        self, name: str, hosts: Sequence[str], delivered: Iterable[Transaction]
+    ) -> frozenset[str]:
+        """What one handler orders by, of what is delivered to it."""
+        order_by = self._order_by[name]
+        if order_by == "none":
+            return frozenset()
+        if order_by == "host":
+            return frozenset(map(ordering_keys.of_host, hosts))
+        fields = _FIELDS[order_by]
+        return frozenset(
+            ordering_keys.of_event(order_by, event, fields)
+            for transaction in delivered
+            for event in transaction.events
+        )
+
+
+_FIELDS = {
+    "user": ("user_id",),
+    "aggregate": ("aggregate_type", "aggregate_id"),
+}
+
+
+class Waiting:
+    """Decides about fresh transactions, under the lock of their partitions' offsets."""
+
+    def __init__(self, settings: Settings, routing: Routing) -> None:
+        self._group = settings.group
+        self._routing = routing
+        self._ordering = Ordering(settings.handlers)
+        self._sinks = list(settings.sink_handlers)
+
+    def keys(self, one: Transactions) -> frozenset[str]:
+        """The ordering keys of a single transaction; none where it is not routed."""
+        return self.keys_of(one, self._routing.route(one)[1])
+
+    def keys_of(self, one: Transactions, parts: Parts) -> frozenset[str]:
+        """The ordering keys in the target of a single transaction that was routed: sinks have their own."""
+        return self._ordering.transactional_keys(one.hosts[int(one.facts["hosts"][0])], parts)
+
+    def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
+        """The ordering keys of a single delivery to a sink: it has the events that go there, and no others."""
+        hosts = one.hosts[int(one.facts["hosts"][0])]
+        return self._ordering.delivery_keys(sink, hosts, self._routing.whole(one))
+
+    def deliveries(self, one: Transactions) -> Iterator[tuple[str, Undecoded, Wait]]:
+        """What of a single transaction goes to each sink that the routes name, to be delivered now."""
+        _, parts, _ = self._routing.route(one)
+        for name in self._sinks:
+            if name in parts:
+                delivery = parts[name].transactions
+                yield name, delivery[0], Wait(self.delivery_keys(delivery, name))
+
+    def split(
+        self, conn: Connection, transactions: Transactions, holding: set[str]
+    ) -> dict[int, Wait]:
+        """The transactions that have to wait, by place. `holding` are the hosts of which one that waits holds a key.
+
+        What lies behind a transaction that holds its key waits until that is gone, in order. What is to be delivered
+        at a later time waits for it, and is overtaken.
+        """
+        waits = self._until(transactions)
+        if holding:
+            waits |= self._behind(conn, transactions, waits, holding)
+        return waits
+
+    def _until(self, transactions: Transactions) -> dict[int, Wait]:
+        """Those with an event whose time is still to come; the latest one counts. What only sinks get, they defer."""
+        now = datetime.now(UTC)
+        moments: dict[int, datetime] = {}
+        ends = np.cumsum(transactions.facts["events"])
+        for row, value in self._routing.times(transactions):
+            moment = moment_of(value)
+            if moment > now:
+                place = int(np.searchsorted(ends, row, side="right"))
+                moments[place] = max(moment, moments.get(place, moment))
+        waits: dict[int, Wait] = {}
+        for place, moment in moments.items():
+            one = transactions.part(place, place + 1)
+            _, parts, _ = self._routing.route(one)
+            if parts.keys() - set(self._sinks):
+                waits[place] = Wait(self.keys_of(one, parts), holds=False, until=moment)
+        return waits
+
+    def _behind(
+        self,
+        conn: Connection,
+        transactions: Transactions,
+        scheduled: dict[int, Wait],
+        holding: set[str],
+    ) -> dict[int, Wait]:
+        suspects = np.array([not holding.isdisjoint(hosts) for hosts in transactions.hosts])
+        keys = {
+            place: self.keys(transactions.part(place, place + 1))
+            for place in np.flatnonzero(suspects[transactions.facts["hosts"]]).tolist()
+            if place not in scheduled
+        }
+        asked = frozenset[str]().union(*keys.values())
+        held = deferred.held(conn, self._group, "", asked) if asked else set()
+        waits: dict[int, Wait] = {}
+        for place, own in keys.items():
+            if not held.isdisjoint(own):
+                held |= own
+                waits[place] = Wait(own)
+        return waits
+
+
+def moment_of(value: str) -> datetime:
+    """A time as PostgreSQL prints it in UTC; what lies outside of Python's calendar as the end of it that is nearer."""
+    try:
+        return datetime.fromisoformat(value)
+    except ValueError:
+        return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER

@@ -1,0 +1,88 @@
+"""Takes up the transactions that wait, as soon as it is their turn, beside the batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Event
+
+from relay.faults import RelayError, TaskFault
+from relay.pipeline.apply import Applier, Redelivery
+from relay.pulse import Due, Pulse
+from relay.retry import say_once, until_it_works
+from relay.threads import Thread
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.5
+"""How often it is looked for what was parked meanwhile, here or by another process."""
+
+
+class Reviver:
+    """A thread beside the batches. `failed` is called once if it meets what no other attempt mends."""
+
+    def __init__(
+        self,
+        applier: Applier,
+        patience: float,
+        failed: Callable[[], None],
+        retried: Callable[[Redelivery], None],
+    ) -> None:
+        """`patience` is how many seconds `close` waits for what is in flight.
+
+        `retried` is called with what became of the transactions, after each commit.
+        """
+        self._applier = applier
+        self._patience = patience
+        self._failed = failed
+        self._retried = retried
+        self._guarded = False
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="reviver", daemon=True)
+        self.error: RelayError | None = None
+        self.pulse = Pulse()
+
+    def start(self, guarded: bool) -> None:
+        """Begin. Guarded, since a process has died, until nothing is left whose turn has come."""
+        self._guarded = guarded
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after what is in flight. Safe in a signal handler's thread."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Stop, and wait for what is in flight."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(self._patience)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        retrying = until_it_works(self._stopping, say_once(log, "cannot take up what waits yet"))
+        try:
+            while not self._stopping.is_set():
+                self._stopping.wait(retrying(self._revive))
+        except Exception as error:
+            if not self._stopping.is_set():
+                self.error = TaskFault.of(error).as_error()
+                self._failed()
+
+    def _revive(self) -> float:
+        """Take up what there is; returns how many seconds nothing else will be due."""
+        self.pulse.beat("retries what is deferred", Due.OPEN)
+        found = self._applier.revive(self._guarded)
+        tried, applied, dead, _ = found
+        for each in dead:
+            log.warning("dead letter", extra=each.fields)
+        if tried:
+            log.debug("redelivery", extra={"transactions": tried, "applied": applied})
+            self._retried(found)
+            return 0.0
+        self._guarded = False
+        following = self._applier.seconds_to_next()
+        return PAUSE_SECONDS if following is None else max(0.0, min(following, PAUSE_SECONDS))

@@ -1,0 +1,89 @@
+"""Which handlers an event goes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from relay.config.fields import dig, split
+from relay.config.settings import Route, Scalar
+from relay.model.events import Event
+
+_LONG_NUMBER = 4_000
+_JSON_FIELDS = frozenset({"payload", "metadata"})
+
+Values = tuple[str | None, ...]
+Test = Callable[[Values], bool]
+
+
+class Router:
+    """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`.
+
+    `fields` are the fields that the routes look at.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        names = [name for route in routes for name in route.match]
+        self.fields = tuple(dict.fromkeys(split(name)[0] for name in names))
+        self._routes = [
+            (
+                [_test(self.fields, name, patterns) for name, patterns in route.match.items()],
+                route.handlers,
+                route.continue_,
+            )
+            for route in routes
+        ]
+        # Kinds of events and aggregates are few. A payload seldom comes twice, and may be large.
+        remembered = 0 if not _JSON_FIELDS.isdisjoint(self.fields) else 10_000
+        self.choose = lru_cache(maxsize=remembered)(self._choose)
+
+    def handlers(self, event: Event) -> tuple[str, ...]:
+        """The names of the event's handlers, each once, in the order of the routes; empty if no route matches."""
+        return self.choose(tuple(event.text(field) for field in self.fields))
+
+    def _choose(self, values: Values) -> tuple[str, ...]:
+        names: dict[str, None] = {}
+        for tests, handlers, goes_on in self._routes:
+            if all(test(values) for test in tests):
+                names.update(dict.fromkeys(handlers))
+                if not goes_on:
+                    break
+        return tuple(names)
+
+
+def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
+    head, path = split(name)
+    place = fields.index(head)
+    if not path:
+        return lambda values: any(_matches(values[place], pattern) for pattern in patterns)
+
+    def test(values: Values) -> bool:
+        text = values[place]
+        if text is None:
+            return False
+        try:
+            found, value = dig(json.loads(text, parse_int=_whole_number), path)
+        except (ValueError, RecursionError):
+            return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python follows
+        return found and any(_matches(value, pattern) for pattern in patterns)
+
+    return test
+
+
+def _matches(value: Any, pattern: Scalar) -> bool:
+    """Whether a value is the pattern, or a text that the pattern, as a glob, covers (case matters)."""
+    if value is None:
+        return False
+    if isinstance(pattern, str):
+        return fnmatchcase(value if isinstance(value, str) else json.dumps(value), pattern)
+    if isinstance(value, str):
+        return not isinstance(pattern, bool) and value == str(pattern)
+    return isinstance(value, bool) is isinstance(pattern, bool) and bool(value == pattern)
+
+
+def _whole_number(digits: str) -> int | float:
+    """An integer of JSON; one too long for Python's own limit is compared as a float."""
+    return int(digits) if len(digits) < _LONG_NUMBER else float(digits)

@@ -1,0 +1,203 @@
+"""Which of a transaction's events go to which handler, found for many transactions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice, repeat
+
+import numpy as np
+
+from relay.config.settings import Settings
+from relay.faults import NotRouted, Undecodable, Unrouted
+from relay.model.events import COMMIT_FIELDS, NOTE, Commit, Events, Tuples
+from relay.model.transactions import Mask, Routed, Transactions, Undecoded, text
+from relay.model.tuples import RowDecoder
+from relay.pipeline.route_rules import Router
+
+_NOTES_TOLD = 20
+_ROWS_AT_ONCE = 4_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+
+Names = tuple[str, ...]
+Parts = Mapping[str, Routed]
+"""What goes to each handler."""
+Refused = dict[int, NotRouted | Undecodable]
+"""Why transactions go nowhere, by place."""
+
+
+class _Chosen:
+    """The rows of a spooled transaction that go to one handler."""
+
+    def __init__(self, tuples: Tuples, chosen: Sequence[bool]) -> None:
+        self._tuples = tuples
+        self._chosen = chosen
+        self._count = sum(chosen)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (row for row, wanted in zip(self._tuples, self._chosen, strict=True) if wanted)
+
+
+class Routing:
+    """The routes, over undecoded transactions."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._router = Router(settings.routes)
+        self._unrouted = settings.unrouted
+        self._mapping = settings.source.mapping
+        self._decoders: dict[tuple[str, ...], RowDecoder] = {}
+        self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
+
+    def route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
+        """The transactions that can be routed, what of them goes to each handler, and why others cannot, by place.
+
+        Raises Unrouted where `unrouted` is `fail`.
+        """
+        if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
+            return self._route(transactions)
+        places = transactions.besides(undecodable)
+        left, parts, refused = self._route(transactions.take(places))
+        return left, parts, undecodable | {places[at]: why for at, why in refused.items()}
+
+    def _route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
+        if not len(transactions):
+            return transactions, {}, {}
+        decoder = self.decoder(transactions.columns)
+        if not self._router.fields and (names := self._router.choose(())):
+            return transactions, dict.fromkeys(names, Routed(transactions, decoder)), {}
+        chosen = list(self._choices(transactions, decoder))
+        distinct = set(chosen)
+        if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
+            left = transactions.take(transactions.besides(refused))
+            return *self._route(left)[:2], refused
+        parts = {
+            name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
+            for name in dict.fromkeys(chain.from_iterable(distinct))
+        }
+        return transactions, parts, {}
+
+    def reached(self, transactions: Transactions, handler: str) -> Mask:
+        """Which of the transactions have an event that goes to a handler."""
+        decoder = self.decoder(transactions.columns)
+        if not self._router.fields:
+            return np.full(len(transactions), handler in self._router.choose(()))
+        choices = self._choices(transactions, decoder)
+        chosen = np.fromiter((handler in names for names in choices), np.bool_)
+        events = transactions.facts["events"]
+        found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
+        return found
+
+    def events(self, transaction: Undecoded) -> Events:
+        """All events of a transaction."""
+        decoder = self.decoder(transaction.columns)
+        return Events(transaction.tuples, decoder, transaction.commit)
+
+    def whole(self, transactions: Transactions) -> Routed:
+        """Transactions with all of their events."""
+        return Routed(transactions, self.decoder(transactions.columns))
+
+    def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
+        """The times at which events are to be delivered, where they have one, with their places among all events."""
+        return self._present(transactions, "deliver_at")
+
+    def _present(self, transactions: Transactions, field: str) -> Iterator[tuple[int, str]]:
+        """The values of a time, or of NOTE, where there are any, with their places among all events."""
+        decoder = self.decoder(transactions.columns)
+        first = 0
+        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+            found = decoder.present(rows, field)
+            if len(found):
+                (values,) = decoder.columns(rows.take(found), [field])
+                for place, value in zip((found + first).tolist(), values, strict=True):
+                    if value:
+                        yield place, text(value)
+            first += len(rows)
+
+    def _undecodable(self, transactions: Transactions) -> Refused:
+        """The transactions with an event whose bytes could not be decoded, by place."""
+        ends = np.cumsum(transactions.facts["events"])
+        notes: dict[int, list[str]] = {}
+        for row, note in self._present(transactions, NOTE):
+            place = int(np.searchsorted(ends, row, side="right"))
+            number = row - int(ends[place]) + int(transactions.facts["events"][place]) + 1
+            notes.setdefault(place, []).append(f"event {number}: {note}")
+        return {place: Undecodable(_few(told)) for place, told in notes.items()}
+
+    def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
+        """The handlers of each event."""
+        if not self._router.fields:
+            return repeat((), transactions.events)
+        if not self._by_commit:
+            return self._chosen(decoder, transactions, None)
+        return chain.from_iterable(
+            self._chosen(decoder, transactions.part(place, place + 1), each.commit)
+            for place, each in enumerate(transactions)
+        )
+
+    def _chosen(
+        self, decoder: RowDecoder, transactions: Transactions, commit: Commit | None
+    ) -> Iterator[Names]:
+        fields = self._router.fields
+        stored = [field for field in fields if field not in COMMIT_FIELDS]
+        of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
+        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+            values: dict[str, Iterable[str | None]] = {
+                field: repeat(value, len(rows)) for field, value in of_commit.items()
+            }
+            for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
+                values[field] = (None if value is None else text(value) for value in column)
+            yield from map(
+                self._router.choose, zip(*(values[field] for field in fields), strict=True)
+            )
+
+    def _refused(
+        self, transactions: Transactions, decoder: RowDecoder, chosen: Sequence[Names]
+    ) -> Refused:
+        """The transactions with an event that goes nowhere, by the first such event."""
+        if self._unrouted == "ignore":
+            return {}
+        ends = np.cumsum(transactions.facts["events"])
+        lost = np.flatnonzero([not names for names in chosen])
+        places, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
+        refused: Refused = {}
+        for place, row in zip(places.tolist(), lost[first].tolist(), strict=True):
+            undecoded = transactions[place]
+            within = row - int(ends[place]) + len(undecoded.tuples)
+            (event,) = islice(self.events(undecoded), within, within + 1)
+            what = f"no route matches the event_type {event.event_type!r}"
+            if self._unrouted == "fail":
+                raise Unrouted(
+                    f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted"
+                )
+            refused[place] = NotRouted(what)
+        return refused
+
+    def decoder(self, columns: tuple[str, ...]) -> RowDecoder:
+        """Reads rows with these columns."""
+        decoder = self._decoders.get(columns)
+        if decoder is None:
+            decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
+        return decoder
+
+
+def _few(notes: Sequence[str]) -> str:
+    more = len(notes) - _NOTES_TOLD
+    told = "; ".join(notes[:_NOTES_TOLD])
+    return f"{told}; and {more} more events" if more > 0 else told
+
+
+def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
+    """The transactions with the events that are chosen."""
+    if all(chosen):
+        return transactions
+    if transactions.spooled is None:
+        return transactions.where(np.array(chosen))
+    counts = iter(chosen)
+    spooled = [_Chosen(rows, list(islice(counts, len(rows)))) for rows in transactions.spooled]
+    left = np.flatnonzero([len(rows) for rows in spooled])
+    facts = transactions.facts.copy()
+    facts["events"] = [len(rows) for rows in spooled]
+    return replace(transactions, facts=facts, spooled=spooled).take(left)

@@ -1,0 +1,371 @@
+"""Which way the events come: the WAL where it can be had, polling for what it does not have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from threading import Event
+from typing import Protocol
+
+import numpy as np
+import psycopg
+
+from relay.config.settings import Settings
+from relay.faults import RelayError, describe
+from relay.model.batch import Batch, Outcome
+from relay.model.events import Lsn
+from relay.model.snapshots import full_xids
+from relay.pulse import Due, Pulse
+from relay.source.assembler import Begun
+from relay.source.interval import Interval
+from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
+from relay.source.recovery import Recognition, Recovery
+from relay.source.server import Sight
+from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS, SourceState
+from relay.source.wal import WalSource
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 3.0
+"""How long the replication connection may fail before polling steps in."""
+AUDIT_SECONDS = 5.0
+"""How often the stream is compared with the outbox."""
+RECONNECT_SECONDS = 15.0
+"""How often streaming begins again, at most, because commits are missing."""
+
+
+class Source(Protocol):
+    """Where the service takes its batches from."""
+
+    def guard(self) -> None:
+        """A process may have died of what comes now. Before `start`."""
+
+    def start(self) -> None:
+        """Begin to receive."""
+
+    def batches(self, follower: Follower) -> Iterator[Batch]:
+        """Batches as they come; `follower` is told how. Ends after `stop()`. Raises RelayError."""
+
+    def ahead(self, events: int) -> Batch | None:
+        """The batch after the one that `batches()` has yielded and that is in flight; `batches()` yields it next.
+
+        None where there are fewer events than asked for, it was asked for already, or something may come between.
+        """
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is committed."""
+
+    def confirm(self, end: Lsn) -> None:
+        """Nobody needs the WAL up to a position any more."""
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
+
+    def close(self) -> None:
+        """Let go of the source."""
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position up to which PostgreSQL may recycle the WAL."""
+
+    @property
+    def pulse(self) -> Pulse:
+        """That of the thread that takes the batches, while it waits for one."""
+
+    @property
+    def receiver(self) -> WalSource | None:
+        """What receives the stream, in a thread of its own."""
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+
+
+def open_source(settings: Settings) -> Source:
+    """The source that `source.mode` asks for."""
+    return PollSource(settings) if settings.source.mode == "poll" else StreamSource(settings)
+
+
+class StreamSource:
+    """The WAL, and in mode `auto` polling for what it does not have: rows older than the slot, or all while it is away.
+
+    Both ways move the same cursors. A snapshot whose commits have all come from the WAL takes the place of the one
+    before; what it shows that did not come is polled.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.pulse = Pulse()
+        self._takeovers = 0
+        self._stood_by = False
+        self._reason: str | None = None
+        self._polls = settings.source.mode == "auto"
+        self._interval = Interval(settings)
+        recovery = Recovery(settings) if self._polls else None
+        self._wal = WalSource(settings, recovery, self._interval.ring, Recognition(settings))
+        self._poller = Poller(settings, self.pulse)
+        self._stopping = Event()
+        self._progressed = True
+        self._refused = False
+        self._mode = ""
+        self._connections = 0
+        self._incomplete = False
+        self._sight: Sight | None = None
+        self._ahead: Batch | None = None
+        self._next_audit = 0.0
+        self._next_reconnect = 0.0
+
+    def guard(self) -> None:
+        """A process may have died of what comes now. Before `start`."""
+        self._wal.guard()
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._wal.start()
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._wal.stop()
+        self._poller.stop()
+        self._interval.ring()
+
+    def close(self) -> None:
+        """Report the last position and leave the slot."""
+        self._wal.close()
+        self._poller.close()
+        self._interval.close()
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position that was reported, or is about to be, as durable."""
+        return self._wal.flushed
+
+    @property
+    def receiver(self) -> WalSource:
+        """What receives the stream, in a thread of its own."""
+        return self._wal
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+        received, outage, mode = self._wal.received_now(), self._wal.outage, self._mode
+        if mode == POLLS and (outage is not None or self._wal.stuck is not None):
+            return SourceState(POLLS, self._reason, self._takeovers, received)
+        if received.connected and outage is None:
+            return SourceState(STREAMS, None, self._takeovers, received)
+        if self._wal.is_standing_by:
+            reason = "another process reads the slot"
+            return SourceState(STANDS_BY, reason, self._takeovers, received)
+        reason = outage.reason if outage else "not connected yet"
+        return SourceState(ELSEWHERE, reason, self._takeovers, received)
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is committed; a polled one as far as it could be claimed."""
+        self._progressed = any(not task.busy for task in outcome.tasks)
+        if batch.window is not None:
+            return
+        self._refused = outcome.busy
+        if not outcome.busy:
+            self._wal.ack(batch)
+
+    def confirm(self, end: Lsn) -> None:
+        """Everything up to a position is durable."""
+        self._wal.confirm(end)
+
+    def batches(self, follower: Follower) -> Iterator[Batch]:
+        """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
+        self._follower = follower
+        while not self._stopping.is_set():
+            self.pulse.beat("waits for events")
+            batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
+            if batch is not None:
+                yield from self._missing()
+                self._enter("wal")
+                yield from self._streamed(batch)
+                yield from self._audit()
+            elif self._wal.stuck is not None:
+                yield from self._around(self._wal.stuck)
+            elif self._wal.outage is not None:
+                yield from self._polled()
+            elif self._wal.is_standing_by:
+                self._stand_by()
+            elif self._wal.connections:
+                yield from self._missing()
+                self._enter("wal")
+                yield from self._audit()
+
+    def ahead(self, events: int) -> Batch | None:
+        """The batch of the stream after the one in flight, if it has about as many events as asked for.
+
+        None before a difference is polled or a snapshot adopted, for which nothing may be in flight.
+        """
+        if self._ahead is not None or self._mode != "wal":
+            return None
+        if self._wal.connections != self._connections or not self._wal.has_ready(events):
+            return None
+        if self._sight is not None and self._wal.flushed >= self._sight.lsn:
+            return None
+        self._ahead = self._wal.take(0.0)
+        return self._ahead
+
+    def _pause(self) -> float:
+        if self._mode == "poll" and self._wal.outage is not None:
+            return 0.0  # the interval between polls is the wait
+        return 0.2 if self._sight else 1.0
+
+    def _streamed(self, batch: Batch) -> Iterator[Batch]:
+        """A batch of the WAL; again, where a difference was open, after that is polled."""
+        while not self._stopping.is_set():
+            yield batch
+            if not self._refused:
+                return
+            self._require_polling()
+            yield from self._windows(opening=False)
+
+    def _missing(self) -> Iterator[Batch]:
+        """What is to be polled before a stream that has just begun."""
+        if self._wal.connections == self._connections:
+            return
+        self._connections = self._wal.connections
+        incomplete = self._wal.incomplete
+        self._sight = None
+        self._next_audit = 0.0
+        if not self._polls and self._poller.last() is None:
+            return
+        windows = self._windows(opening=incomplete)
+        yield from self._said(windows) if incomplete else windows
+        if not self._stopping.is_set():
+            self._wal.complete(self._connections)
+
+    def _audit(self) -> Iterator[Batch]:
+        """From time to time a snapshot whose commits have all come takes the place of the last one.
+
+        What it shows that has not come is polled: as a rule nothing.
+        """
+        now = time.monotonic()
+        if now < self._next_audit:
+            return
+        self.pulse.beat("compares the stream with the outbox", Due.LATE)
+        try:
+            self._sight = self._sight or self._poller.sight()
+            if self._ahead is not None or self._wal.flushed < self._sight.lsn:
+                return
+            whole = self._poller.adopt(self._sight, self._polls, self._follower.adopt)
+            self._wal.next_xid = self._sight.snapshot.xmax
+        except psycopg.Error as error:
+            self._next_audit = now + AUDIT_SECONDS
+            log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
+            return
+        self._sight = None
+        self._next_audit = now + AUDIT_SECONDS
+        if whole:
+            return
+        self._require_polling()
+        yield from self._said(self._windows(opening=False))
+        self._next_audit = 0.0
+        if now >= self._next_reconnect:
+            # It may go by a publication that is no longer there.
+            self._next_reconnect = now + RECONNECT_SECONDS
+            log.warning(
+                "the stream has left out commits that the outbox shows, now polled: see the publication's row filter"
+            )
+            self._wal.reconnect()
+
+    def _said(self, windows: Iterator[Batch]) -> Iterator[Batch]:
+        """Windows, with a line in the log if there are any."""
+        for number, window in enumerate(windows):
+            if not number:
+                log.info("reading by polling what the slot does not have")
+            yield window
+
+    def _require_polling(self) -> None:
+        """Raise RelayError where nothing may be polled."""
+        if not self._polls:
+            raise RelayError(
+                f"the slot {self._settings.source.slot!r} does not have all events that group {self._settings.group!r} "
+                "has still to get: set source.mode to auto, which reads them by polling, or pass over them with "
+                "`relay offsets seek`"
+            )
+
+    def _windows(self, opening: bool) -> Iterator[Batch]:
+        """What is left of the differences that are open, and with `opening` of one more up to now."""
+        if opening:
+            yield from self._windows(opening=False)
+        while not self._stopping.is_set() and (window := self._poller.window(opening)):
+            opening = False
+            yield window
+            if not self._progressed:
+                self._stopping.wait(BUSY_SECONDS)
+
+    def _around(self, commit: Begun) -> Iterator[Batch]:
+        """What the outbox has up to a commit that cannot be received, by polling that leaves large rows where they are.
+
+        Everything that came before it is applied already. Whatever commits meanwhile may come both ways.
+        """
+        last = self._poller.last()
+        if last is None:
+            raise RelayError(
+                f"the commit at {commit.lsn} cannot be received for want of memory, and only polling can go around it, "
+                "which this group cannot: give relay more memory"
+            )
+        self._enter("poll", "a commit is too large to be received")
+        xid = full_xids(np.array([commit.xid]), self._wal.next_xid)
+        if not last.snapshot.sees(xid).all():
+            if (window := self._poller.window(by_reference=True)) is not None:
+                yield window
+            if window is None or not self._progressed:
+                self._stopping.wait(BUSY_SECONDS)
+            return
+        while not self._stopping.is_set() and (
+            window := self._poller.window(opening=False, by_reference=True)
+        ):
+            yield window
+            if not self._progressed:
+                self._stopping.wait(BUSY_SECONDS)
+        if not self._stopping.is_set():
+            self._wal.pass_over(commit)
+
+    def _polled(self) -> Iterator[Batch]:
+        outage = self._wal.outage
+        if outage is None or not self._polls:
+            return
+        if not outage.certain and time.monotonic() - outage.since < GRACE_SECONDS:
+            self._stopping.wait(0.1)
+            return
+        self._enter("poll", outage.reason)
+        window = self._poller.window()
+        if window is None:
+            self.pulse.beat("waits for events", Due.LATE)
+            self._interval.wait()
+            return
+        self._interval.shorten()
+        yield window
+        if not self._progressed:
+            self._stopping.wait(BUSY_SECONDS)
+
+    def _stand_by(self) -> None:
+        """Another process has taken the slot over, if this one has read it."""
+        self._stood_by = True
+        if self._mode:
+            self._mode = ""
+            self._sight = None
+            self._interval.leave()
+            self._follower.standing_by()
+
+    def _enter(self, mode: str, reason: str | None = None) -> None:
+        if mode == self._mode:
+            return
+        self._mode, self._reason = mode, reason
+        if mode == "wal":
+            self._takeovers += self._stood_by
+            self._stood_by = False
+            self._interval.leave()
+            self._follower.streaming()
+        else:
+            self._follower.polling()
+        log.log(
+            logging.WARNING if reason else logging.INFO,
+            "polling, since the WAL cannot be had" if reason else "reading the WAL",
+            extra={"reason": reason} if reason else {},
+        )
+        note_mode(self._settings, mode, reason)

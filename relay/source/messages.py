@@ -1,0 +1,70 @@
+"""What came of the stream at once: pgoutput messages side by side in one buffer, told apart by arrays. No I/O.
+
+Source: PostgreSQL documentation, "Logical Replication Message Formats".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.model.transactions import Places, Rows, at_each_octet
+from relay.model.tuples import ProtocolError
+
+if TYPE_CHECKING:
+    from psycopg.abc import Buffer
+
+BEGIN = np.dtype([("kind", "u1"), ("lsn", ">u8"), ("ts", ">i8"), ("xid", ">u4")])
+COMMIT = np.dtype(
+    [("kind", "u1"), ("flags", "u1"), ("lsn", ">u8"), ("end_lsn", ">u8"), ("ts", ">i8")]
+)
+INSERT = np.dtype([("kind", "u1"), ("oid", ">u4"), ("new", "u1")])
+"""How messages begin; an Insert's row follows."""
+
+_SHORTEST = np.ones(256, np.int64)
+_SHORTEST[list(b"BCI")] = BEGIN.itemsize, COMMIT.itemsize, INSERT.itemsize
+
+
+class Gulp:
+    """Messages in the order of the stream. `kinds` has the first octet of each.
+
+    Raises ProtocolError where one is cut short.
+    """
+
+    __slots__ = ("_messages", "kinds")
+
+    def __init__(self, messages: Rows) -> None:
+        self._messages = messages
+        kinds = np.frombuffer(messages.data, np.uint8)[messages.starts]
+        if (messages.sizes < _SHORTEST[kinds]).any():
+            raise ProtocolError("malformed pgoutput message")
+        self.kinds: bytes = kinds.tobytes()
+
+    @classmethod
+    def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
+        """Messages that each come behind a header of so many bytes."""
+        return cls(Rows.of(messages).behind(header))
+
+    def __getitem__(self, place: int) -> bytes:
+        found = self._messages
+        return found.data[found.starts[place] : found.ends[place]]
+
+    def part(self, first: int, last: int) -> Gulp:
+        """Those from the place `first` up to `last`."""
+        return Gulp(self._messages.part(first, last))
+
+    def places(self, kind: int) -> Places:
+        """Where the messages of a kind are."""
+        found: Places = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
+        return found
+
+    def read(self, places: Places, form: np.dtype[np.void]) -> NDArray[np.void]:
+        """What messages begin with."""
+        return at_each_octet(self._messages.data, form)[self._messages.starts[places]]
+
+    def rows(self, places: Places) -> Rows:
+        """The rows of Inserts, which keep hardly any other message in memory."""
+        return self._messages.take(places).behind(INSERT.itemsize).compact()

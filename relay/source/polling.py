@@ -1,0 +1,373 @@
+"""The polling path: the differences between snapshots of the source, in windows.
+
+A group has a chain of snapshots, and each partition stands at one of them: everything that it sees is applied. Whoever
+applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances share a
+group, and executors read their own ranges.
+
+Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are differences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from threading import Event
+from typing import Any, Protocol
+
+import numpy as np
+import psycopg
+from psycopg_pool import ConnectionPool
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, RelayError, TransientFault, describe
+from relay.model.batch import Batch, Outcome, Window
+from relay.model.events import Lsn
+from relay.model.transactions import Transactions
+from relay.pulse import Due, Pulse
+from relay.retry import say_once, until_it_works
+from relay.source.differences import Difference
+from relay.source.interval import Interval
+from relay.source.recovery import Recognition
+from relay.source.rows import OutboxRows, Portion, prepare_reading
+from relay.source.server import Sight, durable_sight, sight
+from relay.source.state import POLLS, SourceState
+from relay.store import groups, offsets, snapshots
+from relay.store.connections import connect, open_pool
+from relay.store.snapshots import Link
+
+log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 0.05
+"""How long to wait when other instances hold every partition that has something to do."""
+_FAR = 1 << 24
+"""How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A difference that is being polled: what is left of it, and up to where its portions reach in each partition."""
+
+    before: Link
+    after: Link
+    portions: Iterator[Portion]
+    reached: dict[int, int] = field(default_factory=dict)
+
+    def window(self, portion: Portion) -> Window:
+        """A portion, with what partitions must have reached before it."""
+        members = {p for share in portion.shares for p in share.partitions}
+        floors = {p: self.reached.get(p, offsets.FIRST) for p in members}
+        self.reached.update(dict.fromkeys(members, portion.upto))
+        return Window(self.before.id, portion.upto, portion.shares, floors, portion.left)
+
+
+class Poller:
+    """Finds what the group has still to apply of the rows that are committed.
+
+    Raises RelayError if the source is older than the group, Interrupted by `stop`.
+    """
+
+    def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
+        """`pulse` is that of the thread that polls."""
+        self._settings = settings
+        self._pulse = pulse or Pulse()
+        self._rows = OutboxRows(settings)
+        self._own = settings.poll.partition_ids or range(settings.partitions)
+        # One connection holds the plan of a difference, the other answers.
+        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
+            settings.source_dsn, 2, prepare_reading
+        )
+        self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
+        self._plan: _Plan | None = None
+        self._stopping = Event()
+        self._retrying = until_it_works(self._stopping, say_once(log, "cannot poll yet"))
+        self._windows = 0
+        self._recognition = Recognition(settings)
+        self._checked = False
+
+    def stop(self) -> None:
+        """End waiting; a window that cannot be had is None."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.stop()
+        self._drop_plan()
+        self._source.close()
+        self._target.close()
+
+    def sight(self) -> Sight:
+        """What the source shows now. Raises psycopg.Error."""
+        with self._source.connection() as conn:
+            return sight(conn)
+
+    def last(self) -> Link | None:
+        """The group's last snapshot; None where only the WAL is read. Raises psycopg.Error."""
+        with self._target.connection() as conn:
+            links = snapshots.chain(conn, self._settings.group)
+        return links[-1] if links else None
+
+    def adopt(self, seen: Sight, opening: bool, adopted: Callable[[Sight], None]) -> bool:
+        """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
+
+        False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
+        `adopted` is called if the WAL has brought everything that the sight shows. Raises psycopg.Error.
+        """
+        group = self._settings.group
+        with self._target.connection() as target, self._source.connection() as source:
+            cursors, links = offsets.standing(target, group)
+            if not links:
+                return True
+            last = links[-1]
+            if any(cursor.snapshot_id != last.id for cursor in cursors):
+                return False
+            if not seen.snapshot.covers(last.snapshot):
+                return True
+            found = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
+            noted = snapshots.noted_in(target, group, range(self._settings.partitions))
+            none = np.zeros(0, np.int64)
+            if not all(np.isin(found[each], noted.get(each, none)).all() for each in found):
+                if opening:
+                    snapshots.append(target, group, last, seen.snapshot, seen.lsn)
+                return False
+            if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
+                snapshots.replace(target, group, last, seen.snapshot)
+            adopted(seen)
+            return True
+
+    def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
+        """The next window; None if nothing is left or after `stop`.
+
+        Of the differences that are open, or with `opening` also of a new one up to now. `by_reference`: rows above
+        `source.max_event_bytes` are not to be read. Waits for as long as a database is away.
+        """
+        try:
+            return self._retrying(self._window, opening, by_reference)
+        except (psycopg.Error, TransientFault):
+            if self._stopping.is_set():
+                return None
+            raise
+
+    def _window(self, opening: bool, by_reference: bool) -> Batch | None:
+        try:
+            while not self._stopping.is_set():
+                self._pulse.beat("polls the outbox", Due.LATE)
+                plan = self._plan or self._begin(opening)
+                if plan is None:
+                    return None
+                self._plan = plan
+                for portion in plan.portions:
+                    window = plan.window(portion)
+                    if any(p in self._own for share in portion.shares for p in share.partitions):
+                        return self._batch(window, by_reference)
+                self._complete(plan)
+        except BaseException:
+            self._drop_plan()
+            raise
+        return None
+
+    def _batch(self, window: Window, by_reference: bool) -> Batch:
+        if by_reference:
+            with self._source.connection() as conn:
+                large = self._rows.large(conn, window.shares)
+            window = replace(window, by_reference=tuple(large))
+        self._windows += 1
+        return Batch(
+            number=self._windows,
+            transactions=Transactions.none(),
+            end=Lsn(0),
+            events=sum(share.events for share in window.shares),
+            size=0,
+            window=window,
+        )
+
+    def _begin(self, opening: bool) -> _Plan | None:
+        """Plan the first difference that is open, or open one."""
+        group = self._settings.group
+        with self._target.connection() as target:
+            cursors, links = offsets.standing(target, group)
+            origin = groups.origin(target, group)
+        if not links:
+            raise _unchained(self._settings)
+        with self._source.connection() as source:
+            self._recognition.follow_polled(source, origin)
+            self._require_own_xids(source)
+        own = [c.snapshot_id or 0 for c in cursors if c.partition_id in self._own]
+        before = links[_index(links, min(own))]
+        if before == links[-1]:
+            opened = self._open(before) if opening else None
+            if opened is None:
+                return None
+            links.append(opened)
+        after = links[_index(links, before.id) + 1]
+        polled = min(c.polled_offset for c in cursors if c.snapshot_id == before.id)
+        return _Plan(before, after, self._portions(before, after, polled))
+
+    def _portions(self, before: Link, after: Link, polled: int) -> Iterator[Portion]:
+        between = Difference(before.snapshot, after.snapshot)
+        with self._source.connection() as conn:
+            yield from self._rows.plan(conn, between, polled)
+
+    def _open(self, last: Link) -> Link | None:
+        """Add what the source shows now to the chain; None if it shows nothing new, or not enough yet."""
+        with self._source.connection() as source:
+            if not self._is_newer(source, sight(source), last):
+                return None
+            seen = durable_sight(source)
+        with self._target.connection() as target:
+            group = self._settings.group
+            # None if another instance has just gone on: what it has added is next.
+            return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
+
+    def _is_newer(self, source: psycopg.Connection[Any], seen: Sight, last: Link) -> bool:
+        # A standby may lag.
+        return seen.snapshot.covers(last.snapshot) and not self._rows.is_empty(
+            source, Difference(last.snapshot, seen.snapshot)
+        )
+
+    def _complete(self, plan: _Plan) -> None:
+        """Nothing is left of a plan: let the partitions go on of which everything is applied."""
+        ends = {p: plan.reached.get(p, offsets.FIRST) for p in self._own}
+        self._plan = None
+        with self._target.connection() as target:
+            group = self._settings.group
+            if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
+                snapshots.prune(target, group)
+                return
+        # Another instance is at it.
+        self._stopping.wait(BUSY_SECONDS)
+
+    def _drop_plan(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            with suppress(psycopg.Error):
+                plan.portions.close()  # type: ignore[attr-defined]
+
+    def _require_own_xids(self, source: psycopg.Connection[Any]) -> None:
+        """Raise ConfigurationError, once, if rows were marked by another cluster."""
+        if self._checked:
+            return
+        self._rows.require_marked(source)
+        self._rows.require_own_xids(source)
+        self._checked = True
+
+
+class Follower(Protocol):
+    """Who has to know how the source is read."""
+
+    def streaming(self) -> None:
+        """The WAL is read from now on; no batch of it has been yielded yet."""
+
+    def polling(self) -> None:
+        """The outbox is polled from now on."""
+
+    def standing_by(self) -> None:
+        """Another process reads the WAL from now on; all that it has brought here was yielded."""
+
+    def adopt(self, seen: Sight) -> None:
+        """The WAL has brought everything that a sight shows, and all of it is confirmed."""
+
+
+class PollSource:
+    """The outbox as a source of batches, without logical replication.
+
+    A window may be shared with other instances: each applies what it can claim.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.pulse = Pulse()
+        self._poller = Poller(settings, self.pulse)
+        self._interval = Interval(settings)
+        self._stopping = Event()
+        self._progressed = True
+
+    def guard(self) -> None:
+        """Nothing is received ahead of what is applied."""
+
+    def start(self) -> None:
+        """Nothing runs in the background."""
+        reason = "source.mode is poll"
+        log.info("polling", extra={"reason": reason})
+        note_mode(self._settings, "poll", reason)
+
+    def stop(self) -> None:
+        """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
+        self._stopping.set()
+        self._poller.stop()
+        self._interval.ring()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._poller.close()
+        self._interval.close()
+
+    @property
+    def flushed(self) -> Lsn:
+        """Nothing is confirmed to anybody."""
+        return Lsn(0)
+
+    def batches(self, follower: Follower) -> Iterator[Batch]:
+        """Windows as long as there is something to do, then as it is published. Ends after `stop()`.
+
+        Raises RelayError.
+        """
+        follower.polling()
+        while not self._stopping.is_set():
+            batch = self._poller.window()
+            if batch is None:
+                self.pulse.beat("waits for events", Due.LATE)
+                self._interval.wait()
+                continue
+            self._interval.shorten()
+            yield batch
+            if not self._progressed:
+                self._stopping.wait(BUSY_SECONDS)
+
+    def state(self) -> SourceState:
+        """How the source is read now. Safe in any thread."""
+        return SourceState(POLLS, "source.mode is poll")
+
+    @property
+    def receiver(self) -> None:
+        """No thread receives."""
+        return None
+
+    def ahead(self, events: int) -> Batch | None:
+        """None: what a window has depends on how far the one before was claimed."""
+
+    def ack(self, batch: Batch, outcome: Outcome) -> None:
+        """The batch is committed, as far as it could be claimed."""
+        self._progressed = any(not task.busy for task in outcome.tasks)
+
+    def confirm(self, end: Lsn) -> None:
+        """Nothing is confirmed to the outbox: the cursors in the target are all there is."""
+
+
+def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
+    """Tell `relay status` how the source is read from now on."""
+    try:
+        with connect(settings.target_dsn) as conn:
+            groups.note_mode(conn, settings.group, mode, reason)
+    except psycopg.Error as error:
+        log.debug("cannot note the way of reading", extra={"fault": describe(error)})
+
+
+def _index(links: Sequence[Link], number: int) -> int:
+    """The index of the snapshot with that number. Raises RelayError if there is none."""
+    for index, link in enumerate(links):
+        if link.id == number:
+            return index
+    raise RelayError(
+        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one was "
+        "changed or restored without the other: restore both, or `relay offsets seek` to where relay is to go on"
+    )
+
+
+def _unchained(settings: Settings) -> ConfigurationError:
+    return ConfigurationError(
+        f"group: {settings.group!r} has only a position in the WAL, since it began with source.mode: wal: run "
+        "`relay init` with the new mode, run relay with source.mode: wal until it is idle, stop it, and give it a "
+        "position in the outbox, `relay offsets seek --to LSN` with what the slot has confirmed (`relay status`)"
+    )

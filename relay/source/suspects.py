@@ -1,0 +1,120 @@
+"""Counts how often receiving ended in a death, commit by commit, so that a row too large for this process is found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import psycopg
+
+from relay.config.settings import Settings
+from relay.faults import describe
+from relay.source.assembler import Begun
+from relay.store.suspects import Suspects
+
+log = logging.getLogger(__name__)
+
+
+class Undigestible(Exception):
+    """Receiving a commit has ended in a death `deaths` times."""
+
+    def __init__(self, commit: Begun, deaths: int) -> None:
+        super().__init__(commit, deaths)
+        self.commit = commit
+        self.deaths = deaths
+
+
+class Casualties:
+    """The receiver's notes in `relay.suspects`: while it is guarded, the commit that is open has one.
+
+    A note that is found again is a death. Guarding begins after a crash or when memory ran out, and ends when more was
+    received than can have been buffered at the crash. Raises psycopg.Error.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._left = 0
+        self._noted: Begun | None = None
+
+    @cached_property
+    def _suspects(self) -> Suspects:
+        """Opened at the first note, which only a crash leads to."""
+        return Suspects(self._settings, 1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if "_suspects" in self.__dict__:
+            self._suspects.close()
+
+    @property
+    def guarding(self) -> bool:
+        """Whether the commit that is open is noted."""
+        return self._left > 0
+
+    def guard(self) -> None:
+        """A process may have died of what comes now."""
+        self._left = 2 * self._settings.source.buffer_bytes
+
+    def took(self, size: int, begun: Begun | None) -> None:
+        """So many bytes were taken in, and a commit is open now. Raises Undigestible before its next row."""
+        if self._noted is None and not self.guarding:
+            return
+        if begun is not None and begun == self._noted:
+            return
+        self._left -= size
+        former = None if self._noted is None else _name(self._noted)
+        if begun is not None and self.guarding:
+            limit = self._settings.crash_limit
+            noted = self._suspects.note_next(former, _name(begun), limit)
+            self._noted = begun if noted else None
+            if not noted:
+                raise Undigestible(begun, limit)
+        elif former is not None:
+            self._suspects.clear(former)
+            self._noted = None
+
+    def died(self, begun: Begun | None) -> None:
+        """Memory ran out while a commit was open. This process lives on, but got no further."""
+        if begun is not None and self._noted is None:
+            with _tolerating():
+                self._suspects.note(_name(begun))
+        self._noted = None
+        self.guard()
+
+    def survived(self) -> None:
+        """Receiving ended for another reason."""
+        if self._noted is not None:
+            with _tolerating():
+                self._suspects.take_back(_name(self._noted))
+            self._noted = None
+
+    def forget(self, begun: Begun) -> None:
+        """The commit is done with."""
+        self._suspects.clear(_name(begun))
+
+
+@contextmanager
+def _tolerating() -> Iterator[None]:
+    """One death too many or too few is better than an end in an outage of the target."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        log.warning("cannot count deaths of the receiver", extra={"fault": describe(error)})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this process, or libpq in it, was refused memory."""
+    if isinstance(error, MemoryError):
+        return True
+    # libpq says so in words only.
+    return (
+        isinstance(error, psycopg.OperationalError)
+        and not error.sqlstate
+        and "memory" in str(error)
+    )
+
+
+def _name(commit: Begun) -> str:
+    return f"receiving {commit.lsn}"

@@ -1,0 +1,79 @@
+"""The history of a server's timelines: which positions in the WAL two histories have in common. No I/O.
+
+Source: PostgreSQL's `src/backend/access/transam/timeline.c`, which writes and reads `pg_wal/*.history`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+from relay.model.events import Lsn
+
+_SWITCH = re.compile(r"\s*(\d+)\s+([0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8})(?:\s|$)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A timeline that another one followed, and the position at which it was left."""
+
+    timeline: int
+    position: Lsn
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A server's timeline and those that led to it, the oldest first."""
+
+    timeline: int
+    switches: tuple[Switch, ...] = ()
+
+    @classmethod
+    def parse(cls, timeline: int, text: str) -> History:
+        """Read a timeline's history file: parent, switch point and reason in a line, blank lines and # comments.
+
+        Raises ValueError if it is not one.
+        """
+        lines = (line for line in text.splitlines() if line.strip())
+        switches = tuple(_switch(line) for line in lines if not line.lstrip().startswith("#"))
+        order = [switch.timeline for switch in switches] + [timeline]
+        if any(later <= former for former, later in pairwise(order)):
+            raise ValueError(f"the history of timeline {timeline} is out of sequence: {order}")
+        return cls(timeline, switches)
+
+    def __str__(self) -> str:
+        """The history as `parse` reads it."""
+        return "".join(f"{each.timeline}\t{each.position}\n" for each in self.switches)
+
+    @property
+    def timelines(self) -> frozenset[int]:
+        """Every timeline of the history."""
+        return frozenset(each.timeline for each in self.switches) | {self.timeline}
+
+    def since(self, timeline: int) -> History:
+        """The same from a timeline on, where nothing is known of what led to that."""
+        kept = tuple(each for each in self.switches if each.timeline >= timeline)
+        return History(self.timeline, kept)
+
+    def shared_until(self, other: History) -> Lsn | None:
+        """The position up to which both histories have the same WAL; None if one is not left by the other at all."""
+        shared = Lsn(0)
+        for ours, theirs in zip(self._stretches(), other._stretches(), strict=False):
+            if ours[0] != theirs[0]:
+                return shared
+            if ours[1] != theirs[1]:
+                return min(end for end in (ours[1], theirs[1]) if end is not None)
+            shared = ours[1] or shared
+        return None
+
+    def _stretches(self) -> list[tuple[int, Lsn | None]]:
+        """Each timeline, and where it was left; None for the one that goes on."""
+        return [*((each.timeline, each.position) for each in self.switches), (self.timeline, None)]
+
+
+def _switch(line: str) -> Switch:
+    found = _SWITCH.match(line)
+    if found is None:
+        raise ValueError(f"{line!r} is not a line of a timeline's history")
+    return Switch(int(found[1]), Lsn.parse(found[2]))
