@@ -14,7 +14,7 @@ from relay.admin.check import Level, examine
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.source import interval
+from relay.source import hybrid, interval
 from relay.source.listener import LISTEN
 from relay.source.notify import TRIGGER
 from relay.source.receiver import Receiver

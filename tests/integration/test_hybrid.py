@@ -13,6 +13,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
+from relay.source import hybrid
 from relay.source.hybrid import StreamSource
 from relay.source.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
