@@ -65,7 +65,9 @@ class Service:
             else Unflushed(settings.target_dsn, settings.group, self._sinks.durable, self.stop)
         )
         floors = self._unflushed.floors if self._unflushed else None
-        self._pipeline = Pipeline(settings, session, floors, self._meter)
+        self._owns_session = session is None
+        self._session = session or Session(settings.spark, settings)
+        self._pipeline = Pipeline(settings, self._session, floors, self._meter)
         self._presence = Presence(
             settings.target_dsn,
             settings.group,
@@ -109,7 +111,7 @@ class Service:
             if self._unflushed:
                 self._unflushed.start()
             self._retention.start()
-            self._sinks.start(self._pipeline.session)
+            self._sinks.start(self._session)
             self._source.start()
             self._relays = True
             for batch in self._source.batches(self._sinks):
@@ -126,6 +128,8 @@ class Service:
             self._source.close()
             self._reviver.close()
             self._pipeline.close()
+            if self._owns_session:
+                self._session.close()
             self._end()
             self._presence.close()
             self._catch_up.close()

@@ -28,6 +28,7 @@ from relay.source.rows import OutboxRows
 from relay.source.server import durable_sight
 from relay.source.slot import slot_state
 from relay.source.wal import commits_after
+from relay.spark.session import Session
 from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
 from relay.store.rewind import GivenUp
 from relay.store.sinks import Position
@@ -318,7 +319,8 @@ def _require_confirmed(settings: Settings, cursors: Sequence[offsets.Cursor]) ->
 def _catch_up(settings: Settings, report: Report) -> None:
     done = 0
     poller = Poller(settings)
-    pipeline = Pipeline(settings)
+    session = Session(settings.spark, settings)
+    pipeline = Pipeline(settings, session)
     try:
         pipeline.start()
         for opening in (False, True, False):
@@ -331,6 +333,7 @@ def _catch_up(settings: Settings, report: Report) -> None:
                     break
     finally:
         pipeline.close()
+        session.close()
         poller.close()
 
 

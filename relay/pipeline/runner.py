@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cached_property
 from threading import Event
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 from psycopg_pool import ConnectionPool
@@ -38,10 +38,12 @@ from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.pulse import Due, Pulse
 from relay.retry import until_it_works
-from relay.spark.session import Session
 from relay.store import arrays
 from relay.store.connections import open_pool
 from relay.threads import pool
+
+if TYPE_CHECKING:
+    from relay.spark.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +95,14 @@ Floors = Callable[[Iterable[int]], Mapping[int, Lsn]]
 class Pipeline:
     """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process.
 
-    A Spark session that is passed in is shared, and stays open at the end. `floors` tells how far
-    partitions must have come, of those that the target could have forgotten in a crash.
+    The Spark session stays open at the end. `floors` tells how far partitions must have come, of those that the target
+    could have forgotten in a crash.
     """
 
     def __init__(
         self,
         settings: Settings,
-        session: Session | None = None,
+        session: Session,
         floors: Floors | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -111,8 +113,7 @@ class Pipeline:
         # One more connection for what is taken up again beside the batches, with the same limits on deliveries.
         self.applier = Applier(settings, workers + 1)
         self._inline = InlineEngine(self.applier, workers)
-        self._own_session = session is None
-        self.session = session or Session(settings.spark, settings)
+        self.session = session
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
         self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
         self._settings = settings
@@ -129,10 +130,7 @@ class Pipeline:
 
     @cached_property
     def _spark(self) -> SideEngine:
-        # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
-        from relay.spark.engine import SparkEngine
-
-        return SparkEngine(self._settings, self.session, self._meter)
+        return self.session.engine(self._settings, self._meter)
 
     def start(self) -> None:
         """Start the Spark session in the background, unless the first large batch is to start it."""
@@ -154,8 +152,6 @@ class Pipeline:
         self._stopping.set()
         self._end_later()
         self._inline.close()
-        if self._own_session:
-            self.session.close()
         self._source.close()
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> Outcome:

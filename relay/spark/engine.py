@@ -21,21 +21,19 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from relay.config.settings import Settings
-from relay.faults import Action, RelayError, TaskFault
-from relay.logs import quiet_libraries
-from relay.memory import collect_seldom, return_arrow_blocks, return_large_blocks
+from relay.faults import Action, TaskFault
 from relay.meter import Meter
 from relay.model.batch import JobName, Task, Work
 from relay.model.events import Lsn
-from relay.pipeline.apply import Applier
-from relay.pipeline.inline import Result, attempt
+from relay.pipeline.inline import Result
+from relay.spark.executor import CODEC, apply_rows
 from relay.spark.faults import told
-from relay.spark.session import Session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_CODEC = "lz4"
+    from relay.spark.session import Session
+
 _SEPARATORS = str.maketrans({",": None, " ": "-"})
 
 TASKS = pa.schema(
@@ -55,7 +53,6 @@ TASKS = pa.schema(
 `first_lsn` and `last_lsn` are the ends of the first and the last commit, null for polled rows, which the task reads
 itself. `bytes` is the length of `work`, the pickled task.
 """
-_ARROW_RESULT = pa.schema([("task", pa.int32()), ("result", pa.binary())])
 
 
 class SparkEngine:
@@ -155,7 +152,7 @@ class SparkEngine:
 def _packed(number: int, task: Work) -> pa.RecordBatch:
     """A row with a task, around the very bytes that compressing made: a batch is large enough once."""
     sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, _CODEC) as stream:
+    with pa.CompressedOutputStream(sink, CODEC) as stream:
         pickle.dump(task, stream)
     work = sink.getvalue()
     ends = pa.py_buffer(struct.pack("=ii", 0, work.size))
@@ -175,53 +172,3 @@ def _span(task: Work) -> tuple[str | None, str | None, int]:
 
 def _tag(name: JobName) -> str:
     return name.group.translate(_SEPARATORS)
-
-
-def _unpacked(batch: pa.RecordBatch) -> Iterator[tuple[int, Work]]:
-    for number, work in zip(batch.column("task"), batch.column("work"), strict=True):
-        with pa.CompressedInputStream(work.as_buffer(), _CODEC) as stream:
-            yield number.as_py(), pickle.load(stream)  # noqa: S301
-
-
-# On the executors.
-
-_appliers: dict[bytes, Applier] = {}
-
-
-def _applier(configuration: bytes) -> Applier:
-    """This worker's applier, with its connection, kept from task to task."""
-    applier = _appliers.get(configuration)
-    if applier is None:
-        quiet_libraries()
-        collect_seldom()
-        return_large_blocks()
-        return_arrow_blocks()
-        settings: Settings = pickle.loads(configuration)  # noqa: S301
-        applier = _appliers[configuration] = Applier(settings, connections=1)
-    return applier
-
-
-def prepare(configuration: bytes) -> None:
-    """Build this worker's applier and connect; what is wrong shows with the first task."""
-    with suppress(Exception):
-        _applier(configuration).connect()
-
-
-def apply_rows(
-    configuration: bytes, guarded: bool, batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Apply the tasks of a DataFrame partition, one target transaction for each."""
-    for batch in batches:
-        for number, task in _unpacked(batch):
-            try:
-                result = attempt(_applier(configuration), task, guarded)
-            except RelayError as error:
-                result = TaskFault.of(error)
-            yield _row(number, result)
-
-
-def _row(number: int, result: Result) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(
-        [pa.array([number], pa.int32()), pa.array([pickle.dumps(result)], pa.binary())],
-        schema=_ARROW_RESULT,
-    )

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,13 +24,15 @@ from tenacity import (
 
 from relay.config.settings import Settings, Spark
 from relay.faults import ConfigurationError, first_line
-from relay.memory import collect_seldom, return_arrow_blocks
+from relay.memory import return_arrow_blocks
 from relay.spark.gateway import start_gateway
 from relay.spark.java import java_home
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
+
+    from relay.meter import Meter
+    from relay.spark.engine import SparkEngine
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,13 @@ class Session:
             self._discard()
             self.start()
 
+    def engine(self, settings: Settings, meter: Meter) -> SparkEngine:
+        """The engine that applies the tasks of a group on the executors."""
+        # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
+        from relay.spark.engine import SparkEngine
+
+        return SparkEngine(settings, self, meter)
+
     def close(self) -> None:
         """Stop the session and its JVM."""
         self._closing.set()
@@ -197,6 +205,8 @@ class Session:
         if self._closing.is_set():
             return
         import pyarrow as pa
+
+        from relay.spark.executor import warm_up
 
         return_arrow_blocks()
         _clear_remains()
@@ -238,21 +248,6 @@ class Session:
         except Exception as error:
             log.debug("the Spark session did not stop", extra={"fault": kind_and_first_line(error)})
         _clear_remains()
-
-
-def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """On an executor: load what applying a task needs, and connect."""
-    import pyarrow as pa
-
-    import relay
-    from relay.spark.engine import prepare
-
-    # A worker looks for garbage after each task, in all that it has loaded.
-    collect_seldom()
-    for batch in batches:
-        if configuration and batch.column("connects")[0].as_py():
-            prepare(configuration)
-        yield pa.RecordBatch.from_arrays([pa.array([relay.__version__])], names=["version"])
 
 
 def _open(spark: Spark) -> SparkSession:

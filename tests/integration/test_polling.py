@@ -28,6 +28,7 @@ from relay.source.differences import Difference, condition
 from relay.source.polling import Poller
 from relay.source.rows import OutboxRows, prepare_reading
 from relay.source.server import sight
+from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -206,7 +207,11 @@ def poll_whole(poller: Poller, pipeline: Pipeline) -> None:
 
 def poll_all(settings: Settings) -> None:
     """Poll what there is now, and no more."""
-    with closing(Poller(settings)) as poller, closing(Pipeline(settings)) as pipeline:
+    with (
+        closing(Poller(settings)) as poller,
+        closing(Session(settings.spark, settings)) as session,
+        closing(Pipeline(settings, session)) as pipeline,
+    ):
         poll_whole(poller, pipeline)
 
 
@@ -256,7 +261,8 @@ def test_another_instance_may_go_on_between_any_two_statements_of_a_poll(
     with (
         closing(Poller(settings)) as slow,
         closing(Poller(settings)) as quick,
-        closing(Pipeline(settings)) as pipeline,
+        closing(Session(settings.spark, settings)) as session,
+        closing(Pipeline(settings, session)) as pipeline,
     ):
         for number in count(1):
             outbox.publish(host(number), event(number))
