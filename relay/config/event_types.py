@@ -35,9 +35,13 @@ class EventTypeSettings(Section):
     """A type of events: its current version, the model of that, and the upcasters by the version that they take."""
 
     version: Version | None = None
+    """The current version; null: the one after the last upcaster, else 1."""
     model: Path | None = None
+    """`module:name` of a pydantic model of the current version's payload."""
     upcast: dict[Version, Path] = Field(default_factory=dict)
+    """For each older version `module:function`, which takes its payload and returns that of the next version."""
     version_from: Annotated[str, AfterValidator(check_version_from)] = VERSION_FROM
+    """The path into payload or metadata where an event has its version; without a value there it has version 1."""
 
 
 TYPES, REGISTRY = "types", "registry"

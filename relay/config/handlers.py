@@ -34,11 +34,18 @@ class Retry(Section):
     """
 
     attempts: Annotated[PositiveInt, Number] | None = None
+    """The transaction is dead-lettered after so many attempts; null: after any number."""
     wait: Seconds = 1.0
+    """The wait before the second attempt, in seconds; it doubles with each attempt."""
     max_wait: Seconds = 300.0
+    """The longest wait, in seconds."""
     jitter: SecondsOrZero = 0.5
+    """Up to so many seconds are added to each wait, at random."""
     max_elapsed: Seconds | None = None
+    """The transaction is dead-lettered when the next attempt would come more than so many seconds after the first
+    failure; null: never."""
     defer_after: SecondsOrZero = 0.5
+    """Attempts within so many seconds are made at once, without deferring the transaction; of sinks only."""
 
 
 class CircuitBreaker(Section):
@@ -48,7 +55,9 @@ class CircuitBreaker(Section):
     """
 
     failures: Annotated[PositiveInt, Number] = 5
+    """So many attempts in a row must fail before the sink stops."""
     cool_down: Seconds = 30.0
+    """The longest time between two trials of a stopped sink, in seconds."""
 
 
 _PARTITIONED_FORMATS = ("parquet", "orc", "json", "csv", "avro", "delta")
@@ -60,8 +69,11 @@ SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
 
 class _Handler(Section):
     reliable: bool = True
+    """`false`: what fails is logged and dropped, and blocks nothing."""
     order_by: Literal["host", "user", "aggregate", "none"] = "host"
+    """What stays in order when a transaction is deferred: events of a host, a user, an aggregate, or nothing."""
     on_exhausted: Literal["dead_letter", "block_key"] = "dead_letter"
+    """`block_key`: a dead transaction holds its keys until it is replayed or discarded."""
 
     @property
     def blocks_key(self) -> bool:
@@ -79,7 +91,9 @@ class SqlHandler(_Handler):
 
     type: Literal["sql"]
     each: Literal["event", "batch"] = "event"
+    """Run the statement for each event, or once for all events of a task."""
     statement: Annotated[str, Field(min_length=1)]
+    """The SQL statement: with the event's fields as `%(name)s`, or over the relation `batch`."""
 
 
 def _callable(value: Any) -> Any:
@@ -93,14 +107,18 @@ class PythonHandler(_Handler):
 
     type: Literal["python"]
     callable: Annotated[str, BeforeValidator(_callable)]
+    """`module:function`, called with (transaction, cursor)."""
     retry: Retry = Field(default_factory=Retry)
+    """How a transaction that raised RetryLater is tried again."""
 
 
 class Jdbc(Section):
     """A table of a PostgreSQL database, with its schema if that is not found without."""
 
     dsn: Secret
+    """The connection string of the database."""
     table: Annotated[str, Field(min_length=1)]
+    """The table, with its schema if it is not found without."""
 
     @field_validator("dsn")
     @classmethod
@@ -113,7 +131,8 @@ class SinkHandler(_Handler):
     """A handler that has a position in the log of its own."""
 
     start: Literal["now", "beginning"] = "now"
-    """Where the sink begins in the log, if the group has not had it before."""
+    """Where a sink that the group has not had begins: with what is not applied yet, or with the oldest row of the
+    outbox."""
 
 
 class SparkHandler(SinkHandler):
@@ -124,19 +143,29 @@ class SparkHandler(SinkHandler):
 
     type: Literal["spark"]
     path: str | None = None
+    """Write files below this path."""
     table: str | None = None
+    """Write to a table of the session's catalog."""
     jdbc: Jdbc | None = None
+    """Write to a table of a PostgreSQL database."""
     callable: Annotated[str, BeforeValidator(_callable)] | None = None
+    """Call `module:function` with (frame, batch)."""
     sql: Annotated[str, Field(min_length=1)] | None = None
-    """A query over the view `events` and any table of the catalog."""
+    """A query over the view `events` and any table of the catalog, whose result is written."""
     transform: Annotated[str, BeforeValidator(_callable)] | None = None
-    """`module:function(frame)`, which returns a frame; after `sql` where both are given."""
+    """`module:function(frame)`, which returns the frame to write; after `sql` where both are set."""
     format: str = "parquet"
+    """With `path`: parquet, orc, json, csv, avro or delta. With `table`: one of the session's, or iceberg."""
     options: dict[str, Secret] = Field(default_factory=dict)
+    """Options of the writer."""
     partition_by: list[str] = Field(default_factory=lambda: ["date", "host_bucket"])
+    """The columns that files are partitioned by, before `relay_batch`; with `sql` or `transform` none by default."""
     host_buckets: Annotated[PositiveInt, Number] = 8
+    """How many values the column `host_bucket` has."""
     max_events: Annotated[PositiveInt, Number] = 100_000
+    """A batch has at most so many events, and up to a transaction more."""
     every: Seconds = 60.0
+    """A batch is begun after so many seconds at the latest, while there are events."""
 
     @property
     def target(self) -> str:
@@ -190,23 +219,29 @@ class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
     retry: Retry = Field(default_factory=Retry)
+    """How a transaction that met a transient fault is tried again."""
     timeout: Seconds = 10.0
-    """Of HTTP the whole request, from connecting to the response's last byte. Of brokers how long connecting may take,
-    and how long a message that was sent may stay without an answer."""
+    """HTTP: seconds for a whole request, to the last byte of the response. Brokers: seconds to connect, and to confirm
+    a message."""
     rate_limit: Annotated[PositiveFloat, Number] | None = None
-    """Deliveries in a second, at most."""
+    """The most attempts in a second; null: any number."""
     concurrency: Annotated[PositiveInt, Number] = 16
-    """How many transactions are delivered at once, at most."""
+    """The most transactions that are delivered at once."""
     circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
+    """When an outage of the destination stops the sink; null: never."""
 
 
 class Tls(Section):
     """How an endpoint's certificate is verified, and the one that relay shows."""
 
     verify: bool = True
+    """Verify the certificate of the server."""
     ca_file: Path | None = None
+    """The certificates that are trusted, in PEM; null: those of the system."""
     cert_file: Path | None = None
+    """The certificate that relay shows, in PEM."""
     key_file: Path | None = None
+    """Its private key, in PEM."""
 
 
 # RFC 9110, "Field Names" and "Field Values", of ASCII.
@@ -237,14 +272,21 @@ class HttpHandler(DeliveryHandler):
 
     type: Literal["http"]
     url: str
+    """The endpoint, an address of http or https."""
     each: Literal["event", "transaction"] = "event"
+    """Post each event, or all events of a transaction in one request."""
     mode: Literal["structured", "binary", "batch"] | None = None
-    """How CloudEvents are carried; by default each event structured, a transaction as a batch."""
+    """How CloudEvents are carried; null: structured, and a transaction as a batch."""
     source: str = "relay"
+    """The attribute `source` of the CloudEvents."""
     headers: dict[str, Secret] = Field(default_factory=dict)
+    """Headers of each request."""
     signing_secret: Secret | None = None
+    """The secret that requests are signed with, as Standard Webhooks; null: they are not signed."""
     tls: Tls = Field(default_factory=Tls)
+    """How certificates are verified."""
     compress_above: Annotated[PositiveInt, Number] | None = None
+    """Bodies of more bytes are compressed with gzip; null: none is."""
 
     @field_validator("url")
     @classmethod
@@ -305,9 +347,13 @@ class BrokerHandler(DeliveryHandler):
     """What is said of every broker: how an event becomes a message, and where it goes."""
 
     concurrency: Annotated[PositiveInt, Number] = 64
+    """The most transactions that are delivered at once."""
     topic: Named
+    """A template over the event's fields, such as `shop.{event_type}`: the topic, stream, subject or routing key."""
     mode: Literal["structured", "binary"] = "structured"
+    """`structured`: the message is the CloudEvent; `binary`: the payload, with the attributes in headers."""
     source: str = "relay"
+    """The attribute `source` of the CloudEvents."""
 
     @property
     def templates(self) -> dict[str, Template]:
@@ -320,8 +366,9 @@ class RedisHandler(BrokerHandler):
 
     type: Literal["redis"]
     url: Annotated[Secret, _address("redis", "rediss", "unix")]
+    """The server, an address of redis, rediss or unix."""
     max_length: Annotated[PositiveInt, Number] | None = None
-    """How many messages a stream keeps, about."""
+    """How many messages a stream keeps, about; null: all."""
 
 
 class NatsHandler(BrokerHandler):
@@ -331,10 +378,11 @@ class NatsHandler(BrokerHandler):
     servers: Annotated[
         list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
     ]
+    """The servers: addresses of nats, tls, ws or wss."""
     tls: Tls = Field(default_factory=Tls)
-    """Where the configuration has it, `nats://` is encrypted too."""
+    """How certificates are verified; where the section is set, `nats://` is encrypted too."""
     tls_first: bool = False
-    """TLS begins before the server says anything, which the server has to be set up for (`handshake_first`)."""
+    """Begin TLS before the server sends anything, for a server that is set up for `handshake_first`."""
 
     @model_validator(mode="after")
     def _encrypted_where_asked(self) -> NatsHandler:
@@ -350,7 +398,9 @@ class RabbitmqHandler(BrokerHandler):
 
     type: Literal["rabbitmq"]
     url: Annotated[Secret, _address("amqp", "amqps")]
+    """The server, an address of amqp or amqps."""
     exchange: str = ""
+    """The exchange; with the empty text the topic names a queue."""
 
 
 def _servers(value: str) -> str:
@@ -368,8 +418,11 @@ class KafkaHandler(BrokerHandler):
 
     type: Literal["kafka"]
     bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]
+    """The bootstrap servers, as host:port."""
     key: Named = "{host_id}"
+    """A template over the event's fields: the message's key, which decides the partition."""
     conf: dict[str, Secret] = Field(default_factory=dict)
+    """More settings of librdkafka."""
 
     @property
     def templates(self) -> dict[str, Template]:

@@ -43,8 +43,11 @@ class Console(Section):
     """
 
     listen: Listen
+    """Where the console is served; plain HTTP."""
     token: Secret | None = None
+    """What gives access: 16 characters or more. This or `user_header` is required."""
     user_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,100}$")] | None = None
+    """The header in which a reverse proxy names the user; with a `token`, it counts only beside that."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Console:
@@ -70,10 +73,15 @@ class Observe(Section):
     """
 
     listen: Listen | None = None
+    """Where /metrics, /livez, /readyz and /healthz are served; null: nowhere."""
     traces: bool = False
+    """Send traces of OpenTelemetry, as its OTEL_* variables say."""
     console: Console | None = None
+    """The console and its HTTP API; null: off."""
     stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
+    """/livez is bad if a thread, or a handler, shows no sign of life for so many seconds."""
     busy_seconds: Annotated[Seconds, Field(ge=30)] = 900.0
+    """/livez is bad if a thread or a handler works on one thing of its own for so many seconds."""
 
     @property
     def observes(self) -> bool:

@@ -45,7 +45,12 @@ class Retention(Section):
     """
 
     keep: Duration | None = None
+    """How long events stay in the outbox once every reader is past them; null: for ever."""
     ahead: Duration = timedelta(days=14)
+    """How far ahead partitions are created."""
     archive: str | None = None
+    """A sink of `type: spark` that must have events before they are removed."""
     max_lag: Duration | None = None
+    """A reader with an unread event older than this no longer holds events; null: it holds them."""
     keep_letters: Annotated[Duration, Field(ge=_DAY)] = timedelta(days=90)
+    """How long settled dead letters and actions are kept, at least `1d`."""

@@ -88,26 +88,35 @@ class Source(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
+    """The connection string of the database that has the outbox; libpq's PG* variables give what it lacks."""
     profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
-    """Whose table it is: what `table`, `columns` and `types` are where they are not given."""
+    """Whose table the outbox is: gives `table`, `columns` and `types` where they are not set."""
     table: str = OWN_OUTBOX
+    """The outbox, as schema.table."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """The column of a field; null where the field is to be left out."""
+    """The column of each field, where the names differ; null where the outbox has no such column."""
     types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
-    """The type of an id, where it is not uuid."""
+    """The type of `id`, `host_id`, `user_id` and `transaction_id`, where it is not uuid."""
     headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
         default_factory=dict
     )
-    """The outbox's column for each field `headers.*`; a list where they have the columns' names."""
+    """Extra columns of the outbox as fields `headers.*`: the column of each; a list where they have the columns'
+    names."""
     message_prefix: Name | None = None
-    """Of the messages of pg_logical_emit_message that are the outbox, in place of a table."""
+    """The prefix of the messages of pg_logical_emit_message that are the outbox, in place of a table; needs `mode:
+    wal`."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
+    """The replication slot; each group has its own."""
     publication: Name = "relay"
+    """The publication that the slot is read with."""
     mode: Literal["auto", "wal", "poll"] = "auto"
+    """`auto` streams the WAL and polls for what the slot does not have; `wal` only streams; `poll` only polls."""
     offsets: Literal["sequence", "gapless"] = "sequence"
-    """Where c_offset comes from."""
+    """Where `c_offset` comes from: a sequence, or a counter without gaps at which publishers take turns."""
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
+    """How much may be received before it is durable in the target, in bytes."""
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+    """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,7 +236,10 @@ class Target(Section):
     """Where effects, dead letters and offsets are written."""
 
     dsn: Dsn | None = None
+    """The connection string of the database for effects, dead letters and offsets; null: that of the source."""
     synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"
+    """`off`: commits do not wait for the target's disk; relay confirms a position only when the target's WAL is
+    flushed."""
 
     @property
     def durable(self) -> bool:
@@ -239,19 +251,28 @@ class Poll(Section):
     """How the polling path reads."""
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
+    """The longest wait between polls, in milliseconds: it doubles from 10 while no events come."""
     batch_size: Annotated[PositiveInt, Number] = 1_000
+    """Events of a poll at the head of the outbox, about."""
     listen: bool = False
+    """Publishers send NOTIFY, which wakes polling at once, and commit one after the other."""
     partition_ids: list[Annotated[NonNegativeInt, Number]] | None = None
+    """With `mode: poll`, the partitions of this instance; null: any that are free."""
 
 
 class BatchLimits(Section):
     """How much work is done at once."""
 
     max_events: Annotated[PositiveInt, Number] = 10_000
+    """The most events of a batch."""
     max_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+    """The most bytes of a batch; a larger commit goes through a file."""
     inline_max_events: Annotated[NonNegativeInt, Number] = 1_000
+    """Batches up to this size run in this process, larger ones on Spark; 0 sends all to Spark."""
     inline_workers: Annotated[PositiveInt, Number] = 2
+    """Threads, each with a connection, for the tasks of an inline batch."""
     spool_directory: Path | None = None
+    """Where commits larger than memory are written; null: the system's folder for temporary files."""
 
 
 _SPARK_SECRET = "spark.authenticate.secret"  # noqa: S105 the name of a key
@@ -261,9 +282,13 @@ class Spark(Section):
     """The Spark session that runs large batches."""
 
     master: str = "local[*]"
+    """The master of the Spark session."""
     remote: Secret | None = None
+    """A Spark Connect server, `sc://host`, in place of `master`."""
     eager: bool = False
+    """Start the session with relay, not with the first large batch."""
     conf: dict[str, Secret] = Field(default_factory=dict)
+    """More Spark configuration, such as `spark.driver.memory`."""
 
     @field_validator("conf", mode="before")
     @classmethod
@@ -298,15 +323,19 @@ class Sinks(Section):
     """How long the WAL waits for a sink, which then polls: so many seconds for a commit, so many bytes of them."""
 
     attach_seconds: Seconds = 5.0
+    """How long the WAL of a commit is kept for a sink that has not delivered it, in seconds; then the sink polls."""
     attach_bytes: Annotated[int, Field(ge=65536), Number] = 8 * 1024 * 1024
+    """How many bytes of a sink's events are buffered from the stream; beyond that the sink polls."""
 
 
 class DeadLetterLimits(Section):
     """How many transactions in a row a handler may let die of one kind of fault; 0 or null: any number."""
 
     brake: Annotated[NonNegativeInt, Number] | None = 100
+    """How many transactions in a row a handler may dead-letter for one kind of fault before it is stopped; 0 or null:
+    any number."""
     brake_of: dict[str, Annotated[NonNegativeInt, Number]] = Field(default_factory=dict)
-    """For single handlers."""
+    """The same for single handlers, by their names."""
 
 
 def _plain(value: Any) -> Any:
@@ -319,8 +348,11 @@ class Route(Section):
     """Which events go to which handlers."""
 
     match: dict[str, Patterns] = Field(default_factory=dict)
+    """Values, globs or lists of them, by field or path into payload and metadata; every key must match."""
     handlers: Annotated[list[str], Field(min_length=1)]
+    """The names of the handlers that get the event."""
     continue_: bool = Field(default=False, alias="continue")
+    """Look at the following routes as well."""
 
     @field_validator("match")
     @classmethod
@@ -341,22 +373,40 @@ class Settings(BaseSettings):
     )
 
     source: Source = Field(default_factory=Source)
+    """Where events come from."""
     target: Target = Field(default_factory=Target)
+    """Where effects, dead letters and offsets are written."""
     group: Name = "default"
+    """The consumer group: progress is kept for each group."""
     partitions: Annotated[int, Field(ge=1, le=1024), Number] = 8
+    """Into how many partitions the hosts are split; fixed once the group is initialised."""
     poll: Poll = Field(default_factory=Poll)
+    """How relay polls the outbox."""
     batch: BatchLimits = Field(default_factory=BatchLimits)
+    """How much work is done at once."""
     spark: Spark = Field(default_factory=Spark)
+    """The Spark session that runs large batches."""
     handlers: dict[str, Handler] = Field(default_factory=dict)
+    """What is done with events: a mapping of names to handlers."""
     events: EventsSettings = Field(default_factory=dict)
+    """Types of events with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
     routes: list[Route] = Field(default_factory=list)
+    """Which events go to which handlers: a list, of which the first route that matches wins."""
     sinks: Sinks = Field(default_factory=Sinks)
+    """How long the WAL waits for a sink."""
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
+    """How many transactions may be dead-lettered in a row."""
     retention: Retention = Field(default_factory=Retention)
+    """How long events stay."""
     observe: Observe = Field(default_factory=Observe)
+    """Metrics, health, traces and the console."""
     crash_limit: Annotated[PositiveInt, Number] = 3
+    """After so many deaths of a process over one transaction the transaction is dead-lettered."""
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
+    """What happens to an event that no route matches: its transaction is dead-lettered, the event is ignored, or relay
+    stops."""
     shutdown_timeout: Seconds = 20.0
+    """How long a stop may wait for the batch in flight, in seconds; for deliveries half of that."""
 
     @field_validator("handlers")
     @classmethod
