@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt docs bench bench-before dist lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt docs reference bench bench-before dist lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +72,9 @@ fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
 docs: build/zensical/.installed ## build the documentation as a site, and check its links: build/site
 	@NO_COLOR=1 build/zensical/bin/zensical build --clean --strict
 	@echo "open build/site/index.html"
+
+reference: $(INSTALLED) ## write the pages of docs/reference that are made of the code
+	@$(BIN)/python -m tests.reference
 
 build/zensical/.installed: requirements-docs.lock
 	@$(PYTHON) -m venv --clear build/zensical

@@ -1,0 +1,387 @@
+"""Writes the pages of docs/reference that are made of the code: `python -m tests.reference`, which is `make reference`.
+
+They are committed, so that they can be read in the repository; tests/unit/test_reference.py says when they are stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, get_args
+
+import typer
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from relay.cli.app import app
+from relay.config.event_types import EventTypeSettings
+from relay.config.handlers import (
+    BrokerHandler,
+    DeliveryHandler,
+    HttpHandler,
+    KafkaHandler,
+    NatsHandler,
+    PythonHandler,
+    RabbitmqHandler,
+    RedisHandler,
+    SinkHandler,
+    SparkHandler,
+    SqlHandler,
+)
+from relay.config.retention import written
+from relay.config.settings import Settings
+from tests.pages import DOCS
+from tests.process import ROOT
+
+MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
+"""What users' code may import."""
+_NOTE = "This page is made of the code: `make reference` writes it.\n"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |\n"
+        for line in lines
+    )
+
+
+# Configuration
+
+
+def described(model: type[BaseModel]) -> dict[str, str]:
+    """What is said below each field of a model, in its own class or those above."""
+    found: dict[str, str] = {}
+    for each in reversed(model.__mro__):
+        if not issubclass(each, BaseModel) or each.__module__.startswith("pydantic"):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+def type_of(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A JSON schema in words, with its bounds."""
+    if "$ref" in schema:
+        return type_of(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        # Null first: what follows on a type are its bounds.
+        ordered = sorted(alternatives, key=lambda each: each.get("type") != "null")
+        return " or ".join(dict.fromkeys(type_of(each, definitions) for each in ordered))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
+    if schema.get("format") == "password":
+        return "text, `{env: NAME}` or `{file: PATH}`"
+    kind = schema.get("type", "any")
+    if kind == "array" and "prefixItems" in schema:
+        return "`host:port`"
+    if kind == "array":
+        return f"list of {type_of(schema['items'], definitions)}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"mapping to {type_of(schema['additionalProperties'], definitions)}"
+    words = {
+        "object": "mapping",
+        "string": "path" if schema.get("format") == "path" else "text",
+        "boolean": "`true`, `false`",
+    }
+    name = "duration, such as `7d`" if schema.get("format") == "duration" else words.get(kind, kind)
+    return name + "".join(f", {bound}" for bound in bounds(schema))
+
+
+def bounds(schema: dict[str, Any]) -> Iterator[str]:
+    """What a value must keep to."""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    for key, sign in signs.items():
+        if key in schema and abs(schema[key]) < 1e9:  # that of seconds only keeps them computable
+            yield f"{sign} {schema[key]:g}"
+    if schema.get("maxLength"):
+        yield f"at most {schema['maxLength']} characters"
+    elif schema.get("minLength"):
+        yield "not empty"
+    if "pattern" in schema:
+        yield f"matching `{schema['pattern']}`"
+
+
+def default_of(field: FieldInfo) -> str:
+    """A default as YAML has it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if isinstance(value, timedelta):
+        value = written(value)
+    if isinstance(value, BaseModel):
+        return ""
+    plain = {None: "null", True: "true", False: "false", "": '""'}
+    text = plain[value] if isinstance(value, bool | str | None) and value in plain else str(value)
+    return f"`{text}`".replace("'", "")
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field is, if it is one."""
+    parts = (annotation, *get_args(annotation))
+    sections = [each for each in parts if inspect.isclass(each) and issubclass(each, BaseModel)]
+    return sections[0] if len(sections) == 1 else None
+
+
+def keys(
+    model: type[BaseModel], above: str = "", only: set[str] | None = None
+) -> Iterator[tuple[str, ...]]:
+    """The rows of a model's table; a section's keys stand in the table of the one above."""
+    schema = model.model_json_schema()
+    texts = described(model)
+    for name, field in model.model_fields.items():
+        if only is not None and name not in only:
+            continue
+        key = above + (field.alias or name)
+        if (section := model_in(field.annotation)) is not None and "dict" not in str(
+            field.annotation
+        ):
+            if type(None) in get_args(field.annotation):
+                yield f"`{key}`", "null or a section", default_of(field), texts[name]
+            yield from keys(section, f"{key}.")
+            continue
+        of_key = schema["properties"][field.alias or name]
+        if least := [m.ge for m in field.metadata if isinstance(getattr(m, "ge", None), int)]:
+            of_key = {
+                **of_key,
+                "minimum": least[-1],
+            }  # which pydantic leaves out beside another bound
+            of_key.pop("exclusiveMinimum", None)
+        yield f"`{key}`", type_of(of_key, schema.get("$defs", {})), default_of(field), texts[name]
+
+
+def keys_table(model: type[BaseModel], only: set[str] | None = None) -> str:
+    return table(("key", "type", "default", "meaning"), list(keys(model, only=only)))
+
+
+def own(model: type[BaseModel]) -> set[str]:
+    """The fields that a class adds to those above it."""
+    return {name for name in inspect.get_annotations(model) if name != "type"}
+
+
+_SHARED = {
+    "Every handler": (SinkHandler.__mro__[1], "Every `type`."),
+    "Every sink": (SinkHandler, "`http`, `redis`, `nats`, `rabbitmq`, `kafka` and `spark`."),
+    "Deliveries": (DeliveryHandler, "`http`, `redis`, `nats`, `rabbitmq` and `kafka`."),
+    "Brokers": (BrokerHandler, "`redis`, `nats`, `rabbitmq` and `kafka`."),
+}
+_KINDS = (
+    *(SqlHandler, PythonHandler, SparkHandler, HttpHandler),
+    *(RedisHandler, NatsHandler, RabbitmqHandler, KafkaHandler),
+)
+
+
+def handlers() -> Iterator[str]:
+    """The tables of handlers: what several types have, then what each has of its own."""
+    for title, (model, of) in _SHARED.items():
+        yield f"### {title}\n\n{of}\n\n{keys_table(model, own(model))}"
+    for kind in _KINDS:
+        name = get_args(kind.model_fields["type"].annotation)[0]
+        yield f"### type: {name}\n\n{first_paragraph(kind)}\n\n{keys_table(kind, own(kind))}"
+
+
+def settings() -> str:
+    """The page of all keys of the configuration."""
+    lone, sections = [], []
+    texts = described(Settings)
+    for name, field in Settings.model_fields.items():
+        if name == "handlers":
+            sections.append(f"## handlers\n\n{texts[name]}\n\n" + "\n".join(handlers()))
+        elif name == "events":
+            sections.append(f"## events\n\n{texts[name]}\n\n{keys_table(EventTypeSettings)}")
+        elif name == "routes":
+            (route,) = get_args(field.annotation)
+            sections.append(f"## routes\n\n{texts[name]}\n\n{keys_table(route)}")
+        elif (section := model_in(field.annotation)) is not None:
+            sections.append(f"## {name}\n\n{first_paragraph(section)}\n\n{keys_table(section)}")
+        else:
+            lone.append(name)
+    top = table(("key", "type", "default", "meaning"), list(keys(Settings, only=set(lone))))
+    return (
+        f"# Configuration keys\n\n{_NOTE}\nEvery key with its type, bounds and default. "
+        "[Configuration](configuration.md) says how they act together, with examples; "
+        "`config/relay.yaml` has them all as a file.\n\n"
+        f"## Without a section\n\n{top}\n" + "\n".join(sections)
+    )
+
+
+def first_paragraph(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n\n")[0]
+
+
+# Commands
+
+
+def commands(group: Any, above: str) -> Iterator[tuple[str, Any]]:
+    """Every command, and every group before its own."""
+    for name, command in sorted(group.commands.items()):
+        path = f"{above} {name}"
+        yield path, command
+        if hasattr(command, "commands"):
+            yield from commands(command, path)
+
+
+def parameter(each: Any) -> tuple[str, str, str]:
+    """The row of an option or an argument."""
+    if type(each).__name__ == "TyperArgument":
+        return f"`{each.metavar or each.name.upper()}`", "", each.help or ""
+    value = "" if each.is_flag else f" {each.metavar or each.opts[0].lstrip('-').upper()}"
+    names = ", ".join(f"`{name}{value}`" for name in (*each.opts, *each.secondary_opts))
+    default = getattr(each.default, "value", each.default)
+    variable = f" Also `{each.envvar}`." if each.envvar else ""
+    return names, "" if default in (None, False) else f"`{default}`", (each.help or "") + variable
+
+
+def cli() -> str:
+    """The page of all commands."""
+    text = (
+        f"# Commands\n\n{_NOTE}\nExit status: 0, 1 for a failure, 2 for bad usage or configuration. "
+        "`init`, `check`, `run`, `status` and `console` take several configurations, the others one.\n"
+    )
+    for path, command in commands(typer.main.get_command(app), "relay"):
+        is_group = hasattr(command, "commands")
+        text += f"\n{'##' if path.count(' ') == 1 else '###'} {path}\n\n{inspect.cleandoc(command.help or '')}\n"
+        rows = [parameter(each) for each in command.params if not each.hidden]
+        if rows and not is_group:
+            text += "\n" + table(("option", "default", "meaning"), rows)
+    return text
+
+
+# SQL
+
+_FUNCTION = re.compile(
+    r"(?P<comment>(?:^-- .*\n)*)^create or replace function (?P<name>relay\.\w+)\s*\((?P<arguments>[^$]*?)\)\s*"
+    r"(?:returns (?P<returns>table \([^$]*?\)|setof \w+|[\w.\[\]]+))?\s",
+    re.MULTILINE,
+)
+_TABLE = re.compile(
+    r"(?P<comment>(?:^-- .*\n)*)^create table if not exists (?P<name>[\w.]+) \(\n(?P<columns>[^;]*?)\n\)",
+    re.MULTILINE,
+)
+_COLUMN = re.compile(
+    r"^    (?!primary|unique|check|constraint|foreign)(\w+) +([\w.\[\]]+)", re.MULTILINE
+)
+_COMMENT = re.compile(
+    r"^comment on (?:table|column|function) ([\w.]+)(?:\(.*?\))? is\s+'((?:[^']|'')*)'",
+    re.MULTILINE,
+)
+
+
+def sql() -> str:
+    """The page of the functions and tables that `relay init` installs."""
+    text = (
+        f"# SQL functions and tables\n\n{_NOTE}\nWhat `relay init` installs, by file of `sql/`. "
+        "Publishers call `relay.publish`; relay calls the other functions. You may read the tables; "
+        "write to them only by commands.\n"
+    )
+    for file in sorted((ROOT / "sql").rglob("*.sql")):
+        source = file.read_text()
+        said = {name: quoted.replace("''", "'") for name, quoted in _COMMENT.findall(source)}
+        functions = [
+            (
+                f"`{found['name']}({' '.join(found['arguments'].split())})`",
+                f"`{' '.join(found['returns'].split())}`"
+                if found["returns"]
+                else "its `out` arguments",
+                said.get(found["name"]) or uncommented(found["comment"]),
+            )
+            for found in _FUNCTION.finditer(source)
+            if found["returns"] != "trigger"
+        ]
+        tables = [
+            paragraphs(
+                f"### {found['name']}", said.get(found["name"]) or uncommented(found["comment"])
+            )
+            + table(
+                ("column", "type", "meaning"),
+                [
+                    (f"`{name}`", f"`{kind}`", said.get(f"{found['name']}.{name}", ""))
+                    for name, kind in _COLUMN.findall(found["columns"])
+                ],
+            )
+            for found in _TABLE.finditer(source)
+        ]
+        if functions or tables:
+            text += f"\n## {file.relative_to(ROOT / 'sql')}\n\n"
+        if functions:
+            text += table(("function", "returns", "what it does"), functions) + "\n" * bool(tables)
+        text += "\n".join(tables)
+    return text
+
+
+def paragraphs(*texts: str) -> str:
+    """Those that are not empty, and an empty line after each."""
+    return "".join(f"{text}\n\n" for text in texts if text)
+
+
+def uncommented(text: str) -> str:
+    return " ".join(line.removeprefix("-- ") for line in text.splitlines())
+
+
+# Python
+
+
+def signature(thing: Any) -> str:
+    try:
+        return re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(inspect.signature(thing)))
+    except (TypeError, ValueError):
+        return ""
+
+
+def members(thing: type) -> Iterator[tuple[str, str]]:
+    """The public methods and properties of a class that say what they are."""
+    for name, member in vars(thing).items():
+        function = (
+            member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        )
+        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        call = (
+            ""
+            if isinstance(member, property)
+            else signature(function).replace("(self, ", "(").replace("(self)", "()")
+        )
+        yield f"`{name}{call}`", inspect.cleandoc(function.__doc__)
+
+
+def python() -> str:
+    """The page of what users' code may import."""
+    text = f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names.\n"
+    for module_name in MODULES:
+        module = import_module(module_name)
+        text += f"\n## {module_name}\n"
+        for name in sorted(module.__all__):
+            thing = getattr(module, name)
+            call = signature(thing) if callable(thing) else ""
+            text += f"\n### {module_name}.{name}\n\n```text\n{name}{call}\n```\n\n{inspect.getdoc(thing) or ''}\n"
+            if inspect.isclass(thing) and (rows := list(members(thing))):
+                text += "\n" + table(("member", "what it does"), rows)
+    return text
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings,
+    "cli.md": cli,
+    "sql.md": sql,
+    "python-api.md": python,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / "reference" / name).write_text(page())
