@@ -46,7 +46,7 @@ def unknown_variables(model: type[BaseModel], contents: list[dict[str, Any]]) ->
         hint = (
             f"did you mean {meant}?"
             if meant
-            else "see docs/reference/configuration.md for the keys there are"
+            else "see docs/reference/settings.md for the keys there are"
         )
         yield f"environment: {name}: sets no key; {hint}"
 

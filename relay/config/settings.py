@@ -41,7 +41,7 @@ from relay.faults import ConfigurationError
 from relay.model import headers as header_fields
 from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 
-_UNKNOWN = "unknown key; see docs/reference/configuration.md for the keys there are"
+_UNKNOWN = "unknown key; see docs/reference/settings.md for the keys there are"
 DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = environment.PREFIX
 OWN_OUTBOX = "public.outbox_message_t"
@@ -366,7 +366,7 @@ class Route(Section):
 
 
 class Settings(BaseSettings):
-    """The whole configuration; see docs/reference/configuration.md for every key."""
+    """The whole configuration; see docs/reference/settings.md for every key."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True

@@ -247,7 +247,7 @@ def test_an_unknown_key_suggests_the_nearest(text: str, meant: str) -> None:
 def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
     (line,) = refused("source: {zzz: 1}")
     assert line == (
-        "shop.yaml: source.zzz: unknown key; see docs/reference/configuration.md for the keys there are"
+        "shop.yaml: source.zzz: unknown key; see docs/reference/settings.md for the keys there are"
     )
 
 
