@@ -15,9 +15,9 @@ from bench.outbox import Outbox
 from bench.results import Measurement
 from relay.model.snapshots import BEGINNING
 from relay.source.differences import Difference
-from relay.source.server import sight
+from relay.source.server import current_position
 from relay.spark.options import parse
-from relay.spark.reading import Portion, read
+from relay.spark.reading import TaskPortion, read
 
 TIMEOUT_SECONDS = 600.0
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 600.0
 def export(outbox: Outbox, file: Path) -> int:
     """Write all events of an outbox to a Parquet file; returns how many."""
     options = parse({"dsn": outbox.dsn})
-    portion = Portion(Difference(BEGINNING, sight(outbox.conn).snapshot))
+    portion = TaskPortion(Difference(BEGINNING, current_position(outbox.conn).snapshot))
     table = pa.Table.from_batches(read(outbox.dsn, options.table, portion, 8, None))
     pyarrow.parquet.write_table(table, file)
     return int(table.num_rows)

@@ -282,5 +282,5 @@ class Rabbitmq(Broker):
 
 def _found(program: str) -> str | None:
     # Debian's wrapper around RabbitMQ's script changes the user.
-    places = ("/usr/lib/rabbitmq/bin", os.environ.get("PATH", ""), "/usr/sbin")
-    return shutil.which(program, path=os.pathsep.join(places))
+    indices = ("/usr/lib/rabbitmq/bin", os.environ.get("PATH", ""), "/usr/sbin")
+    return shutil.which(program, path=os.pathsep.join(indices))

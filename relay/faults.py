@@ -423,14 +423,14 @@ class TaskFault(Exception):
             return cls(Action.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
             return cls(Action.STOP, describe(error), error.exit_status)
-        return cls(Action.STOP, f"{describe(error)}{_place(error)}")
+        return cls(Action.STOP, f"{describe(error)}{_raised_at(error)}")
 
     def as_error(self) -> RelayError:
         """What a fault that stops relay ends it with."""
         return ConfigurationError(self.text) if self.status == 2 else RelayError(self.text)
 
 
-def _place(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """Where it was raised: all that can be told of a defect without telling values."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

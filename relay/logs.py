@@ -29,7 +29,7 @@ def of_group(name: str) -> None:
     _group.set(name)
 
 
-class _Group(logging.Filter):
+class _GroupFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         name = _group.get()
         if name is not None and not hasattr(record, "group"):
@@ -140,7 +140,7 @@ def configure(log_format: LogFormat, level: str) -> None:
     """Send every log line to standard error in one format. Raises ValueError for an unknown level."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format is LogFormat.JSON else _Text())
-    handler.addFilter(_Group())
+    handler.addFilter(_GroupFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -19,7 +19,7 @@ _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1024 * 1024
 
 
-def collect_seldom() -> None:
+def collect_rarely() -> None:
     """Leave out of every later look what was loaded so far, and look at what is new when there is much of it."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)

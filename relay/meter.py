@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relay.handlers import Sink
-    from relay.model.batch import Batch, DeadTransaction, Outcome
+    from relay.model.batch import Batch, DeadLettered, Outcome
 
 
 class Meter:
@@ -16,10 +16,10 @@ class Meter:
     def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """A batch is durable, so many seconds after it was taken."""
 
-    def retried(self, sink: str, tried: int, dead: Iterable[DeadTransaction]) -> None:
+    def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
         """Deferred transactions were tried again, for a sink or ('') for the target; some of them are dead now."""
 
-    def settled(self, sink: str, deferred: int, dead: Iterable[DeadTransaction]) -> None:
+    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
         """A sink has stored which deliveries it has deferred, and which are dead."""
 
     def watched(self, sink: Sink) -> Sink:

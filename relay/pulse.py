@@ -17,7 +17,7 @@ class Due(Enum):
     """Nobody knows: what it waits for belongs to somebody else, or is judged by itself."""
 
 
-class Pulse:
+class Heartbeat:
     """When a thread went on last (monotonic clock, seconds), what it does, and when it goes on again.
 
     The thread beats; anybody may read.
@@ -30,7 +30,7 @@ class Pulse:
         self.doing = "starts"
         self.due = Due.OPEN
 
-    def beat(self, doing: str, due: Due = Due.SOON) -> None:
+    def update(self, doing: str, due: Due = Due.SOON) -> None:
         """The thread goes on, with something that it does from now on."""
         self.doing, self.due = doing, due
         self.at = time.monotonic()

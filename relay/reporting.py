@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Report(Protocol):
+class ProgressReport(Protocol):
     """Told again and again: what is being done, how many units of it, and of how many where that is known.
 
     Other words for `what` begin another step. Safe to call often, and from one thread after another.

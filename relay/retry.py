@@ -21,7 +21,7 @@ FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 5.0
 
 
-def until_it_works(
+def retry_until_success(
     stopping: Event,
     say: Callable[[RetryCallState], None],
     passes: Callable[[BaseException], bool] = is_transient,
@@ -42,7 +42,7 @@ def until_it_works(
     )
 
 
-def say_once(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
+def log_first(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
     """Say that something cannot be done yet, with the first fault of a row of them."""
 
     def say(state: RetryCallState) -> None:
@@ -53,16 +53,16 @@ def say_once(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]
     return say
 
 
-def say_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
+def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
     """Say that something cannot be done yet, once for each fault that differs from the one before."""
-    said = ""
+    last_logged = ""
 
     def say(state: RetryCallState) -> None:
-        nonlocal said
+        nonlocal last_logged
         error = state.outcome.exception() if state.outcome else None
         fault = describe(error) if error else ""
-        if fault != said:
-            said = fault
+        if fault != last_logged:
+            last_logged = fault
             log.warning(text, extra={"fault": fault})
 
     return say

@@ -23,7 +23,7 @@ from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.observe.traces import open_traces
 from relay.pipeline.apply import Redelivery
-from relay.pipeline.retries import Reviver
+from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
 from relay.source.hybrid import open_source
@@ -64,10 +64,10 @@ class Service:
             if settings.target.durable or settings.source.mode == "poll"
             else Unflushed(settings.target_dsn, settings.group, self._sinks.durable, self.stop)
         )
-        floors = self._unflushed.floors if self._unflushed else None
+        lower_bounds = self._unflushed.lower_bounds if self._unflushed else None
         self._owns_session = session is None
         self._session = session or Session(settings.spark, settings)
-        self._pipeline = Pipeline(settings, self._session, floors, self._meter)
+        self._pipeline = Pipeline(settings, self._session, lower_bounds, self._meter)
         self._presence = Presence(
             settings.target_dsn,
             settings.group,
@@ -77,7 +77,7 @@ class Service:
         )
         self._summary = Summary()
         self._engines = EngineCounts(settings.target_dsn, settings.group)
-        self._reviver = Reviver(
+        self._retry_worker = RetryWorker(
             self._pipeline.applier,
             settings.shutdown_timeout,
             self.stop,
@@ -91,7 +91,7 @@ class Service:
         self._relays = False
         self._source.stop()
         self._pipeline.interrupt()
-        self._reviver.stop()
+        self._retry_worker.stop()
         self._retention.stop()
         self._sinks.stop()
 
@@ -107,7 +107,7 @@ class Service:
                 self._pipeline.guard()
                 self._source.guard()
             self._pipeline.start()
-            self._reviver.start(guarded=died)
+            self._retry_worker.start(guarded=died)
             if self._unflushed:
                 self._unflushed.start()
             self._retention.start()
@@ -126,7 +126,7 @@ class Service:
             self._sinks.close()
             self._retention.close()
             self._source.close()
-            self._reviver.close()
+            self._retry_worker.close()
             self._pipeline.close()
             if self._owns_session:
                 self._session.close()
@@ -150,19 +150,21 @@ class Service:
         from relay.observe.parts import Parts
 
         self._observer.start(
-            Parts(self._source, self._pipeline, self._sinks, self._reviver, lambda: self._relays)
+            Parts(
+                self._source, self._pipeline, self._sinks, self._retry_worker, lambda: self._relays
+            )
         )
 
     def _note_retried(self, found: Redelivery) -> None:
         if self._traces:
-            self._traces.redelivered(found.trail)
+            self._traces.redelivered(found.trace_record)
         self._summary.note_redelivered(found.applied)
         self._meter.retried("", found.tried, found.dead)
 
     def _raise_faults(self) -> None:
         """Raise what ended relaying in a thread beside the loop, if anything did."""
         lost = self._unflushed.error if self._unflushed else None
-        threads = (self._reviver, self._sinks, self._presence, self._retention)
+        threads = (self._retry_worker, self._sinks, self._presence, self._retention)
         for error in (*(thread.error for thread in threads), lost):
             if error is not None:
                 raise error
@@ -207,10 +209,10 @@ class Service:
         self._summary.note(batch, outcome)
         self._engines.note(batch, outcome)
 
-    def forgive(self) -> None:
+    def note_orderly_exit(self) -> None:
         """Say that the process ends by its own decision, and that what is in flight has not killed it."""
         with suppress(psycopg.Error):
-            self._pipeline.applier.forgive()
+            self._pipeline.applier.note_orderly_exit()
 
 
 def _observer(settings: Settings) -> Observer | None:

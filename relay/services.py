@@ -22,7 +22,7 @@ from relay.config.files import Configuration, require_apart
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.logs import of_group
-from relay.memory import collect_seldom, return_large_blocks
+from relay.memory import collect_rarely, return_large_blocks
 from relay.retention.floor import identity
 from relay.service import Service
 from relay.spark.session import Session
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_SECONDS = 1.0
 """How long the main thread waits at most before it runs the handlers of signals that other threads received."""
-_FORGIVE_SECONDS = 2.0
+_EXIT_NOTE_SECONDS = 2.0
 """How long the process waits at most, before it ends itself, to say that this is no death."""
 
 
@@ -59,12 +59,12 @@ class Services:
         """Raises ConfigurationError if the configurations cannot be relayed by one process."""
         require_apart(configurations)
         self._all_settings = [each.settings for each in configurations]
-        self._news: SimpleQueue[_Group | signal.Signals] = SimpleQueue()
+        self._messages: SimpleQueue[_GroupThread | signal.Signals] = SimpleQueue()
         self._stopping = Event()
         self._session = _shared_session(self._all_settings)
-        shared = _Shared(self._stopping, self._session, accept_configuration)
-        self._groups = [_Group(each, shared, self._news) for each in configurations]
-        self._failed: list[_Group] = []
+        shared = _SharedState(self._stopping, self._session, accept_configuration)
+        self._groups = [_GroupThread(each, shared, self._messages) for each in configurations]
+        self._failed: list[_GroupThread] = []
         self._last_resort = Timer(
             max(each.settings.shutdown_timeout for each in configurations), self._give_up
         )
@@ -80,7 +80,7 @@ class Services:
         """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when a group cannot go on."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        collect_seldom()
+        collect_rarely()
         return_large_blocks()
         is_one = len(self._groups) == 1
         with _listening(self._all_settings):
@@ -96,22 +96,22 @@ class Services:
         """Wait until all groups have ended, and stop those that are left when one ends or a signal comes."""
         left = set(self._groups)
         while left:
-            news = self._next_news()
-            if isinstance(news, _Group):
-                left.discard(news)
-                self._note_end(news)
+            message = self._next_message()
+            if isinstance(message, _GroupThread):
+                left.discard(message)
+                self._note_end(message)
             elif self.running:
-                log.info("stopping after the batch in flight", extra={"signal": news.name})
+                log.info("stopping after the batch in flight", extra={"signal": message.name})
             left -= self._stop(left)
 
-    def _next_news(self) -> _Group | signal.Signals:
+    def _next_message(self) -> _GroupThread | signal.Signals:
         # The kernel may give a signal to a thread that is just being started. Python runs its handler in the main
         # thread, which such a signal does not wake.
         while True:
             with suppress(Empty):
-                return self._news.get(timeout=_SIGNAL_SECONDS)
+                return self._messages.get(timeout=_SIGNAL_SECONDS)
 
-    def _note_end(self, group: _Group) -> None:
+    def _note_end(self, group: _GroupThread) -> None:
         if group.error is None:
             return
         self._failed.append(group)
@@ -121,7 +121,7 @@ class Services:
                 extra={"group": group.name, "fault": "; ".join(group.fault_lines())},
             )
 
-    def _stop(self, left: set[_Group]) -> set[_Group]:
+    def _stop(self, left: set[_GroupThread]) -> set[_GroupThread]:
         """Let groups end after the batch in flight; returns those that have not begun, which need no waiting."""
         self._stopping.set()
         if not self._last_resort.is_alive():
@@ -146,24 +146,24 @@ class Services:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         # The main thread may be anywhere, in the midst of a log line too: it acts when it looks at the queue.
-        self._news.put(signal.Signals(number))
+        self._messages.put(signal.Signals(number))
 
     def _give_up(self) -> None:
         log.error(
             "the batch in flight did not end within shutdown_timeout; it will be delivered again"
         )
         # A target that does not answer must not keep the process.
-        forgiving = [Thread(service.forgive, daemon=True) for _, service in self.running]
-        for thread in forgiving:
+        exiting = [Thread(service.note_orderly_exit, daemon=True) for _, service in self.running]
+        for thread in exiting:
             thread.start()
-        for thread in forgiving:
-            thread.join(_FORGIVE_SECONDS)
+        for thread in exiting:
+            thread.join(_EXIT_NOTE_SECONDS)
         logging.shutdown()
         # The target rolls back what is unfinished, and nothing of it was acknowledged.
         os._exit(1)
 
 
-class _Shared:
+class _SharedState:
     """What the groups of a process share."""
 
     def __init__(
@@ -196,21 +196,21 @@ class _Shared:
             )
 
 
-class _Group:
+class _GroupThread:
     """A group and the thread that relays it; `service` is there once its databases could be reached."""
 
     def __init__(
         self,
         configuration: Configuration,
-        shared: _Shared,
-        news: SimpleQueue[_Group | signal.Signals],
+        shared: _SharedState,
+        messages: SimpleQueue[_GroupThread | signal.Signals],
     ) -> None:
         self.name = configuration.settings.group
         self.service: Service | None = None
         self.error: BaseException | None = None
         self._configuration = configuration
         self._shared = shared
-        self._news = news
+        self._messages = messages
 
     def start(self, named: bool) -> None:
         """Relay in a thread, which tells its end. Its log lines name the group where it is `named`."""
@@ -234,7 +234,7 @@ class _Group:
         except BaseException as error:
             self.error = error
         finally:
-            self._news.put(self)
+            self._messages.put(self)
 
     def _relay(self, named: bool) -> None:
         settings, shared = self._configuration.settings, self._shared

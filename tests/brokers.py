@@ -25,7 +25,7 @@ from relay.demo.embedded import free_port
 from tests.outbox import APPEND, Outbox, wait_until
 
 CloudEvent = dict[str, Any]
-HASTY = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 0}
+SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.5, "jitter": 0.05, "defer_after": 0}
 TYPE = "order.placed"
 
 
@@ -104,8 +104,8 @@ class _Process:
             self._process = None
 
 
-def _program(name: str, *places: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join(places) if places else None)
+def _program(name: str, *indices: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join(indices) if indices else None)
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
@@ -383,7 +383,7 @@ def sending(broker: Broker, **more: Any) -> dict[str, Any]:
         "broker": {
             **broker.handler,
             "topic": "shop.{event_type}",
-            "retry": HASTY,
+            "retry": SHORT_INTERVALS,
             "timeout": 3,
             **more,
         },

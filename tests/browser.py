@@ -67,7 +67,9 @@ class Browser:
         """A command of the DevTools protocol."""
         return self._post("goog/cdp/execute", cmd=name, params=parameters)
 
-    def looks(self, width: int, height: int, dark: bool = False, phone: bool = False) -> None:
+    def observations(
+        self, width: int, height: int, dark: bool = False, phone: bool = False
+    ) -> None:
         """Set the size of the page, and which colours the reader prefers."""
         self.command(
             "Emulation.setDeviceMetricsOverride",

@@ -101,18 +101,18 @@ def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """As `record`, then executes what the events' aggregate_id says."""
     record(transaction, cursor)
     for event in transaction.events:
-        told = str(event.aggregate_id)
-        if told == "close":
+        command = str(event.aggregate_id)
+        if command == "close":
             cursor.connection.close()
-        elif told == "connection.commit":
+        elif command == "connection.commit":
             cursor.connection.commit()
-        elif told == "sys.exit":
+        elif command == "sys.exit":
             sys.exit(3)
-        elif told == "row_factory":
+        elif command == "row_factory":
             cursor.connection.row_factory = dict_row
             cursor.connection.cursor_factory = psycopg.ClientCursor
-        elif told != "1":
-            for statement in [told] if told.startswith("do ") else told.split(";"):
+        elif command != "1":
+            for statement in [command] if command.startswith("do ") else command.split(";"):
                 if statement == "raise":
                     raise ValueError
                 cursor.execute(statement.encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relay.config.settings import Spark
+from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server
@@ -65,7 +65,9 @@ def spark_session(event_log: Path) -> Iterator[Session]:
         "spark.eventLog.rolling.enabled": "false",
         "spark.eventLog.dir": event_log.as_uri(),
     }
-    session = Session(Spark.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging}))
+    session = Session(
+        SparkSettings.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging})
+    )
     session.start()
     assert session.get(timeout=120) is not None
     yield session

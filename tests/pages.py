@@ -176,7 +176,7 @@ class Reader:
             return
         status, printed = self.bash(command.text)
         is_as_shown = has_shape(printed, command.output) if command.output else status == 0
-        assert is_as_shown, told(command, printed)
+        assert is_as_shown, output(command, printed)
 
     def bash(self, text: str) -> tuple[int, str]:
         """The exit status and all output of a command; what it exports, and where it goes, lasts."""
@@ -232,11 +232,11 @@ def expect(command: Command, printed: Callable[[], str]) -> None:
     """Wait until what is printed has the lines of the page."""
     deadline = time.monotonic() + LONG_SECONDS
     while not has_shape(last := printed(), command.output):
-        assert time.monotonic() < deadline, told(command, last)
+        assert time.monotonic() < deadline, output(command, last)
         time.sleep(0.3)
 
 
-def told(command: Command, printed: str) -> str:
+def output(command: Command, printed: str) -> str:
     """What went otherwise than a page says."""
     return f"$ {command.text}\nprinted\n{printed}\nand the page has\n" + "\n".join(command.output)
 

@@ -44,7 +44,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""
-        begun = self._said()
+        begun = self._last_logged()
         home = Path(pyspark.__file__).parent
         environment = {
             "JAVA_HOME": str(java_home()),
@@ -62,10 +62,10 @@ class Daemon:
                 stdout=output,
                 stderr=output,
             )
-        wait_until(lambda: self._said() > begun or not self.runs, 120)
+        wait_until(lambda: self._last_logged() > begun or not self.runs, 120)
         assert self.runs, self._log.read_text()[-4_000:]
 
-    def _said(self) -> int:
+    def _last_logged(self) -> int:
         return self._log.read_text().count(self._says) if self._log.exists() else 0
 
     @property

@@ -29,7 +29,7 @@ class Shop:
             "postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool
         )
 
-    def place(self, host: UUID, *amounts: int, sampled: bool = True) -> SpanContext:
+    def add_rows(self, host: UUID, *amounts: int, sampled: bool = True) -> SpanContext:
         """Place an order with an event for each amount; returns the span in which the transaction was."""
         sampler: Sampler = ALWAYS_ON if sampled else ALWAYS_OFF
         tracer = TracerProvider(sampler=sampler, shutdown_on_exit=False).get_tracer("shop")

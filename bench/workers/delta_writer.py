@@ -39,12 +39,12 @@ def _in_process(events: pa.Table) -> Callable[[Path], None]:
 
 def _on_spark(events: pa.Table) -> Callable[[Path], None]:
     from relay.config.handlers import SparkHandler
-    from relay.config.settings import Spark
+    from relay.config.settings import SparkSettings
     from relay.spark.session import Session
     from relay.spark.writers import BatchId, writer
 
     conf = {"spark.driver.memory": "2g"}
-    session = Session(Spark.model_validate({"master": f"local[{TASKS}]", "conf": conf}))
+    session = Session(SparkSettings.model_validate({"master": f"local[{TASKS}]", "conf": conf}))
     session.start()
     spark = session.get(120)
     if spark is None:

@@ -46,8 +46,8 @@ def latencies(result: dict[str, Any], file: Path) -> None:
     for offset, centile, faint in ((-0.2, "p50", 1.0), (0.2, "p99", 0.55)):
         values = [row["median"].get(f"durable {centile}", row["median"][centile]) for row in rows]
         colours = [OWN if name.startswith("relay") else OTHERS for name in names]
-        places = [place + offset for place in range(len(rows))]
-        drawn = axes.barh(places, values, height=0.38, color=colours, alpha=faint)
+        indices = [index + offset for index in range(len(rows))]
+        drawn = axes.barh(indices, values, height=0.38, color=colours, alpha=faint)
         labels = [f"{centile} {shown(value)}" for value in values]
         axes.bar_label(drawn, labels, padding=4, fontsize=8)
     axes.set_yticks(range(len(rows)), names)

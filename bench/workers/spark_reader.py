@@ -39,12 +39,12 @@ def main() -> None:
 
 
 def _session(tasks: str) -> Any:
-    from relay.config.settings import Spark
+    from relay.config.settings import SparkSettings
     from relay.spark import register
     from relay.spark.session import Session
 
     conf = {"spark.jars": JAR, "spark.driver.memory": "2g"}
-    session = Session(Spark.model_validate({"master": f"local[{tasks}]", "conf": conf}))
+    session = Session(SparkSettings.model_validate({"master": f"local[{tasks}]", "conf": conf}))
     session.start()
     spark = session.get(120)
     if spark is None:

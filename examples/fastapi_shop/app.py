@@ -62,7 +62,7 @@ async def transaction() -> AsyncIterator[AsyncSession]:
 
 
 @app.post("/tenants/{tenant}/orders", status_code=201)
-async def place(
+async def index(
     tenant: UUID,
     new: NewOrder,
     session: Annotated[AsyncSession, Depends(transaction, scope="function")],

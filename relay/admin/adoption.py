@@ -44,7 +44,7 @@ _SAFE = frozenset(
 )
 """Functions that expressions of the outbox may call. Others, such as query_to_xml, run whatever they are given."""
 
-_CURE = "drop it, or rename the table and let relay make its own, or name a table of yours as source.table"
+_HINT = "drop it, or rename the table and let relay make its own, or name a table of yours as source.table"
 
 _LITERAL = re.compile(r"""("(?:[^"]|"")*")|'(?:[^']|'')*'""")
 """A string, or a quoted name, in which a quote begins none."""
@@ -69,7 +69,7 @@ def claim_schema(conn: Connection, key: str) -> bool:
     exists = bool(row and row[0])
     if exists:
         tables = _oids(conn, "select oid from pg_class where relnamespace = 'relay'::regnamespace")
-        found += [*_strangers(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
+        found += [*_untrusted(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
     _refuse(found, key)
     if not exists:
         # Without IF NOT EXISTS: one that somebody creates at this moment makes this fail.
@@ -136,7 +136,7 @@ def _owner_role(conn: Connection) -> Iterator[str]:
         )
 
 
-def _strangers(conn: Connection) -> Iterator[str]:
+def _untrusted(conn: Connection) -> Iterator[str]:
     """Objects in the schema relay, and itself, that belong to somebody who is not trusted."""
     for kind, name, owner in conn.execute(
         """
@@ -245,7 +245,7 @@ def _attached(conn: Connection, tables: list[int]) -> Iterator[str]:
         """,
         (tables,),
     ):
-        yield f"{table} has {what}, which relay would not have made: {_CURE}"
+        yield f"{table} has {what}, which relay would not have made: {_HINT}"
 
 
 def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
@@ -259,7 +259,7 @@ def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
         (tables,),
     ):
         yield (
-            f"{table} has the column {column} of the type {kind}, which is not PostgreSQL's own: {_CURE}"
+            f"{table} has the column {column} of the type {kind}, which is not PostgreSQL's own: {_HINT}"
         )
 
 
@@ -286,7 +286,7 @@ def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
         called = foreign_calls(expression)
         if called:
             yield (
-                f"{table}: {name} calls {', '.join(sorted(called))}, which relay would not have made: {_CURE}"
+                f"{table}: {name} calls {', '.join(sorted(called))}, which relay would not have made: {_HINT}"
             )
 
 

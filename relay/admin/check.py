@@ -22,7 +22,7 @@ from relay.handlers import Sink
 from relay.model.events import FIELDS
 from relay.observe.traces import require_exporter
 from relay.retention import floor, partitions
-from relay.retry import say_changes, until_it_works
+from relay.retry import log_changes, retry_until_success
 from relay.source import columns
 from relay.source.gapless import TRIGGER as COUNTING
 from relay.source.gapless import is_gapless, require_numbered
@@ -45,7 +45,7 @@ REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
 """Fields that an outbox must have a column for; relay's own has all of them."""
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """How much a finding matters."""
 
     OK = "ok"
@@ -57,7 +57,7 @@ class Level(StrEnum):
 class Finding:
     """One thing that was looked at. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
 
-    level: Level
+    level: Severity
     subject: str
     text: str
     passes: bool = False
@@ -76,7 +76,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
     except ConfigurationError as error:
-        yield Finding(Level.ERROR, "handlers", str(error))
+        yield Finding(Severity.ERROR, "handlers", str(error))
         built = {}
     yield from _events(settings)
     yield from _routes(settings)
@@ -92,13 +92,15 @@ def examine(settings: Settings) -> Iterator[Finding]:
     except psycopg.errors.InsufficientPrivilege as error:
         message = error.diag.message_primary
         yield Finding(
-            Level.ERROR, "target", f"target.dsn: {message}: grant it, see sql/target/001_target.sql"
+            Severity.ERROR,
+            "target",
+            f"target.dsn: {message}: grant it, see sql/target/001_target.sql",
         )
 
 
 def require(settings: Settings) -> None:
     """Raise ConfigurationError with a line for each error found, Unreachable if an outage is all there is."""
-    errors = [finding for finding in examine(settings) if finding.level is Level.ERROR]
+    errors = [finding for finding in examine(settings) if finding.level is Severity.ERROR]
     if not errors:
         return
     text = "\n".join(dict.fromkeys(finding.text for finding in errors))
@@ -107,12 +109,12 @@ def require(settings: Settings) -> None:
 
 def require_when_reachable(settings: Settings, stopping: Event) -> None:
     """Wait until source and target can be reached, then raise ConfigurationError with a line for each error found."""
-    waiting = until_it_works(
+    retry = retry_until_success(
         stopping,
-        say_changes(log, "waiting for the database"),
+        log_changes(log, "waiting for the database"),
         passes=lambda error: isinstance(error, Unreachable),
     )
-    waiting(require, settings)
+    retry(require, settings)
 
 
 @contextmanager
@@ -150,7 +152,7 @@ def _events(settings: Settings) -> Iterator[Finding]:
 
 
 def _error(subject: str, error: ConfigurationError) -> Finding:
-    return Finding(Level.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
+    return Finding(Severity.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
 
 
 def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
@@ -232,7 +234,7 @@ def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
         check(*arguments)
     except ConfigurationError as error:
         return _error(subject, error)
-    return Finding(Level.OK, subject, fine)
+    return Finding(Severity.OK, subject, fine)
 
 
 def _schema(conn: Connection, side: migrations.Side, key: str) -> Finding:
@@ -245,7 +247,7 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     source = settings.source
     schemas = [_schema(conn, side, "source.dsn") for side in source_sides(settings)]
     yield from schemas
-    if all(schema.level is Level.OK for schema in schemas):
+    if all(schema.level is Severity.OK for schema in schemas):
         yield from _retention(conn, settings)
     if source.message_prefix is not None:
         yield from _stream(conn, settings)
@@ -254,7 +256,7 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         "table", f"{source.table} is there with its columns", require_table, conn, settings
     )
     for problem in columns.problems(conn, source):
-        level = Level.WARNING if problem.readable else Level.ERROR
+        level = Severity.WARNING if problem.readable else Severity.ERROR
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
         yield _marks(conn, settings)
@@ -262,13 +264,13 @@ def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield _offsets(conn, settings)
     yield _notify(conn, settings)
     if source.mode == "poll":
-        for text in left_behind(conn, settings):
-            yield Finding(Level.WARNING, "slot", text)
+        for text in unused_slots(conn, settings):
+            yield Finding(Severity.WARNING, "slot", text)
     else:
         for finding in _stream(conn, settings):
             # What keeps the WAL away is no reason to stop where polling steps in.
-            spared = source.mode == "auto" and finding.level is Level.ERROR
-            yield replace(finding, level=Level.WARNING) if spared else finding
+            downgraded = source.mode == "auto" and finding.level is Severity.ERROR
+            yield replace(finding, level=Severity.WARNING) if downgraded else finding
 
 
 def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
@@ -290,9 +292,9 @@ def _marks(conn: Connection, settings: Settings) -> Finding:
 
 def _index(conn: Connection, settings: Settings) -> Finding:
     if has_index(conn, settings):
-        return Finding(Level.OK, "index", "polling reads only rows that are new to it")
+        return Finding(Severity.OK, "index", "polling reads only rows that are new to it")
     return Finding(
-        Level.WARNING,
+        Severity.WARNING,
         "index",
         f"source.table: {settings.source.table} has no index on c_xid, so polling reads the whole table for each "
         "window: run `relay init`",
@@ -308,16 +310,16 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
     wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
     if wanted == counts:
         text = "numbers have no gaps, publishers take turns" if wanted else "publishers do not wait"
-        return Finding(Level.OK, "offsets", text)
+        return Finding(Severity.OK, "offsets", text)
     if wanted:
         return Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "offsets",
             f"source.offsets: it is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
             "run `relay init`",
         )
     return Finding(
-        Level.WARNING,
+        Severity.WARNING,
         "offsets",
         f"source.offsets: it is sequence, but by the trigger {COUNTING} of {source.table} publishers still take turns: "
         "run `relay init`, which removes it, or set source.offsets: gapless",
@@ -329,15 +331,15 @@ def _notify(conn: Connection, settings: Settings) -> Finding:
     sends = sends_notify(conn, settings.source)
     if sends == listens:
         text = "inserts wake relay while it polls" if listens else "inserts send no NOTIFY"
-        return Finding(Level.OK, "notify", text)
+        return Finding(Severity.OK, "notify", text)
     if listens:
         return Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "notify",
             f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
         )
     return Finding(
-        Level.WARNING,
+        Severity.WARNING,
         "notify",
         f"poll.listen: it is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
         "`relay init`, which removes it, or set poll.listen: true if another group listens",
@@ -350,9 +352,9 @@ def _role(conn: Connection) -> Finding:
     ).fetchone()
     may, name = row if row else (False, "?")
     if may or _managed_replication(conn):
-        return Finding(Level.OK, "role", f"{name} may replicate")
+        return Finding(Severity.OK, "role", f"{name} may replicate")
     return Finding(
-        Level.ERROR,
+        Severity.ERROR,
         "role",
         f"source.dsn: the role {name} may not replicate: run `alter role {name} replication` as an administrator, "
         "or connect as a role that may",
@@ -378,7 +380,7 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
     state = slot_state(conn, name)
     if state is None:
         yield Finding(
-            Level.ERROR,
+            Severity.ERROR,
             "slot",
             f"source.slot: there is no replication slot {name!r}: run `relay init`",
         )
@@ -388,21 +390,21 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield _caught("slot", there, require_ours, state, conn.info.dbname)
         if state.lost:
             yield Finding(
-                Level.ERROR,
+                Severity.ERROR,
                 "slot",
                 f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
                 "auto, which recreates it and reads by polling what it lacks",
             )
     if state is not None and state.creating:
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "slot",
             f"source.slot: {name!r} is still being made by process {state.active_pid}, which waits for all "
             f"transactions that run; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
         )
     elif state is not None and state.active:
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "slot",
             f"{name} is being read by process {state.active_pid}: a second relay waits and takes over when it ends",
         )
@@ -410,7 +412,7 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
 
 
-def left_behind(conn: Connection, settings: Settings) -> Iterator[str]:
+def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
     """A line for each slot that a group which only polls has from a former mode, and nobody reads."""
     slots: list[str] = []
     # A role of an administrator's own making need not have the right.
@@ -437,7 +439,7 @@ def require_slot(conn: Connection, settings: Settings) -> None:
         _role(conn),
         _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots"),
     ):
-        if finding.level is Level.ERROR:
+        if finding.level is Severity.ERROR:
             raise ConfigurationError(finding.text)
 
 
@@ -446,12 +448,12 @@ def _room(conn: Connection, setting: str, used: str) -> Finding:
     taken = conn.execute(used.encode()).fetchone()
     if limit and taken and taken[0] >= limit[0]:
         return Finding(
-            Level.ERROR,
+            Severity.ERROR,
             setting,
             f"source.dsn: all {limit[0]} of {setting} are taken: raise it and restart the server, or free one",
         )
     return Finding(
-        Level.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken"
+        Severity.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken"
     )
 
 
@@ -465,13 +467,13 @@ def _routes(settings: Settings) -> Iterator[Finding]:
     for name in settings.handlers:
         if name not in routed:
             yield Finding(
-                Level.WARNING,
+                Severity.WARNING,
                 "routes",
                 f"handlers.{name}: no route leads to it: add one, or remove it",
             )
     if not settings.routes:
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "routes",
             f"routes: there are none, so every event is unrouted ({settings.unrouted}): add a route",
         )
@@ -482,7 +484,7 @@ def _target(
 ) -> Iterator[Finding]:
     schema = _schema(conn, "target", "target.dsn")
     yield schema
-    if schema.level is Level.OK:
+    if schema.level is Severity.OK:
         yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
         yield _configuration(conn, settings)
         yield from _former_handlers(conn, settings)
@@ -494,9 +496,9 @@ def _target(
 def _configuration(conn: Connection, settings: Settings) -> Finding:
     difference = admission.difference_from_running(conn, settings.group, Effects.of(settings))
     if difference is None:
-        return Finding(Level.OK, "configuration", "no instance runs with another configuration")
+        return Finding(Severity.OK, "configuration", "no instance runs with another configuration")
     return Finding(
-        Level.WARNING,
+        Severity.WARNING,
         "configuration",
         f"group: an instance of {settings.group!r} runs with another configuration: {difference}: stop it before this "
         "one starts, or start this one with --accept-configuration",
@@ -505,18 +507,20 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
     """Transactions that are deferred for a handler that the configuration no longer has."""
-    waiting = deferred.waiting_for_others(conn, settings.group, settings.handlers)
-    for name, transactions in waiting.items():
+    deferred_for = deferred.deferred_for_others(conn, settings.group, settings.handlers)
+    for name, transactions in deferred_for.items():
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "handlers",
             f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: they "
             "will be applied by the routes that there are now; put it back if it is to have them",
         )
-    stranded = deferred.waiting_for_sinks(conn, settings.group, list(settings.sink_handlers))
-    for name, transactions in stranded.items():
+    deferred_for_gone = deferred.deferred_for_sinks(
+        conn, settings.group, list(settings.sink_handlers)
+    )
+    for name, transactions in deferred_for_gone.items():
         yield Finding(
-            Level.ERROR,
+            Severity.ERROR,
             "handlers",
             f"handlers.{name}: there is no such sink, but {transactions} transactions are deferred for it: put it back "
             f"until `relay deferred list --sink {name}` shows none, or give them up with `relay deferred cancel`",
@@ -528,7 +532,7 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
     for each in sinks.read(conn, settings.group, settings.sink_handlers):
         if each.state == sinks.GONE:
             yield Finding(
-                Level.WARNING,
+                Severity.WARNING,
                 "handlers",
                 f"handlers.{each.sink}: the sink is no longer configured, and events are not kept for it: put it back, "
                 f"and it goes on where it was, or run `relay sink drop {each.sink}`",
@@ -536,7 +540,7 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
         elif settings.source.mode == "wal":
             why = sinks.why_not_wal(each.sink, each.position, each.lags)
             if why is not None:
-                yield Finding(Level.ERROR, "sinks", why)
+                yield Finding(Severity.ERROR, "sinks", why)
 
 
 def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
@@ -544,20 +548,20 @@ def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
     table, keep = settings.source.table, settings.retention.keep
     if keep is not None and partitions.retained(conn, table) is None:
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "retention",
             f"retention.keep: the role relay has no right to remove events of {table}: run `relay init`",
         )
     for left in partitions.unfinished(conn, table):
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "retention",
             f"source.table: {left.partition} refuses events from {left.end} on, since a command was "
-            f"killed: {left.cure}",
+            f"killed: {left.hint}",
         )
     for name in floor.given_up_readers(conn):
         yield Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "retention",
             f"retention.max_lag: the reader {name} was given up: move it with `relay sink seek` or "
             "`relay offsets seek`, or drop it",
@@ -577,11 +581,11 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
         handler.configure(conn)
         handler.check(conn)
     except RelayError as error:
-        return Finding(Level.ERROR, "handler", str(error))
+        return Finding(Severity.ERROR, "handler", str(error))
     except psycopg.Error as error:
         return Finding(
-            Level.ERROR,
+            Severity.ERROR,
             "handler",
             f"handlers.{name}: {first_line(error)}: grant what it needs",
         )
-    return Finding(Level.OK, "handler", f"{name} is accepted by the target")
+    return Finding(Severity.OK, "handler", f"{name} is accepted by the target")

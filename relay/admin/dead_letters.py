@@ -20,13 +20,20 @@ from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
 from relay.model.transactions import FACTS, Rows, Transactions
-from relay.pipeline.deferral import Waiting
-from relay.pipeline.routing import Routing
-from relay.reporting import Report, silent
+from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.routing import BatchRouter
+from relay.reporting import ProgressReport, silent
 from relay.source.pgoutput import encode_tuple
 from relay.store import dead_letter_edits, dead_letters, deferred, presence
-from relay.store.dead_letters import FIELD_OF, STORED, Dead, Filter, Found, Letter
-from relay.store.deferred import Wait
+from relay.store.dead_letters import (
+    FIELD_OF,
+    STORED,
+    Dead,
+    DeadLetterRow,
+    DeadLetterSelection,
+    FoundDeadLetters,
+)
+from relay.store.deferred import Deferral
 
 Connection = psycopg.Connection[Any]
 
@@ -37,7 +44,7 @@ _EVENTS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 8 * 1024 * 1024
 """What is replayed together in memory; a transaction above these limits is read as it is written."""
 _ROWS_AT_ONCE = 1_000
-Encoder = Callable[[Letter], bytes]
+RowEncoder = Callable[[DeadLetterRow], bytes]
 """Makes the row of a letter again."""
 Facts = tuple[int, ...]
 _POLL_SECONDS = 0.1
@@ -67,23 +74,25 @@ class DeadLetters:
             name: column for name, column in settings.source.headers.items() if column not in fields
         }
         self._columns = (*fields, *self._headers.values())
-        self._waiting = Waiting(settings, Routing(settings))
+        self._deferral_rules = DeferralRules(settings, BatchRouter(settings))
         self._conn = conn
 
-    def find(self, wanted: Filter, statuses: Sequence[str] = ("dead",)) -> Found:
+    def find(
+        self, wanted: DeadLetterSelection, statuses: Sequence[str] = ("dead",)
+    ) -> FoundDeadLetters:
         """The transactions of some statuses that a filter selects now."""
         return dead_letters.find(self._conn, self._group, wanted, statuses)
 
-    def missing_handlers(self, found: Found) -> dict[str, int]:
+    def missing_handlers(self, found: FoundDeadLetters) -> dict[str, int]:
         """Handlers that transactions failed in and that are not configured any more, and how many did in each."""
         failed = dead_letters.failed_handlers(self._conn, self._group, found)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
-    def sinks(self, found: Found) -> dict[str, int]:
+    def sinks(self, found: FoundDeadLetters) -> dict[str, int]:
         """The sinks that transactions could not be delivered to, and how many of them to each."""
         return dead_letters.sinks(self._conn, self._group, found)
 
-    def missing_sinks(self, found: Found) -> dict[str, int]:
+    def missing_sinks(self, found: FoundDeadLetters) -> dict[str, int]:
         """As `sinks`, those that are not configured any more."""
         failed = self.sinks(found)
         return {name: count for name, count in failed.items() if name not in self._sinks}
@@ -94,10 +103,10 @@ class DeadLetters:
 
     def replay(
         self,
-        found: Found,
+        found: FoundDeadLetters,
         reason: str | None,
         edits: Path | None = None,
-        report: Report = silent,
+        report: ProgressReport = silent,
     ) -> Sequence[int]:
         """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
@@ -126,21 +135,21 @@ class DeadLetters:
                 report("queuing transactions", len(queued), found.transactions)
         return queued
 
-    def edit(self, letter: int, payload: str, reason: str | None) -> None:
+    def edit(self, dead_letter_id: int, payload: str, reason: str | None) -> None:
         """Give an event of a dead transaction another payload; the first one is kept beside it.
 
         Raises ConfigurationError for what is not JSON, and where there is no such dead letter.
         """
         with self._conn.transaction():
-            number = dead_letters.transaction_of(self._conn, self._group, letter)
+            number = dead_letters.transaction_of(self._conn, self._group, dead_letter_id)
             if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
                 raise ConfigurationError(
-                    f"dead letter {letter}: there is none that is dead: it was replayed, discarded or purged"
+                    f"dead letter {dead_letter_id}: there is none that is dead: it was replayed, discarded or purged"
                 )
-            dead_letter_edits.load_one(self._conn, letter, payload)
+            dead_letter_edits.load_one(self._conn, dead_letter_id, payload)
             dead_letter_edits.apply(self._conn, self._group, [number], reason)
 
-    def outcome(self, numbers: Sequence[int], report: Report = silent) -> Replayed:
+    def outcome(self, numbers: Sequence[int], report: ProgressReport = silent) -> Replayed:
         """Wait until none of the replayed transactions is queued any more."""
         asked = list(numbers)
 
@@ -156,19 +165,23 @@ class DeadLetters:
         dead, discarded = statuses.get("dead", 0), statuses.get("discarded", 0)
         return Replayed(len(asked) - dead - discarded, dead, discarded)
 
-    def discard(self, found: Found, reason: str | None, report: Report = silent) -> int:
+    def discard(
+        self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
+    ) -> int:
         """Give transactions up, and release the keys that they hold; returns how many."""
         discarded = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
                 holding = deferred.blocked(self._conn, numbers)
-                deferred.settle(self._conn, list(holding.values()))
+                deferred.remove(self._conn, list(holding.values()))
                 dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
                 discarded += len(numbers)
                 report("discarding transactions", discarded, found.transactions)
         return discarded
 
-    def purge(self, found: Found, reason: str | None, report: Report = silent) -> int:
+    def purge(
+        self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
+    ) -> int:
         """Delete the letters of transactions; what was done about them stays noted. Returns how many letters."""
         purged = 0
         with self._conn.transaction():
@@ -178,7 +191,7 @@ class DeadLetters:
                 report("deleting letters", purged, found.events)
         return purged
 
-    def _locked(self, found: Found) -> Iterator[tuple[list[Dead], list[int]]]:
+    def _locked(self, found: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
         """Some of what was found at a time, locked, with their numbers, in the order of publishing."""
         for some in _portions(dead_letters.numbers(self._conn, self._group, found)):
             held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
@@ -199,41 +212,45 @@ class DeadLetters:
     def _queue(self, dead: Sequence[Dead]) -> None:
         transactions = self._rebuilt(dead)
         holding = deferred.blocked(self._conn, [each.number for each in dead])
-        for place, each in enumerate(dead):
+        for index, each in enumerate(dead):
             if each.number in holding:
-                deferred.release(self._conn, holding[each.number], transactions[place])
+                deferred.release(self._conn, holding[each.number], transactions[index])
         for sink in dict.fromkeys(each.sink for each in dead):
-            deferred.park(
+            deferred.defer(
                 self._conn,
                 self._group,
                 (
                     (
                         transaction,
-                        Wait(
-                            self._keys(transactions.part(place, place + 1), sink),
-                            dead_transaction=dead[place].number,
-                            undelivered=dead[place].undelivered,
+                        Deferral(
+                            self._keys(transactions.part(index, index + 1), sink),
+                            dead_transaction=dead[index].number,
+                            undelivered=dead[index].undelivered,
                         ),
                     )
-                    for place, transaction in enumerate(transactions)
-                    if dead[place].sink == sink and dead[place].number not in holding
+                    for index, transaction in enumerate(transactions)
+                    if dead[index].sink == sink and dead[index].number not in holding
                 ),
                 sink,
             )
 
     def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
-        return self._waiting.delivery_keys(one, sink) if sink else self._waiting.keys(one)
+        return (
+            self._deferral_rules.delivery_keys(one, sink)
+            if sink
+            else self._deferral_rules.keys(one)
+        )
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
         """Transactions as they were published, from their letters."""
         columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
         if len(dead) == 1 and _is_large(dead[0]):
-            tuples = _LetterTuples(self._conn, dead[0], encoded)
-            facts, transaction_id, hosts = _facts(tuples.letters(), encoded, place=0)
+            tuples = _DeadLetterTuples(self._conn, dead[0], encoded)
+            facts, transaction_id, hosts = _facts(tuples.rows(), encoded, index=0)
             return _spooled(columns, facts, transaction_id, hosts, tuples)
-        found: dict[int, list[Letter]] = {
-            number: [letter for _, letter in letters]
-            for number, letters in groupby(
+        found: dict[int, list[DeadLetterRow]] = {
+            number: [row for _, row in rows]
+            for number, rows in groupby(
                 dead_letters.stored(
                     self._conn, sorted(each.number for each in dead), _ROWS_AT_ONCE
                 ),
@@ -241,20 +258,20 @@ class DeadLetters:
             )
         }
         in_order = [found[each.number] for each in dead]
-        known = [_facts(letters, encoded, place) for place, letters in enumerate(in_order)]
+        known = [_facts(rows, encoded, index) for index, rows in enumerate(in_order)]
         return Transactions(
             columns,
             np.array([facts for facts, _, _ in known], FACTS),
             [transaction_id for _, transaction_id, _ in known],
             [hosts for _, _, hosts in known],
-            Rows.of([encoded(letter) for letters in in_order for letter in letters]),
+            Rows.of([encoded(row) for rows in in_order for row in rows]),
         )
 
 
-class _LetterTuples:
+class _DeadLetterTuples:
     """The rows of a large dead transaction: read from its letters whenever they are needed, never all in memory."""
 
-    def __init__(self, conn: Connection, dead: Dead, encoded: Encoder) -> None:
+    def __init__(self, conn: Connection, dead: Dead, encoded: RowEncoder) -> None:
         self._conn = conn
         self._dead = dead
         self._encoded = encoded
@@ -262,14 +279,14 @@ class _LetterTuples:
     def __len__(self) -> int:
         return self._dead.events
 
-    def letters(self) -> Iterator[Letter]:
+    def rows(self) -> Iterator[DeadLetterRow]:
         """The letters, in order."""
         dead = self._dead
         at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * dead.events // max(1, dead.size)))
         return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
 
     def __iter__(self) -> Iterator[bytes]:
-        return map(self._encoded, self.letters())
+        return map(self._encoded, self.rows())
 
 
 def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
@@ -305,36 +322,36 @@ def _spooled(
 
 
 def _facts(
-    letters: Iterable[Letter], encoded: Encoder, place: int
+    rows: Iterable[DeadLetterRow], encoded: RowEncoder, index: int
 ) -> tuple[Facts, bytes | None, tuple[str, ...]]:
     """What is known of a transaction, as FACTS has it, its transaction_id and its hosts, which stand at `place`."""
-    remaining = iter(letters)
+    remaining = iter(rows)
     first = next(remaining)
     offsets: list[int] = []
     hosts: dict[str, None] = {}
     events = size = 0
-    for letter in chain([first], remaining):
-        if letter["c_offset"]:
-            offsets.append(int(letter["c_offset"]))
+    for row in chain([first], remaining):
+        if row["c_offset"]:
+            offsets.append(int(row["c_offset"]))
             offsets = [min(offsets), max(offsets)]
-        hosts.setdefault(letter["host_id"] or "")
+        hosts.setdefault(row["host_id"] or "")
         events += 1
-        size += len(encoded(letter))
+        size += len(encoded(row))
     facts = (
         *_commit(first),
         min(offsets, default=0),
         max(offsets, default=0),
         events,
         size,
-        place,
+        index,
     )
     return facts, _bytes(first["transaction_id"]), tuple(hosts)
 
 
-def _encoded(letter: Letter, header_names: Sequence[str]) -> bytes:
-    values = [letter[name] for name in _STORED_FIELDS]
+def _encoded(row: DeadLetterRow, header_names: Sequence[str]) -> bytes:
+    values = [row[name] for name in _STORED_FIELDS]
     if header_names:
-        found = headers.from_json(letter[headers.FIELD])
+        found = headers.from_json(row[headers.FIELD])
         values += [found.get(name) for name in header_names]
     return encode_tuple([_bytes(value) for value in values])
 
@@ -343,9 +360,9 @@ def _bytes(value: str | None) -> bytes | None:
     return None if value is None else value.encode("utf-8", "surrogateescape")
 
 
-def _commit(letter: Letter) -> Commit:
+def _commit(row: DeadLetterRow) -> Commit:
     """The commit that a letter came from; its end is not known, and nobody asks for it any more."""
-    lsn, moment, xid = letter["commit_lsn"], letter["commit_ts"], int(letter["xid"] or 0)
+    lsn, moment, xid = row["commit_lsn"], row["commit_ts"], int(row["xid"] or 0)
     if lsn is None or moment is None:
         return Commit(Lsn(0), Lsn(0), 0, xid)
     ts = microseconds(datetime.fromisoformat(moment))

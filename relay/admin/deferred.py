@@ -12,27 +12,27 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import Cancelled, exception_text
 from relay.model.transactions import Undecoded
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.store import actions, dead_letters, deferred, deferred_selection, presence, sinks
 from relay.store.deferred import Due
-from relay.store.deferred_selection import Filter, Found
+from relay.store.deferred_selection import DeferredSelection, FoundDeferred
 
 Connection = psycopg.Connection[Any]
 
 _CANCELLED_AT_ONCE = 500
 
 
-class Deferrals:
+class DeferredTransactions:
     """The deferred transactions of the configured group, on an open connection to the target."""
 
     def __init__(self, settings: Settings, conn: Connection) -> None:
         self._group = settings.group
         self._sinks = settings.sink_handlers.keys()
         self._batch = settings.batch
-        self._routing = Routing(settings)
+        self._router = BatchRouter(settings)
         self._conn = conn
 
-    def find(self, wanted: Filter) -> Found:
+    def find(self, wanted: DeferredSelection) -> FoundDeferred:
         """The transactions that a filter selects now."""
         return deferred_selection.find(self._conn, self._group, wanted)
 
@@ -49,14 +49,14 @@ class Deferrals:
         stored = sinks.read(self._conn, self._group, self._sinks)
         return [each.sink for each in stored if each.state == "paused"]
 
-    def run(self, found: Found, reason: str | None) -> dict[str, int]:
+    def run(self, found: FoundDeferred, reason: str | None) -> dict[str, int]:
         """Have transactions tried now, in their order, whatever their time is; returns how many of each sink."""
         with self._conn.transaction():
             due = deferred_selection.make_due(self._conn, self._group, found)
             self._record("deferred run", due, found, reason)
         return due
 
-    def cancel(self, found: Found, reason: str | None) -> int:
+    def cancel(self, found: FoundDeferred, reason: str | None) -> int:
         """Give transactions up: they go to the dead letters, from where they can be replayed. Returns how many.
 
         What follows on them with the same keys goes on. Some at a time, each time in one database transaction. What
@@ -67,7 +67,7 @@ class Deferrals:
             cancelled += some
         return cancelled
 
-    def _cancel_some(self, found: Found, reason: str | None) -> int | None:
+    def _cancel_some(self, found: FoundDeferred, reason: str | None) -> int | None:
         with self._conn.transaction():
             if not found.wanted.sink:
                 # What is being applied to the target must not be dead-lettered as well.
@@ -78,22 +78,22 @@ class Deferrals:
             error = Cancelled(f"cancelled by {self._user()}: {reason or 'no reason given'}")
             cancelled = Counter[str]()
             for (sink, _), alike in groupby(chosen, key=lambda each: (each[0], each[1].columns)):
-                cancelled[sink] += self._bury(sink, [due for _, due in alike], error, reason)
+                cancelled[sink] += self._dead_letter(sink, [due for _, due in alike], error, reason)
             self._record("deferred cancel", cancelled, found, reason)
         return cancelled.total()
 
-    def _bury(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
+    def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
         """Dead-letter transactions of one table layout, unless they are gone meanwhile; returns how many."""
         transactions = deferred.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )
-        still_there = deferred.settle(self._conn, [each.id for each in due])
+        still_there = deferred.remove(self._conn, [each.id for each in due])
         replayed: list[int] = []
         for each, transaction in zip(due, transactions, strict=True):
             if each.id not in still_there:
                 continue
             if each.dead_transaction is None:
-                number = self._bury_one(sink, each, transaction, error)
+                number = self._dead_letter_one(sink, each, transaction, error)
                 dead_letters.note(self._conn, self._group, [number], "cancel", reason)
             else:
                 replayed.append(each.dead_transaction)
@@ -101,11 +101,13 @@ class Deferrals:
             dead_letters.put_back(self._conn, self._group, replayed, exception_text(error), reason)
         return len(still_there)
 
-    def _bury_one(self, sink: str, due: Due, transaction: Undecoded, error: Cancelled) -> int:
-        return dead_letters.bury(
+    def _dead_letter_one(
+        self, sink: str, due: Due, transaction: Undecoded, error: Cancelled
+    ) -> int:
+        return dead_letters.insert(
             self._conn,
             self._group,
-            self._routing.events(transaction),
+            self._router.events(transaction),
             sink or due.handler,
             error,
             sink,
@@ -119,7 +121,7 @@ class Deferrals:
         return str(user)
 
     def _record(
-        self, action: str, transactions: dict[str, int], found: Found, reason: str | None
+        self, action: str, transactions: dict[str, int], found: FoundDeferred, reason: str | None
     ) -> None:
         for sink, count in transactions.items():
             if not count:

@@ -8,7 +8,7 @@ from relay.admin.check import require_group
 from relay.admin.install import administrators
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import erasure
 from relay.store import migrations
 
@@ -19,8 +19,8 @@ def erase(
     force: bool,
     source_dsn: str | None = None,
     target_dsn: str | None = None,
-    report: Report = silent,
-) -> erasure.Report:
+    report: ProgressReport = silent,
+) -> erasure.ErasureReport:
     """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
     wanted = settings.source.printed_id("host_id", host, "--host")
     with administrators(settings, source_dsn, target_dsn) as (source, target):

@@ -14,20 +14,20 @@ from psycopg import sql
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
-from relay.admin.check import left_behind, reach, require_logical_wal, require_slot, require_table
+from relay.admin.check import reach, require_logical_wal, require_slot, require_table, unused_slots
 from relay.config.settings import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import floor
 from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
-from relay.source.open_transactions import telling_whom_it_waits_for
+from relay.source.open_transactions import reporting_blockers
 from relay.source.rows import OutboxRows
-from relay.source.server import durable_sight, sight
+from relay.source.server import current_position, durable_position
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
 from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
 
@@ -79,7 +79,7 @@ def initialise(
     target_dsn: str | None = None,
     start: str | None = None,
     warn: Callable[[str], None] = log.warning,
-    report: Report = silent,
+    report: ProgressReport = silent,
 ) -> list[str]:
     """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
 
@@ -136,8 +136,10 @@ def administrators(
             target = source if _database(source) == _database(other) else other
         # In the same order everywhere, so that no two wait for each other.
         for conn in sorted({source, target}, key=lambda each: str(_database(each))):
-            waits = f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
-            stack.enter_context(migrations.alone(conn, partial(warn, waits)))
+            on_wait = (
+                f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
+            )
+            stack.enter_context(migrations.alone(conn, partial(warn, on_wait)))
         yield source, target
 
 
@@ -185,7 +187,7 @@ class _Start:
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST
-        now = sight(source).snapshot
+        now = current_position(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
         OutboxRows(settings).require_offsets(source, "run `relay init` again")
@@ -207,7 +209,7 @@ class _Installation:
     target: Connection
     source_dsn: str
     start: _Start
-    report: Report = silent
+    report: ProgressReport = silent
     done: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
@@ -227,33 +229,33 @@ class _Installation:
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
             if settings.source.mode != "wal":
                 # What the group takes for applied must not be lost, and published again, in a crash.
-                durable_sight(source)
+                durable_position(source)
             if streaming and self._ensure_slot(warn):
                 self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
         if settings.source.mode == "poll":
-            for text in left_behind(source, settings):
+            for text in unused_slots(source, settings):
                 warn(text)
         return self.done
 
     def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
         name = self.settings.source.slot
 
-        def tell(oldest: str) -> None:
+        def report_blockers(oldest: str) -> None:
             self.report(f"the slot waits for {oldest}")
             warn(
                 f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
                 f"is {oldest}: end it, or wait"
             )
 
-        with telling_whom_it_waits_for(self.source_dsn, tell):
+        with reporting_blockers(self.source_dsn, report_blockers):
             return ensure_slot(self.source, name)
 
     def _join_slot(self) -> None:
         """Let the group poll what was committed before its slot was there."""
         group = self.settings.group
-        seen = durable_sight(self.source)
+        seen = durable_position(self.source)
         state = slot_state(self.source, self.settings.source.slot)
         links = snapshots.chain(self.target, group)
         if (

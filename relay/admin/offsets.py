@@ -19,13 +19,13 @@ from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
 from relay.pipeline.runner import Pipeline
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import floor
-from relay.source.applied import Applied, applied_in
+from relay.source.applied import AppliedPosition, applied_in
 from relay.source.polling import Poller
 from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows
-from relay.source.server import durable_sight
+from relay.source.server import durable_position
 from relay.source.slot import slot_state
 from relay.source.wal import commits_after
 from relay.spark.session import Session
@@ -40,7 +40,7 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PartitionStatus:
     """One partition as `relay offsets show` prints it.
 
     `unread` counts its rows that are not applied; None where only the WAL is read.
@@ -71,7 +71,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class OffsetsMove:
     """What seeking would do: rows that would be delivered again, and rows that would be passed over.
 
     Both are None where only the WAL is read, which does not tell. `given_up` are dead and deferred transactions that
@@ -85,67 +85,71 @@ class Move:
     sinks: Sequence[str]
 
 
-def positions(settings: Settings) -> list[Standing]:
+def positions(settings: Settings) -> list[PartitionStatus]:
     """Where the group's partitions stand.
 
     Raises ConfigurationError if a database cannot be reached or the group is not initialised.
     """
     with reach_target(settings) as target:
-        cursors = offsets.initialised(target, settings.group)
+        positions = offsets.initialised(target, settings.group)
         applied = applied_in(target, settings.group)
         noted = snapshots.noted(target, settings.group)
     unread: dict[int, Any] = {}
     if applied:
-        rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+        rows = OutboxRows(settings.model_copy(update={"partitions": len(positions)}))
         with reach_source(settings) as source:
             unread = rows.unread(source, applied, noted)
     standing = {each.partition: str(each.snapshot) for each in applied}
     return [
-        Standing(
-            cursor.partition_id,
-            cursor.next_offset,
-            str(cursor.applied_lsn),
-            standing.get(cursor.partition_id),
-            unread.get(cursor.partition_id, (0,))[0] if applied else None,
+        PartitionStatus(
+            position.partition_id,
+            position.next_offset,
+            str(position.applied_lsn),
+            standing.get(position.partition_id),
+            unread.get(position.partition_id, (0,))[0] if applied else None,
         )
-        for cursor in cursors
+        for position in positions
     ]
 
 
-def plan_seek(settings: Settings, to: str, partition: int | None) -> Move:
+def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove:
     """Find what `to` means (OFFSET, LSN, TIME, beginning or end), and what going there would do.
 
     Raises ConfigurationError for a position that does not exist, or while an instance runs.
     """
     group = settings.group
     with reach_target(settings) as target, _stopped(target, settings):
-        cursors = offsets.initialised(target, group)
-        offsets.require_partition_count(len(cursors), group, settings.partitions)
-        chosen = _chosen(settings, cursors, partition)
+        positions = offsets.initialised(target, group)
+        offsets.require_partition_count(len(positions), group, settings.partitions)
+        chosen = _chosen(settings, positions, partition)
         before = applied_in(target, group, partition)
         noted = snapshots.noted(target, group)
         with reach_source(settings) as source:
             rows = OutboxRows(settings)
             goal = find_goal(settings, source, rows, to)
-            along = _sinks_to_move(target, source, settings) if len(chosen) == len(cursors) else []
+            along = (
+                _sinks_to_move(target, source, settings) if len(chosen) == len(positions) else []
+            )
             with target.transaction(force_rollback=True):
-                given_up = _move(target, settings, cursors, chosen, goal, along)
+                given_up = _move(target, settings, positions, chosen, goal, along)
             if goal.snapshot is None or not before:
-                return Move(goal, None, None, given_up, along)
+                return OffsetsMove(goal, None, None, given_up, along)
             after = [
-                Applied(cursor.partition_id, goal.snapshot, goal.now, goal.polled_offset)
-                for cursor in chosen
+                AppliedPosition(position.partition_id, goal.snapshot, goal.now, goal.polled_offset)
+                for position in chosen
             ]
             again, skipped = rows.moved(source, before, noted, after)
-    return Move(goal, again, skipped, given_up, along)
+    return OffsetsMove(goal, again, skipped, given_up, along)
 
 
-def seek(settings: Settings, move: Move, partition: int | None, reason: str | None = None) -> None:
+def seek(
+    settings: Settings, move: OffsetsMove, partition: int | None, reason: str | None = None
+) -> None:
     """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
     with reach_target(settings) as target, _stopped(target, settings), target.transaction():
-        cursors = offsets.initialised(target, settings.group)
-        chosen = _chosen(settings, cursors, partition)
-        given_up = _move(target, settings, cursors, chosen, move.goal, move.sinks)
+        positions = offsets.initialised(target, settings.group)
+        chosen = _chosen(settings, positions, partition)
+        given_up = _move(target, settings, positions, chosen, move.goal, move.sinks)
         detail = {"goes on": move.goal.text, "partition": partition, **given_up._asdict()}
         actions.record(target, settings.group, "", "offsets seek", reason, detail)
         # Before the commit, so that what is to be read again is held.
@@ -182,14 +186,14 @@ def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -
 def _move(
     target: Connection,
     settings: Settings,
-    cursors: Sequence[offsets.Cursor],
-    chosen: Sequence[offsets.Cursor],
+    positions: Sequence[offsets.PartitionPosition],
+    chosen: Sequence[offsets.PartitionPosition],
     goal: Goal,
     along: Sequence[str],
 ) -> GivenUp:
     """Let some of a group's partitions and sinks go on at a goal; returns what is discarded for it."""
     group = settings.group
-    numbers = [cursor.partition_id for cursor in chosen]
+    numbers = [position.partition_id for position in chosen]
     given_up = GivenUp(0, 0)
     if goal.snapshot is not None:
         given_up = rewind.give_up(
@@ -199,10 +203,10 @@ def _move(
             goal.polled_offset,
             goal.split,
             goal.now.xmax,
-            len(cursors),
+            len(positions),
             numbers,
         )
-    if len(chosen) < len(cursors):
+    if len(chosen) < len(positions):
         _move_partition(target, group, chosen[0], goal)
         return given_up
     for name in along:
@@ -214,11 +218,11 @@ def _move(
     groups.forget_origin(target, group)
     if goal.snapshot is None:
         snapshots.remove(target, group)
-        offsets.place(target, group, numbers, None, applied_lsn=goal.lsn)
+        offsets.move(target, group, numbers, None, applied_lsn=goal.lsn)
         return given_up
     first, last = snapshots.begin(target, group, [goal.snapshot, goal.now])
     start = last if goal.snapshot == goal.now else first
-    offsets.place(target, group, numbers, start.id, goal.polled_offset)
+    offsets.move(target, group, numbers, start.id, goal.polled_offset)
     snapshots.forget_in(target, group, numbers)
     snapshots.prune(target, group)
     return given_up
@@ -245,7 +249,9 @@ def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> 
     )
 
 
-def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal: Goal) -> None:
+def _move_partition(
+    target: Connection, group: str, position: offsets.PartitionPosition, goal: Goal
+) -> None:
     """Let one partition go on at a goal while the others stay. Raises ConfigurationError where that cannot be said."""
     chain = snapshots.chain(target, group)
     if goal.lsn or goal.snapshot not in (BEGINNING, goal.now):
@@ -261,14 +267,14 @@ def _move_partition(target: Connection, group: str, cursor: offsets.Cursor, goal
     first, standing, last = snapshots.begin(target, group, [BEGINNING, standing.snapshot, goal.now])
     offsets.rename_snapshots(target, group, {chain[0].id: standing.id})
     # What is passed over may reach beyond what the others have applied.
-    forward = standing if goal.polled_offset + 1 >= cursor.next_offset else first
+    forward = standing if goal.polled_offset + 1 >= position.next_offset else first
     start = last if goal.snapshot == goal.now else forward
-    offsets.place(target, group, [cursor.partition_id], start.id, goal.polled_offset)
-    snapshots.forget_in(target, group, [cursor.partition_id])
+    offsets.move(target, group, [position.partition_id], start.id, goal.polled_offset)
+    snapshots.forget_in(target, group, [position.partition_id])
     snapshots.prune(target, group)
 
 
-def repartition(settings: Settings, partitions: int, report: Report = silent) -> None:
+def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:
     """Split the stopped group's hosts into another number of partitions.
 
     First everything that is committed is applied, with the configured handlers: what is applied must be the same for
@@ -277,18 +283,18 @@ def repartition(settings: Settings, partitions: int, report: Report = silent) ->
     """
     group = settings.group
     with reach_target(settings) as target, _stopped(target, settings):
-        cursors = offsets.initialised(target, group)
+        positions = offsets.initialised(target, group)
         if settings.source.mode == "wal":
-            _require_confirmed(settings, cursors)
+            _require_confirmed(settings, positions)
         else:
             unpinned = settings.poll.model_copy(update={"partition_ids": None})
             with reach_source(settings) as source:
-                shown = durable_sight(source).snapshot
-            unsplit = settings.model_copy(update={"partitions": len(cursors), "poll": unpinned})
+                shown = durable_position(source).snapshot
+            unsplit = settings.model_copy(update={"partitions": len(positions), "poll": unpinned})
             _catch_up(unsplit, report)
             # What is noted and no longer there was pruned from the outbox.
             snapshots.forget(target, group, shown)
-            cursors = offsets.initialised(target, group)
+            positions = offsets.initialised(target, group)
         with target.transaction():
             links = snapshots.chain(target, group)
             if len(links) > 1 or len(snapshots.noted(target, group)):
@@ -299,24 +305,26 @@ def repartition(settings: Settings, partitions: int, report: Report = silent) ->
             reached = groups.origin(target, group).polled
             offsets.remove(target, group)
             begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
-            following = max(cursor.next_offset for cursor in cursors)
+            following = max(position.next_offset for position in positions)
             offsets.create(target, group, partitions, begun[0].id if begun else None)
-            offsets.settle(target, group, max(cursor.applied_lsn for cursor in cursors), following)
+            offsets.set_wal_position(
+                target, group, max(position.applied_lsn for position in positions), following
+            )
 
 
-def _require_confirmed(settings: Settings, cursors: Sequence[offsets.Cursor]) -> None:
+def _require_confirmed(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> None:
     """Raise ConfigurationError if a commit may have been applied in some partitions and not in others."""
     with reach_source(settings) as source:
         state = slot_state(source, settings.source.slot)
     confirmed = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
-    if max(cursor.applied_lsn for cursor in cursors) > confirmed:
+    if max(position.applied_lsn for position in positions) > confirmed:
         raise ConfigurationError(
             f"group: {settings.group!r} has not confirmed to the slot all that it has applied: run relay, and stop it "
             "when it is idle"
         )
 
 
-def _catch_up(settings: Settings, report: Report) -> None:
+def _catch_up(settings: Settings, report: ProgressReport) -> None:
     done = 0
     poller = Poller(settings)
     session = Session(settings.spark, settings)
@@ -349,9 +357,9 @@ def _stopped(target: Connection, settings: Settings) -> Iterator[None]:
 
 
 def _chosen(
-    settings: Settings, cursors: list[offsets.Cursor], partition: int | None
-) -> list[offsets.Cursor]:
-    chosen = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
+    settings: Settings, positions: list[offsets.PartitionPosition], partition: int | None
+) -> list[offsets.PartitionPosition]:
+    chosen = [position for position in positions if partition in (None, position.partition_id)]
     if not chosen:
         raise ConfigurationError(
             f"--partition: there is no partition {partition} of group {settings.group!r}: see `relay offsets show`"
@@ -371,7 +379,7 @@ def find_goal(
 
     `lsn` says whether an error may propose an LSN.
     """
-    seen = durable_sight(source)
+    seen = durable_position(source)
     if "/" in to:
         try:
             after = Lsn.parse(to)
@@ -448,8 +456,8 @@ def _has_unmarked(commits: Transactions) -> bool:
     """Whether there are rows that do not tell which transaction has inserted them."""
     if INSERTED_BY not in commits.columns:
         return True
-    place = commits.columns.index(INSERTED_BY)
+    index = commits.columns.index(INSERTED_BY)
     return any(
-        bool(Walked(rows, [place]).absent(place).any())
+        bool(Walked(rows, [index]).absent(index).any())
         for rows in commits.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
     )

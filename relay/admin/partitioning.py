@@ -10,7 +10,7 @@ from relay.admin.check import reach, require_table
 from relay.config.retention import duration
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention.conversion import convert
 from relay.retention.partitions import retained
 from relay.store import migrations
@@ -21,7 +21,7 @@ def partition(
     every: str,
     admin_dsn: str | None = None,
     option: str = "--every",
-    report: Report = silent,
+    report: ProgressReport = silent,
 ) -> list[str]:
     """Partition the outbox, or change the interval of its next partitions; returns what was done, in words.
 

@@ -13,7 +13,7 @@ import psycopg
 
 from relay.config.settings import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 
 Connection = psycopg.Connection[Any]
 
@@ -28,7 +28,7 @@ _OF_EVENTS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Business:
+class PublishCall:
     """The arguments of `relay.publish`."""
 
     host_id: str
@@ -37,7 +37,7 @@ class Business:
     transaction_id: str | None = None
 
 
-def parse(text: str, origin: str) -> list[Business]:
+def parse(text: str, origin: str) -> list[PublishCall]:
     """Read one JSON object, an array of them, or one on each line.
 
     Raises ConfigurationError that says which of them is wrong, and where.
@@ -80,21 +80,21 @@ def _loads(text: str, origin: str, first_line: int) -> Any:
         ) from None
 
 
-def _business(item: Any, place: str) -> Business:
+def _business(item: Any, origin: str) -> PublishCall:
     if not isinstance(item, dict):
-        raise ConfigurationError(f"{place}: must be an object with host_id and events")
+        raise ConfigurationError(f"{origin}: must be an object with host_id and events")
     for key in _REQUIRED:
         if key not in item:
-            raise ConfigurationError(f"{place}: {key} is missing")
-    _require_known(item, _KNOWN, place)
+            raise ConfigurationError(f"{origin}: {key} is missing")
+    _require_known(item, _KNOWN, origin)
     for key in _IDS:
         if not _is_id(item.get(key), optional=key != "host_id"):
-            raise ConfigurationError(f"{place}: {key} must be a UUID")
+            raise ConfigurationError(f"{origin}: {key} must be a UUID")
     if not isinstance(item["events"], list) or not item["events"]:
-        raise ConfigurationError(f"{place}: events must be an array of at least one event")
+        raise ConfigurationError(f"{origin}: events must be an array of at least one event")
     for number, event in enumerate(item["events"], start=1):
-        _require_known(event, _OF_EVENTS, f"{place}: event {number}")
-    return Business(
+        _require_known(event, _OF_EVENTS, f"{origin}: event {number}")
+    return PublishCall(
         item["host_id"], item.get("user_id"), item["events"], item.get("transaction_id")
     )
 
@@ -135,8 +135,8 @@ def require_own_outbox(settings: Settings) -> None:
 
 def publish(
     conn: Connection,
-    transactions: Iterable[Business],
-    report: Report = silent,
+    transactions: Iterable[PublishCall],
+    report: ProgressReport = silent,
     total: int | None = None,
 ) -> tuple[int, int]:
     """Publish each in a database transaction of its own; returns how many transactions and events.
@@ -180,7 +180,7 @@ _CUSTOMERS = 1_000
 
 def business_transactions(
     count: int, hosts: int = 8, seed: int | None = None
-) -> Iterator[Business]:
+) -> Iterator[PublishCall]:
     """Made-up orders of a shop with several tenants: each places, pays and ships, in two to eight events."""
     chance = random.Random(seed)  # noqa: S311
     tenants = [uuid.UUID(int=chance.getrandbits(128), version=4) for _ in range(hosts)]
@@ -188,7 +188,7 @@ def business_transactions(
         yield _order(chance, str(chance.choice(tenants)))
 
 
-def _order(chance: random.Random, host: str) -> Business:
+def _order(chance: random.Random, host: str) -> PublishCall:
     order = str(uuid.UUID(int=chance.getrandbits(128), version=4))
     lines: list[dict[str, Any]] = [
         {
@@ -215,7 +215,7 @@ def _order(chance: random.Random, host: str) -> Business:
                 "order.shipped", "Order", order, len(lines) + 2, order=order, amount=0, note=note
             )
         )
-    return Business(host, str(uuid.UUID(int=customer + 1)), events)
+    return PublishCall(host, str(uuid.UUID(int=customer + 1)), events)
 
 
 def _price(chance: random.Random) -> float:

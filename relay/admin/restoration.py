@@ -10,7 +10,7 @@ from relay.admin.adoption import pin_search_path
 from relay.admin.check import reach, require_table
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import restoration
 from relay.store import migrations
 
@@ -20,7 +20,7 @@ def restore(
     lower: str,
     upper: str,
     admin_dsn: str | None = None,
-    report: Report = silent,
+    report: ProgressReport = silent,
 ) -> restoration.Restored:
     """Bring archived events of a time back into the outbox.
 

@@ -25,7 +25,7 @@ Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
+class SinkStatus:
     """A sink of the group. `state` is attached, lagging, caught up or paused, or says that there is something to do.
 
     `unread` counts the rows of the outbox that it has still to look at, and `oldest` is the least event_ts of them;
@@ -63,7 +63,7 @@ def listed(
     settings: Settings,
     away: Callable[[Unreachable], None] | None = None,
     deadline: float = math.inf,
-) -> list[Sink]:
+) -> list[SinkStatus]:
     """The configured sinks, and those that have a position and are no longer configured.
 
     `away` is called if the source cannot be reached: then nothing is counted. Nor is what begins after `deadline`, of
@@ -73,7 +73,7 @@ def listed(
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
-        waiting = deferred.count_by_sink(target, settings.group)
+        counts = deferred.count_by_sink(target, settings.group)
         done = {each.sink: sinks.done(target, settings.group, each.sink) for each in stored}
         running = presence.instances(target, settings.group)
     unread: dict[str, tuple[int, datetime | None]] = {}
@@ -92,12 +92,12 @@ def listed(
             raise
         away(error)
     return [
-        Sink(
+        SinkStatus(
             name=each.sink,
             state=each.state,
             unread=unread[each.sink][0] if each.sink in unread else None,
             oldest=unread[each.sink][1] if each.sink in unread else None,
-            deferred=waiting.get(each.sink, 0),
+            deferred=counts.get(each.sink, 0),
             fault=each.fault,
             since=each.paused_at or each.fault_since,
             paused_by=each.paused_by,
@@ -108,7 +108,7 @@ def listed(
     ]
 
 
-def lag_seconds(found: Sequence[Sink]) -> dict[str, float]:
+def lag_seconds(found: Sequence[SinkStatus]) -> dict[str, float]:
     """How old the oldest event is that each sink has still to look at, by its event_ts, where that is known."""
     now = datetime.now(UTC)
     return {
@@ -130,14 +130,14 @@ def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) 
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SinkMove:
     """Where a sink is to go on, and what of its deferred transactions and dead letters is given up for that."""
 
     goal: Goal
     given_up: GivenUp
 
 
-def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> Move:
+def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> SinkMove:
     """Find what `to` means (OFFSET, TIME, beginning or end), which an option gave. Raises ConfigurationError."""
     with reach_target(settings) as target:
         _require(target, settings, name)
@@ -153,7 +153,7 @@ def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> M
         with reach_source(settings) as source:
             goal = find_goal(settings, source, OutboxRows(settings), to, option, lsn=False)
         with target.transaction(force_rollback=True):
-            return Move(goal, move_sink(target, settings, name, goal))
+            return SinkMove(goal, move_sink(target, settings, name, goal))
 
 
 def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | None) -> None:

@@ -46,13 +46,13 @@ class Status:
     slot: SlotState | None
     slot_reader: str | None
     slot_waits_for: str | None
-    partitions: list[offsets.Cursor]
+    partitions: list[offsets.PartitionPosition]
     dead_letters: int
-    deferred: deferred.Waiting
+    deferred: deferred.DeferredSummary
     braked: list[brakes.BrakedHandler]
-    sinks: list[sinks.Sink]
-    engines: list[engines.Applied]
-    readers: list[floor.Reader]
+    sinks: list[sinks.StoredSink]
+    engines: list[engines.EngineTotals]
+    readers: list[floor.OutboxReader]
 
     def as_json(self) -> dict[str, Any]:
         """The picture as JSON values; `slot` is null where there is none."""
@@ -67,11 +67,11 @@ class Status:
             "slot_waits_for": self.slot_waits_for,
             "partitions": [
                 {
-                    "partition_id": cursor.partition_id,
-                    "next_offset": cursor.next_offset,
-                    "applied_lsn": str(cursor.applied_lsn),
+                    "partition_id": position.partition_id,
+                    "next_offset": position.next_offset,
+                    "applied_lsn": str(position.applied_lsn),
                 }
-                for cursor in self.partitions
+                for position in self.partitions
             ],
             "dead_letters": self.dead_letters,
             "deferred": _deferred_as_json(self.deferred),
@@ -84,7 +84,7 @@ class Status:
         }
 
 
-def _sink_as_json(found: sinks.Sink) -> dict[str, Any]:
+def _sink_as_json(found: sinks.StoredSink) -> dict[str, Any]:
     return {
         "sink": found.sink,
         "state": found.state,
@@ -97,23 +97,23 @@ def _sink_as_json(found: sinks.Sink) -> dict[str, Any]:
     }
 
 
-def _reader_as_json(found: floor.Reader) -> dict[str, Any]:
+def _reader_as_json(found: floor.OutboxReader) -> dict[str, Any]:
     return {
         key: value.isoformat() if isinstance(value, datetime) else value
         for key, value in asdict(found).items()
     }
 
 
-def _deferred_as_json(waiting: deferred.Waiting) -> dict[str, Any]:
+def _deferred_as_json(summary: deferred.DeferredSummary) -> dict[str, Any]:
     return {
-        "transactions": waiting.transactions,
-        "holding": waiting.holding,
+        "transactions": summary.transactions,
+        "holding": summary.holding,
         "reasons": [
             {
                 key: value.isoformat() if isinstance(value, datetime) else value
                 for key, value in asdict(reason).items()
             }
-            for reason in waiting.reasons
+            for reason in summary.reasons
         ],
     }
 
@@ -130,9 +130,9 @@ def read(settings: Settings) -> Status:
         kept = partitions.retained(source, settings.source.table)
         readers = floor.readers(source, settings) if kept else []
     with reach_target(settings) as target:
-        cursors = offsets.initialised(target, settings.group)
+        positions = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
-        waiting = deferred.count(target, settings.group)
+        summary = deferred.count(target, settings.group)
         braked = brakes.braked(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
         group = groups.read(target, settings.group)
@@ -147,9 +147,9 @@ def read(settings: Settings) -> Status:
         slot=slot,
         slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
         slot_waits_for=None if oldest is None else str(oldest),
-        partitions=cursors,
+        partitions=positions,
         dead_letters=dead,
-        deferred=waiting,
+        deferred=summary,
         braked=braked,
         sinks=stored,
         engines=applied,
@@ -157,40 +157,40 @@ def read(settings: Settings) -> Status:
     )
 
 
-def lag_seconds(settings: Settings, cursors: Sequence[offsets.Cursor]) -> float:
+def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> float:
     """How old the oldest event is that is not applied, by its event_ts; 0 if there is none.
 
     Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
     """
-    if not cursors:
+    if not positions:
         return 0.0
-    rows = OutboxRows(settings.model_copy(update={"partitions": len(cursors)}))
+    rows = OutboxRows(settings.model_copy(update={"partitions": len(positions)}))
     with reach_target(settings) as target:
         applied = applied_in(target, settings.group)
         noted = snapshots.noted(target, settings.group)
     if not applied:
-        raise _untold(settings, "c_xid")
+        raise _unknown_lag(settings, "c_xid")
     with reach_source(settings) as source:
         try:
             unread = rows.unread(source, applied, noted)
         except psycopg.errors.UndefinedColumn:
-            raise _untold(settings, "c_offset") from None
+            raise _unknown_lag(settings, "c_offset") from None
     moments = [moment for _, moment in unread.values()]
     oldest = [moment for moment in moments if moment is not None]
     if len(oldest) < len(moments):
-        raise _untold(settings, "event_ts")
+        raise _unknown_lag(settings, "event_ts")
     now = datetime.now(UTC)
     return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
 
 
-def _untold(settings: Settings, field: str) -> ConfigurationError:
+def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
     return ConfigurationError(
         f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the bytes "
         "instead (--max-lag-bytes)"
     )
 
 
-def mode_of(settings: Settings, group: groups.Group | None) -> str:
+def mode_of(settings: Settings, group: groups.GroupState | None) -> str:
     """How events come to a group, or will: `wal` or `poll`."""
     configured = "poll" if settings.source.mode == "poll" else "wal"
     return (group and group.source_mode) or configured

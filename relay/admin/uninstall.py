@@ -20,7 +20,7 @@ Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class InstalledGroup:
     """A group of the target, with what is lost with it."""
 
     name: str
@@ -32,8 +32,8 @@ class Group:
 class Removal:
     """What uninstalling drops. `schemas` names the databases; outboxes and their rows are never among it."""
 
-    groups: tuple[Group, ...]
-    slots: tuple[streams.Stream, ...]
+    groups: tuple[InstalledGroup, ...]
+    slots: tuple[streams.StreamRecord, ...]
     publications: tuple[str, ...]
     schemas: tuple[str, ...]
 
@@ -125,13 +125,13 @@ def _plan(settings: Settings, source: Connection, target: Connection) -> Removal
     )
 
 
-def _streams(source: Connection, settings: Settings) -> list[streams.Stream]:
+def _streams(source: Connection, settings: Settings) -> list[streams.StreamRecord]:
     """What relay has made to stream; where the schema does not tell, what the configuration names."""
     recorded = streams.all_streams(source)
     if recorded is not None:
         return recorded
     named = settings.source
-    return [streams.Stream(named.slot, settings.group, named.publication)]
+    return [streams.StreamRecord(named.slot, settings.group, named.publication)]
 
 
 def _is_here(source: Connection, slot: str) -> bool:
@@ -140,7 +140,7 @@ def _is_here(source: Connection, slot: str) -> bool:
     return state is not None and state.database == source.info.dbname
 
 
-def _groups(target: Connection) -> Iterator[Group]:
+def _groups(target: Connection) -> Iterator[InstalledGroup]:
     for name, partitions, dead in target.execute(
         """
         select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.letters, 0)
@@ -149,7 +149,7 @@ def _groups(target: Connection) -> Iterator[Group]:
          order by 1
         """
     ):
-        yield Group(name, partitions, dead)
+        yield InstalledGroup(name, partitions, dead)
 
 
 @contextmanager

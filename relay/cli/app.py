@@ -160,15 +160,15 @@ def init(
 @app.command()
 def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Look at everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
-    from relay.admin.check import Level, examine
+    from relay.admin.check import Severity, examine
 
-    def look(settings: Settings) -> list[tuple[str, Finding]]:
+    def examine_group(settings: Settings) -> list[tuple[str, Finding]]:
         found = list(examine(settings))
         if not as_json:
             _print_findings(found)
         return [(settings.group, finding) for finding in found]
 
-    groups = for_each(config, look, heading=not as_json)
+    groups = for_each(config, examine_group, heading=not as_json)
     found = [each for group in groups for each in group]
     if as_json:
         named = len(groups) > 1
@@ -182,7 +182,7 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 indent=2,
             )
         )
-    if any(finding.level is Level.ERROR for _, finding in found):
+    if any(finding.level is Severity.ERROR for _, finding in found):
         raise typer.Exit(2)
 
 
@@ -314,9 +314,9 @@ def _print_status(found: Any, mode: str) -> None:
     else:
         facts += _slot_facts(slot, found.slot_waits_for)
     facts.append(("dead letters", found.dead_letters))
-    waiting = found.deferred
-    facts.append(("deferred", f"{waiting.transactions} transactions, {waiting.holding} holding"))
-    facts += [("", _why(reason)) for reason in waiting.reasons]
+    summary = found.deferred
+    facts.append(("deferred", f"{summary.transactions} transactions, {summary.holding} holding"))
+    facts += [("", _why(reason)) for reason in summary.reasons]
     for each in found.braked:
         since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
@@ -378,11 +378,11 @@ def _why(reason: Any) -> str:
         "blocked": "blocked by an earlier transaction of the same key",
     }
     sink = f"sink {reason.sink}, " if reason.sink else ""
-    told = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {sink}{causes[reason.kind]}"
+    shown = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {sink}{causes[reason.kind]}"
     if reason.next is None:
-        return told
+        return shown
     until = "" if reason.until == reason.next else f", the last {reason.until:%Y-%m-%d %H:%M:%S%z}"
-    return f"{told}; next {reason.next:%Y-%m-%d %H:%M:%S%z}{until}"
+    return f"{shown}; next {reason.next:%Y-%m-%d %H:%M:%S%z}{until}"
 
 
 @app.command()

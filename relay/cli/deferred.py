@@ -16,7 +16,7 @@ from relay.cli.tables import print_table, printable
 from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.store import deferred_selection
-from relay.store.deferred_selection import KINDS, Deferred, Filter, Found
+from relay.store.deferred_selection import KINDS, Deferred, DeferredSelection, FoundDeferred
 
 deferred = typer.Typer(
     help="Deferred transactions: those that wait for a time, for another attempt, or for an earlier one of their key.",
@@ -48,11 +48,11 @@ class _Opened(NamedTuple):
 @contextmanager
 def _opened(config: ConfigOption) -> Iterator[_Opened]:
     from relay.admin.check import reach_target
-    from relay.admin.deferred import Deferrals
+    from relay.admin.deferred import DeferredTransactions
 
     settings = load(config)
     with reach_target(settings) as conn:
-        yield _Opened(conn, settings.group, Deferrals(settings, conn))
+        yield _Opened(conn, settings.group, DeferredTransactions(settings, conn))
 
 
 def _filter(
@@ -62,30 +62,30 @@ def _filter(
     kind: str | None,
     key: str | None,
     host: str | None,
-) -> Filter:
+) -> DeferredSelection:
     if kind is not None and kind not in KINDS:
         raise ConfigurationError(f"--kind: {kind!r} is none of {', '.join(KINDS)}")
-    return Filter(tuple(ids or ()), sink, handler, kind, key, host)
+    return DeferredSelection(tuple(ids or ()), sink, handler, kind, key, host)
 
 
-def _found(opened: _Opened, wanted: Filter, everything: bool) -> Found:
+def _found(opened: _Opened, wanted: DeferredSelection, everything: bool) -> FoundDeferred:
     """What a command acts on. Refuses to act on everything because somebody forgot a filter."""
-    if wanted == Filter() and not everything:
+    if wanted == DeferredSelection() and not everything:
         raise ConfigurationError(
             "say which deferred transactions: with a filter such as --id or --sink, or --all"
         )
-    found: Found = opened.deferrals.find(wanted)
+    found: FoundDeferred = opened.deferrals.find(wanted)
     if found.holding:
         warn(
             f"{found.holding} more are dead letters that hold their keys: `relay dlq replay` or `relay dlq discard` "
             "them"
         )
     if not found.transactions:
-        _say_none(wanted, opened.group)
+        _print_none(wanted, opened.group)
     return found
 
 
-def _approved(opened: _Opened, found: Found, what: str, dry_run: bool, yes: bool) -> bool:
+def _approved(opened: _Opened, found: FoundDeferred, what: str, dry_run: bool, yes: bool) -> bool:
     """Show what will be done; returns whether it may be."""
     if not found.transactions:
         return False
@@ -119,9 +119,9 @@ def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
         warn(f"no instance of group {opened.group!r} is running: they are tried when one starts")
 
 
-def _say_none(wanted: Filter, group: str) -> None:
+def _print_none(wanted: DeferredSelection, group: str) -> None:
     """Say on standard error that there is nothing, and whether filters are the reason."""
-    narrowed = "" if wanted == Filter() else " that matches the filters"
+    narrowed = "" if wanted == DeferredSelection() else " that matches the filters"
     print(f"there is no deferred transaction in group {group!r}{narrowed}", file=sys.stderr)
 
 
@@ -176,7 +176,7 @@ def deferred_list(
     elif found:
         _print(found)
     else:
-        _say_none(wanted, opened.group)
+        _print_none(wanted, opened.group)
 
 
 @deferred.command("run")

@@ -24,7 +24,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.reporting import silent
 from relay.store import dead_letters
-from relay.store.dead_letters import DeadTransaction, Filter, Found
+from relay.store.dead_letters import DeadLetterSelection, DeadTransaction, FoundDeadLetters
 
 dlq = typer.Typer(
     help="Dead letters: transactions that could not be applied. Each command takes whole transactions.",
@@ -60,15 +60,15 @@ DRY_RUN_SHOWS = 1_000
 class _Opened(NamedTuple):
     conn: psycopg.Connection[Any]
     group: str
-    letters: Any
-    wanted: Filter
+    dead_letters: Any
+    wanted: DeadLetterSelection
 
 
-_ALL = Filter()
+_ALL = DeadLetterSelection()
 
 
 @contextmanager
-def _opened(config: ConfigOption, wanted: Filter = _ALL) -> Iterator[_Opened]:
+def _opened(config: ConfigOption, wanted: DeadLetterSelection = _ALL) -> Iterator[_Opened]:
     from relay.admin.check import reach_target
     from relay.admin.dead_letters import DeadLetters
 
@@ -77,7 +77,7 @@ def _opened(config: ConfigOption, wanted: Filter = _ALL) -> Iterator[_Opened]:
         yield _Opened(conn, settings.group, DeadLetters(settings, conn), _printed(settings, wanted))
 
 
-def _printed(settings: Settings, wanted: Filter) -> Filter:
+def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelection:
     """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for what is none."""
     host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
     return replace(
@@ -88,16 +88,18 @@ def _printed(settings: Settings, wanted: Filter) -> Filter:
     )
 
 
-def _asked(wanted: Filter, everything: bool) -> Filter:
+def _asked(wanted: DeadLetterSelection, everything: bool) -> DeadLetterSelection:
     """Refuse to act on all dead letters because somebody forgot a filter."""
-    if wanted == Filter() and not everything:
+    if wanted == DeadLetterSelection() and not everything:
         raise ConfigurationError(
             "say which dead letters: with a filter such as --id or --handler, or --all"
         )
     return wanted
 
 
-def _approved(opened: _Opened, found: Found, what: str, dry_run: bool, yes: bool) -> bool:
+def _approved(
+    opened: _Opened, found: FoundDeadLetters, what: str, dry_run: bool, yes: bool
+) -> bool:
     """Show what will be done; returns whether it may be."""
     print(f"{found.transactions} transactions with {found.events} events {what}")
     if dry_run:
@@ -139,9 +141,9 @@ def _print(found: Sequence[DeadTransaction]) -> None:
     )
 
 
-def _say_none(wanted: Filter, group: str, what: str = "dead letter") -> None:
+def _print_none(wanted: DeadLetterSelection, group: str, what: str = "dead letter") -> None:
     """Say on standard error that there is nothing, and whether filters are the reason."""
-    narrowed = "" if wanted == Filter() else " that matches the filters"
+    narrowed = "" if wanted == DeadLetterSelection() else " that matches the filters"
     print(f"there is no {what} in group {group!r}{narrowed}", file=sys.stderr)
 
 
@@ -162,7 +164,7 @@ def dlq_list(
     as_json: JsonOption = False,
 ) -> None:
     """List dead transactions, newest first."""
-    wanted = Filter(
+    wanted = DeadLetterSelection(
         id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
     )
     with _opened(config, wanted) as opened:
@@ -172,26 +174,26 @@ def dlq_list(
     elif found:
         _print(found)
     else:
-        _say_none(wanted, opened.group)
+        _print_none(wanted, opened.group)
 
 
 @dlq.command("show")
 def dlq_show(
-    letter_id: Annotated[int, typer.Argument(metavar="ID")],
+    dead_letter_id: Annotated[int, typer.Argument(metavar="ID")],
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show every event of the dead transaction that holds letter ID, and what was done about it."""
     with _opened(config) as opened:
-        number = dead_letters.transaction_of(opened.conn, opened.group, letter_id)
+        number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
         if number is None:
             raise ConfigurationError(
-                f"there is no dead letter {letter_id} in group {opened.group!r}: see `relay dlq list`"
+                f"there is no dead letter {dead_letter_id} in group {opened.group!r}: see `relay dlq list`"
             )
         if as_json:
-            _print_json(dead_letters.letters_as_json(opened.conn, number))
+            _print_json(dead_letters.events_as_json(opened.conn, number))
             return
-        for letter in dead_letters.letters_as_text(opened.conn, number, pretty=out.is_terminal):
+        for letter in dead_letters.events_as_text(opened.conn, number, pretty=out.is_terminal):
             print(f"dead letter {letter['id']}")
             print_facts(letter.items())
         for action in dead_letters.actions(opened.conn, number):
@@ -241,31 +243,31 @@ def dlq_replay(
     yes: YesOption = False,
 ) -> None:
     """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
-    wanted = Filter(
+    wanted = DeadLetterSelection(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
     with _opened(config, wanted) as opened:
-        found = opened.letters.find(_asked(opened.wanted, everything))
+        found = opened.dead_letters.find(_asked(opened.wanted, everything))
         if not found.transactions:
-            _say_none(wanted, opened.group, "transaction to be replayed")
+            _print_none(wanted, opened.group, "transaction to be replayed")
             return
-        for name, count in opened.letters.missing_handlers(found).items():
+        for name, count in opened.dead_letters.missing_handlers(found).items():
             warn(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
                 "more: they go where the routes lead now"
             )
-        done = _done(opened.letters.sinks(found).values(), found.transactions)
+        done = _done(opened.dead_letters.sinks(found).values(), found.transactions)
         if not _approved(opened, found, f"will be {done} again", dry_run, yes):
             return
         with progress() as report:
-            queued = opened.letters.replay(found, reason, edit, report)
+            queued = opened.dead_letters.replay(found, reason, edit, report)
         print(f"{len(queued)} transactions are queued")
-        if queued and not opened.letters.instances():
+        if queued and not opened.dead_letters.instances():
             warn(
                 f"no instance of group {opened.group!r} is running: they are {done} when one starts"
             )
         if wait:
-            _wait_for(opened.letters, queued, done)
+            _wait_for(opened.dead_letters, queued, done)
 
 
 def _done(of_sinks: Iterable[int], transactions: int) -> str:
@@ -276,9 +278,9 @@ def _done(of_sinks: Iterable[int], transactions: int) -> str:
     return "delivered" if delivered == transactions else "applied or delivered"
 
 
-def _wait_for(letters: Any, queued: Sequence[int], done: str) -> None:
+def _wait_for(dead_letters: Any, queued: Sequence[int], done: str) -> None:
     with progress() as report:
-        outcome = letters.outcome(queued, report)
+        outcome = dead_letters.outcome(queued, report)
     discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
     print(f"{outcome.done} transactions are {done}, {outcome.dead} are dead again{discarded}")
     if outcome.dead:
@@ -303,16 +305,16 @@ def dlq_discard(
     yes: YesOption = False,
 ) -> None:
     """Give dead transactions up; the keys that they hold are released, the letters stay."""
-    wanted = Filter(
+    wanted = DeadLetterSelection(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
     with _opened(config, wanted) as opened:
-        found = opened.letters.find(_asked(opened.wanted, everything))
+        found = opened.dead_letters.find(_asked(opened.wanted, everything))
         if not found.transactions:
-            _say_none(wanted, opened.group, "transaction to be given up")
+            _print_none(wanted, opened.group, "transaction to be given up")
         elif _approved(opened, found, "will be given up", dry_run, yes):
             with progress() as report:
-                discarded = opened.letters.discard(found, reason, report)
+                discarded = opened.dead_letters.discard(found, reason, report)
             print(f"{discarded} transactions are discarded")
 
 
@@ -334,26 +336,26 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write letters with their payloads, a JSON object on each line, in the order of publishing."""
-    wanted = Filter(
+    wanted = DeadLetterSelection(
         id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
     )
     with _opened(config, wanted) as opened:
         exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
-        letters = 0
+        written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
-        total = _letters(opened, status) if sys.stderr.isatty() else None
+        total = _dead_letters(opened, status) if sys.stderr.isatty() else None
         with shown as report, _private(file) if file else _standard_output() as stream:
-            for letters, line in enumerate(exported, start=1):
+            for written, line in enumerate(exported, start=1):
                 print(line if file else printable_json(line), file=stream)
-                report("writing letters", letters, total)
-        if not letters:
-            _say_none(wanted, opened.group)
+                report("writing letters", written, total)
+        if not written:
+            _print_none(wanted, opened.group)
 
 
-def _letters(opened: _Opened, status: str | None) -> int:
+def _dead_letters(opened: _Opened, status: str | None) -> int:
     """How many letters there are to be written."""
     statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
-    found: Found = opened.letters.find(opened.wanted, statuses)
+    found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
     return found.events
 
 
@@ -397,14 +399,16 @@ def dlq_purge(
     yes: YesOption = False,
 ) -> None:
     """Delete the letters of transactions that were replayed or discarded; what was done stays noted."""
-    wanted = Filter(
+    wanted = DeadLetterSelection(
         id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
     )
     with _opened(config, wanted) as opened:
-        found = opened.letters.find(_asked(opened.wanted, everything), ("replayed", "discarded"))
+        found = opened.dead_letters.find(
+            _asked(opened.wanted, everything), ("replayed", "discarded")
+        )
         if not found.transactions:
-            _say_none(wanted, opened.group, "replayed or discarded dead letter")
+            _print_none(wanted, opened.group, "replayed or discarded dead letter")
         elif _approved(opened, found, "will be deleted", dry_run, yes):
             with progress() as report:
-                purged = opened.letters.purge(found, reason, report)
+                purged = opened.dead_letters.purge(found, reason, report)
             print(f"{purged} letters are deleted")

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
 @contextmanager
-def progress() -> Iterator[Report]:
+def progress() -> Iterator[ProgressReport]:
     """Show what is reported until the end. Ask nothing meanwhile: the bar is where the answer would be."""
     if not sys.stderr.isatty():
         yield silent

@@ -37,12 +37,12 @@ def spark_package(
     with progress() as report:
         built = build(settings, file, report)
     if as_json:
-        told = {
+        shown = {
             "file": str(built.file),
             "modules": built.modules,
             "distributions": built.distributions,
         }
-        print(json.dumps({**told, "conf": built.conf}, indent=2))
+        print(json.dumps({**shown, "conf": built.conf}, indent=2))
         return
     size = built.file.stat().st_size / 1e6
     print(f"{built.file}: {size:.0f} MB", file=sys.stderr)

@@ -44,21 +44,21 @@ def top(
 
 def _print(settings: Settings) -> None:
     from relay.observe.frame import Size, lines
-    from relay.observe.rates import Looks
+    from relay.observe.rates import Observations
     from relay.observe.watch import Watch
 
-    watch, looks = Watch(settings), Looks()
+    watch, observations = Watch(settings), Observations()
     try:
-        picture = watch.look()
+        picture = watch.read()
     finally:
         watch.close()
-    looks.note(picture)
+    observations.note(picture)
     size = (
         Size(out.size.width, _WHOLE, out.options.ascii_only)
         if out.is_terminal
         else Size(_WHOLE, _WHOLE)
     )
-    for line in lines(picture, looks, size):
+    for line in lines(picture, observations, size):
         out.print(line, soft_wrap=True)
     if picture.away:
         raise typer.Exit(1)
@@ -77,8 +77,8 @@ def _show(settings: Settings, interval: float) -> None:
             ):
                 drawn = 0.0
                 while key() != "q":
-                    if view.looked.is_set() or time.monotonic() - drawn > _REFRESH_SECONDS:
-                        view.looked.clear()
+                    if view.refreshed.is_set() or time.monotonic() - drawn > _REFRESH_SECONDS:
+                        view.refreshed.clear()
                         live.refresh()
                         drawn = time.monotonic()
         except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from psycopg.conninfo import conninfo_to_dict
 
 from relay.config import settings as config
-from relay.config.observe import Observe
+from relay.config.observe import ObserveSettings
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError
 
@@ -71,10 +71,10 @@ def require_apart(configurations: Sequence[Configuration]) -> None:
         raise ConfigurationError("\n".join(lines))
 
 
-def observed(configurations: Sequence[Configuration]) -> Observe:
+def observed(configurations: Sequence[Configuration]) -> ObserveSettings:
     """The section `observe` of the process: what any of the files has."""
     sections = [each.settings.observe for each in configurations]
-    return Observe(
+    return ObserveSettings(
         listen=next((each.listen for each in sections if each.listen), None),
         traces=any(each.traces for each in sections),
         console=next((each.console for each in sections if each.console), None),
@@ -156,7 +156,7 @@ def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
             yield f"observe.{key}: differs, and a process has one: take it out of one of them"
 
 
-def _different_spark(one: config.Spark, other: config.Spark) -> Iterator[str]:
+def _different_spark(one: config.SparkSettings, other: config.SparkSettings) -> Iterator[str]:
     for key in ("master", "remote"):
         if getattr(one, key) != getattr(other, key):
             yield f"spark.{key}"

@@ -26,7 +26,7 @@ from relay.config.types import Number, Seconds, SecondsOrZero, Secret, Section
 from relay.model.events import EVENT_FIELDS
 
 
-class Retry(Section):
+class RetrySettings(Section):
     """How often, and after how many seconds, a transaction that met a transient fault is tried again.
 
     The wait doubles from `wait` up to `max_wait`, with up to `jitter` seconds more. Waits that fit into `defer_after`
@@ -67,7 +67,7 @@ SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
 """The columns of a Spark sink's frame, besides `headers`: `date` is that of `event_ts` in UTC."""
 
 
-class _Handler(Section):
+class _HandlerSettings(Section):
     reliable: bool = True
     """`false`: what fails is logged and dropped, and blocks nothing."""
     order_by: Literal["host", "user", "aggregate", "none"] = "host"
@@ -86,7 +86,7 @@ class _Handler(Section):
         return {}
 
 
-class SqlHandler(_Handler):
+class SqlHandler(_HandlerSettings):
     """A statement, run for each event or once over a relation `batch`."""
 
     type: Literal["sql"]
@@ -102,17 +102,17 @@ def _callable(value: Any) -> Any:
     return value
 
 
-class PythonHandler(_Handler):
+class PythonHandler(_HandlerSettings):
     """A callable `module:function(transaction, cursor)`."""
 
     type: Literal["python"]
     callable: Annotated[str, BeforeValidator(_callable)]
     """`module:function`, called with (transaction, cursor)."""
-    retry: Retry = Field(default_factory=Retry)
+    retry: RetrySettings = Field(default_factory=RetrySettings)
     """How a transaction that raised RetryLater is tried again."""
 
 
-class Jdbc(Section):
+class JdbcSettings(Section):
     """A table of a PostgreSQL database, with its schema if that is not found without."""
 
     dsn: Secret
@@ -127,7 +127,7 @@ class Jdbc(Section):
         return value
 
 
-class SinkHandler(_Handler):
+class SinkHandler(_HandlerSettings):
     """A handler that has a position in the log of its own."""
 
     start: Literal["now", "beginning"] = "now"
@@ -146,7 +146,7 @@ class SparkHandler(SinkHandler):
     """Write files below this path."""
     table: str | None = None
     """Write to a table of the session's catalog."""
-    jdbc: Jdbc | None = None
+    jdbc: JdbcSettings | None = None
     """Write to a table of a PostgreSQL database."""
     callable: Annotated[str, BeforeValidator(_callable)] | None = None
     """Call `module:function` with (frame, batch)."""
@@ -196,7 +196,7 @@ class SparkHandler(SinkHandler):
         return value
 
     @model_validator(mode="after")
-    def _one_place(self) -> SparkHandler:
+    def _one_destination(self) -> SparkHandler:
         targets = (self.path, self.table, self.jdbc, self.callable)
         if sum(target is not None for target in targets) != 1:
             raise ValueError("needs one of path, table, jdbc and callable")
@@ -218,7 +218,7 @@ class SparkHandler(SinkHandler):
 class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
-    retry: Retry = Field(default_factory=Retry)
+    retry: RetrySettings = Field(default_factory=RetrySettings)
     """How a transaction that met a transient fault is tried again."""
     timeout: Seconds = 10.0
     """HTTP: seconds for a whole request, to the last byte of the response. Brokers: seconds to connect, and to confirm
@@ -231,7 +231,7 @@ class DeliveryHandler(SinkHandler):
     """When an outage of the destination stops the sink; null: never."""
 
 
-class Tls(Section):
+class TlsSettings(Section):
     """How an endpoint's certificate is verified, and the one that relay shows."""
 
     verify: bool = True
@@ -283,7 +283,7 @@ class HttpHandler(DeliveryHandler):
     """Headers of each request."""
     signing_secret: Secret | None = None
     """The secret that requests are signed with, as Standard Webhooks; null: they are not signed."""
-    tls: Tls = Field(default_factory=Tls)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
     """How certificates are verified."""
     compress_above: Annotated[PositiveInt, Number] | None = None
     """Bodies of more bytes are compressed with gzip; null: none is."""
@@ -379,7 +379,7 @@ class NatsHandler(BrokerHandler):
         list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
     ]
     """The servers: addresses of nats, tls, ws or wss."""
-    tls: Tls = Field(default_factory=Tls)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
     """How certificates are verified; where the section is set, `nats://` is encrypted too."""
     tls_first: bool = False
     """Begin TLS before the server sends anything, for a server that is set up for `handshake_first`."""
@@ -430,7 +430,7 @@ class KafkaHandler(BrokerHandler):
         return {**super().templates, "key": Template(self.key)}
 
 
-Handler = Annotated[
+HandlerSettings = Annotated[
     SqlHandler
     | PythonHandler
     | SparkHandler

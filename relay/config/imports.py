@@ -35,7 +35,7 @@ def find(key: str, path: str) -> Any:
     except Exception as error:
         raise ConfigurationError(
             f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"
-            + (_where_it_was_looked_for() if isinstance(error, ModuleNotFoundError) else "")
+            + (_search_path_text() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -44,7 +44,7 @@ def find(key: str, path: str) -> Any:
     return found
 
 
-def _where_it_was_looked_for() -> str:
+def _search_path_text() -> str:
     """The folders that may hold a user's modules: all but the standard library's."""
     library = sysconfig.get_path("stdlib")
     folders = [

@@ -35,7 +35,7 @@ def address(value: Any) -> Address:
 Listen = Annotated[Address, BeforeValidator(address)]
 
 
-class Console(Section):
+class ConsoleSettings(Section):
     """The console and its HTTP API.
 
     Whoever sends `token` may use them. With `user_header` a reverse proxy says who it is, in this header: nothing else
@@ -50,7 +50,7 @@ class Console(Section):
     """The header in which a reverse proxy names the user; with a `token`, it counts only beside that."""
 
     @model_validator(mode="after")
-    def _is_guarded(self) -> Console:
+    def _is_guarded(self) -> ConsoleSettings:
         if self.token is None and self.user_header is None:
             raise ValueError(
                 "needs a token, or the user_header of a reverse proxy: without one, whoever reaches the address could "
@@ -59,13 +59,13 @@ class Console(Section):
         return self
 
     @model_validator(mode="after")
-    def _token_is_long(self) -> Console:
+    def _token_is_long(self) -> ConsoleSettings:
         if self.token is not None and len(self.token.get_secret_value()) < _LEAST_TOKEN:
             raise ValueError(f"token must have {_LEAST_TOKEN} characters or more")
         return self
 
 
-class Observe(Section):
+class ObserveSettings(Section):
     """Metrics and health at `listen`, traces, and the console. Everything is off by default.
 
     For `/livez`, relay hangs if a thread shows no sign of life for `stall_seconds`, or works on one thing for
@@ -76,7 +76,7 @@ class Observe(Section):
     """Where /metrics, /livez, /readyz and /healthz are served; null: nowhere."""
     traces: bool = False
     """Send traces of OpenTelemetry, as its OTEL_* variables say."""
-    console: Console | None = None
+    console: ConsoleSettings | None = None
     """The console and its HTTP API; null: off."""
     stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
     """/livez is bad if a thread, or a handler, shows no sign of life for so many seconds."""

@@ -37,7 +37,7 @@ Duration = Annotated[timedelta, BeforeValidator(duration)]
 _DAY = timedelta(days=1)
 
 
-class Retention(Section):
+class RetentionSettings(Section):
     """What relay removes from the outbox once every reader is past it, and from its own tables.
 
     Without `keep` nothing is removed from the outbox. `archive` names a Spark sink that must have every event first.

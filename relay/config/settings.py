@@ -31,10 +31,10 @@ from relay.config import environment
 from relay.config.dsn import check_dsn
 from relay.config.event_types import REGISTRY, TYPES, EventsSettings
 from relay.config.fields import is_header, is_name
-from relay.config.handlers import KINDS, Handler, SinkHandler, SparkHandler
-from relay.config.observe import Observe
+from relay.config.handlers import KINDS, HandlerSettings, SinkHandler, SparkHandler
+from relay.config.observe import ObserveSettings
 from relay.config.profiles import expanded
-from relay.config.retention import Retention
+from relay.config.retention import RetentionSettings
 from relay.config.suggestions import keys_at, nearest
 from relay.config.types import Name, Number, Seconds, Secret, Section, resolve_secret
 from relay.faults import ConfigurationError
@@ -84,7 +84,7 @@ _PRINTED: Mapping[str, Callable[[str], str]] = {
 """An id of each type as PostgreSQL prints it. Each raises ValueError for what is none."""
 
 
-class Source(Section):
+class SourceSettings(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
@@ -159,7 +159,7 @@ class Source(Section):
         return value
 
     @model_validator(mode="after")
-    def _messages_have_no_table(self) -> Source:
+    def _messages_have_no_table(self) -> SourceSettings:
         if self.message_prefix is None:
             return self
         if self.mode != "wal":
@@ -232,7 +232,7 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class Target(Section):
+class TargetSettings(Section):
     """Where effects, dead letters and offsets are written."""
 
     dsn: Dsn | None = None
@@ -247,7 +247,7 @@ class Target(Section):
         return self.synchronous_commit == "on"
 
 
-class Poll(Section):
+class PollSettings(Section):
     """How the polling path reads."""
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
@@ -278,7 +278,7 @@ class BatchLimits(Section):
 _SPARK_SECRET = "spark.authenticate.secret"  # noqa: S105 the name of a key
 
 
-class Spark(Section):
+class SparkSettings(Section):
     """The Spark session that runs large batches."""
 
     master: str = "local[*]"
@@ -298,7 +298,7 @@ class Spark(Section):
         return value
 
     @model_validator(mode="after")
-    def _secret_of_a_cluster(self) -> Spark:
+    def _secret_of_a_cluster(self) -> SparkSettings:
         if self.remote is not None or not self.master.startswith("spark://"):
             return self
         if self.authenticates and _SPARK_SECRET not in self.conf:
@@ -319,7 +319,7 @@ class Spark(Section):
         return {key: value.get_secret_value() for key, value in self.conf.items()}
 
 
-class Sinks(Section):
+class SinksSettings(Section):
     """How long the WAL waits for a sink, which then polls: so many seconds for a commit, so many bytes of them."""
 
     attach_seconds: Seconds = 5.0
@@ -372,33 +372,33 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
     )
 
-    source: Source = Field(default_factory=Source)
+    source: SourceSettings = Field(default_factory=SourceSettings)
     """Where events come from."""
-    target: Target = Field(default_factory=Target)
+    target: TargetSettings = Field(default_factory=TargetSettings)
     """Where effects, dead letters and offsets are written."""
     group: Name = "default"
     """The consumer group: progress is kept for each group."""
     partitions: Annotated[int, Field(ge=1, le=1024), Number] = 8
     """Into how many partitions the hosts are split; fixed once the group is initialised."""
-    poll: Poll = Field(default_factory=Poll)
+    poll: PollSettings = Field(default_factory=PollSettings)
     """How relay polls the outbox."""
     batch: BatchLimits = Field(default_factory=BatchLimits)
     """How much work is done at once."""
-    spark: Spark = Field(default_factory=Spark)
+    spark: SparkSettings = Field(default_factory=SparkSettings)
     """The Spark session that runs large batches."""
-    handlers: dict[str, Handler] = Field(default_factory=dict)
+    handlers: dict[str, HandlerSettings] = Field(default_factory=dict)
     """What is done with events: a mapping of names to handlers."""
     events: EventsSettings = Field(default_factory=dict)
     """Types of events with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
     routes: list[Route] = Field(default_factory=list)
     """Which events go to which handlers: a list, of which the first route that matches wins."""
-    sinks: Sinks = Field(default_factory=Sinks)
+    sinks: SinksSettings = Field(default_factory=SinksSettings)
     """How long the WAL waits for a sink."""
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
     """How many transactions may be dead-lettered in a row."""
-    retention: Retention = Field(default_factory=Retention)
+    retention: RetentionSettings = Field(default_factory=RetentionSettings)
     """How long events stay."""
-    observe: Observe = Field(default_factory=Observe)
+    observe: ObserveSettings = Field(default_factory=ObserveSettings)
     """Metrics, health, traces and the console."""
     crash_limit: Annotated[PositiveInt, Number] = 3
     """After so many deaths of a process over one transaction the transaction is dead-lettered."""
@@ -410,7 +410,7 @@ class Settings(BaseSettings):
 
     @field_validator("handlers")
     @classmethod
-    def _handlers_have_names(cls, value: dict[str, Handler]) -> dict[str, Handler]:
+    def _handlers_have_names(cls, value: dict[str, HandlerSettings]) -> dict[str, HandlerSettings]:
         if "" in value:
             # Which stands for the target where something belongs to a sink or to the target.
             raise ValueError("there is a handler without a name")
@@ -593,8 +593,8 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
         )
     content = {} if file is None else _read(file)
     taken = [content, *map(_read, beside)]
-    if strangers := list(environment.unknown_variables(Settings, taken)):
-        raise ConfigurationError("\n".join(strangers))
+    if unrecognised := list(environment.unknown_variables(Settings, taken)):
+        raise ConfigurationError("\n".join(unrecognised))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:
         # pydantic-settings would take these for arguments of its own.
@@ -647,9 +647,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file}: is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{file}:{mark.line + 1}" if mark else str(file)
+        origin = f"{file}:{mark.line + 1}" if mark else str(file)
         problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigurationError(f"{place}: is not valid YAML: {problem}") from None
+        raise ConfigurationError(f"{origin}: is not valid YAML: {problem}") from None
     except ValueError as error:
         raise ConfigurationError(f"{file}: is not valid YAML: {error}") from None
     if content is None:
@@ -668,7 +668,7 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
         location = _location(fault["loc"])
         key = _key(location)
-        place = "environment" if file is None or _in_environment(location) else str(file)
+        origin = "environment" if file is None or _in_environment(location) else str(file)
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             message = _unknown(location)
@@ -680,7 +680,7 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
             key, message = f"{key}.type", f"must be one of {', '.join(KINDS)}"
         else:
             message = message[:1].lower() + message[1:]
-        yield f"{place}: {key}: {message}" if key else f"{place}: {message}"
+        yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
 
 
 # Members of unions that pydantic adds to the place of a fault, but that no user wrote.

@@ -43,13 +43,13 @@ def resolve_secret(value: Any) -> Any:
         return str(value) if isinstance(value, int | float) else value
     if len(value) != 1 or not isinstance(next(iter(value.values())), str):
         raise ValueError("must be a text, {env: NAME} or {file: PATH}")
-    ((kind, place),) = value.items()
+    ((kind, reference),) = value.items()
     if kind == "env":
-        if place not in os.environ:
-            raise ValueError(f"the environment has no variable {place}: set it for relay")
-        return os.environ[place]
+        if reference not in os.environ:
+            raise ValueError(f"the environment has no variable {reference}: set it for relay")
+        return os.environ[reference]
     if kind == "file":
-        return read_secret_file(place)
+        return read_secret_file(reference)
     raise ValueError("must be a text, {env: NAME} or {file: PATH}")
 
 

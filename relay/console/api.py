@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from relay.admin.offsets import Move as OffsetsMove
-from relay.admin.sinks import Move, Sink
+from relay.admin.offsets import OffsetsMove
+from relay.admin.sinks import SinkMove, SinkStatus
 from relay.console import models
-from relay.console.group import HISTORY_HOURS, MOST, PAGE, Group, Page, Partitions
+from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
 from relay.console.measured import Series
 from relay.console.models import Changed, Count, Moved, Problem
 from relay.console.pages import By, InGroup
@@ -94,13 +94,13 @@ def seek(group: InGroup, by: By, act: models.OffsetsSeekAct) -> Moved:
 
 
 @router.get(_GROUP + "/sinks", tags=["sinks"])
-def sinks(group: InGroup) -> list[Sink]:
+def sinks(group: InGroup) -> list[SinkStatus]:
     """The sinks."""
     return group.sinks()
 
 
 @router.get(_GROUP + "/sinks/{sink:path}/status", tags=["sinks"])
-def sink(group: InGroup, sink: str) -> Sink:
+def sink(group: InGroup, sink: str) -> SinkStatus:
     """One sink."""
     return group.sink(sink)
 
@@ -243,14 +243,14 @@ def _require_some(act: models.DeadLettersAct | models.DeferredAct) -> None:
         raise ConfigurationError("filter: say which, or all: true")
 
 
-def _seek_sink(group: Group, sink: str, to: str, rebuild: bool, act: Any, by: str) -> Moved:
+def _seek_sink(group: GroupView, sink: str, to: str, rebuild: bool, act: Any, by: str) -> Moved:
     move = group.plan_sink_seek(sink, to)
     if not act.dry_run:
         group.seek_sink(sink, to, rebuild, by, act.reason)
     return _sink_moved(move, done=not act.dry_run)
 
 
-def _sink_moved(move: Move, done: bool) -> Moved:
+def _sink_moved(move: SinkMove, done: bool) -> Moved:
     return Moved(
         goes_on=move.goal.text, dead=move.given_up.dead, deferred=move.given_up.deferred, done=done
     )

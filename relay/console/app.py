@@ -20,11 +20,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
-from relay.config.observe import Console
+from relay.config.observe import ConsoleSettings
 from relay.config.settings import Settings
 from relay.console import api, pages
-from relay.console.group import READ_SECONDS, Group, Missing
-from relay.console.models import Problem, said
+from relay.console.group import READ_SECONDS, GroupView, Missing
+from relay.console.models import Problem, described
 from relay.console.security import Guard, TooManyFailures, is_from_here
 from relay.console.views import Views
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line, kind_of
@@ -54,7 +54,7 @@ _HEADERS = {
 }
 
 
-def create_app(groups: Sequence[Settings], console: Console) -> FastAPI:
+def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
     """The console of some groups, which `console` guards.
 
     Raises ConfigurationError for a group whose name cannot be part of an address, or is that of another one.
@@ -78,7 +78,7 @@ def create_app(groups: Sequence[Settings], console: Console) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.groups = {each.group: Group(each) for each in groups}
+    app.state.groups = {each.group: GroupView(each) for each in groups}
     app.state.guard = Guard(console)
     app.state.views = Views(app.state.guard, list(app.state.groups))
     app.mount("/static", StaticFiles(directory=str(files("relay.console") / "static")))
@@ -227,7 +227,7 @@ def _answered(request: Request, error: Exception) -> Response:
             return _answer(request, 409, f"the database refuses: {first_line(error)}")
         case RequestValidationError():
             first: dict[str, Any] = error.errors()[0]
-            return _answer(request, 422, said(first["loc"], first["msg"]))
+            return _answer(request, 422, described(first["loc"], first["msg"]))
         case HTTPException():
             return _answer(request, error.status_code, str(error.detail))
         case _:

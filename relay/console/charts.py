@@ -67,7 +67,7 @@ def chart(series: Series) -> Chart | None:
         f"least {amount(min(values), series.unit)}, most {amount(max(values), series.unit)}",
         [_path(run) for run in runs],
         [_path([(run[0][0], y(0)), *run, (run[-1][0], y(0))]) + "Z" for run in runs],
-        [Tick(round(x(at), 1), _time(at)) for at in _spread(begin, end)],
+        [Tick(round(x(at), 1), _time(at)) for at in _axis_times(begin, end)],
         [
             Tick(round(y(top * part / 2), 1), _mark(top * part / 2, series.unit))
             for part in range(3)
@@ -145,7 +145,7 @@ def _path(corners: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{across:.1f} {up:.1f}" for across, up in corners)
 
 
-def _spread(begin: float, end: float) -> list[float]:
+def _axis_times(begin: float, end: float) -> list[float]:
     return [begin + (end - begin) * part / _TICKS for part in range(_TICKS + 1)]
 
 

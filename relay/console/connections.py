@@ -13,7 +13,7 @@ HEAD_SECONDS = 10.0
 class Impatient(H11Protocol):
     """Closes a connection without a request."""
 
-    _waiting: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -26,9 +26,9 @@ class Impatient(H11Protocol):
         self._wait()
 
     def _wait(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._waiting = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
@@ -37,6 +37,6 @@ class Impatient(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        if self._waiting is not None:
-            self._waiting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)

@@ -14,10 +14,9 @@ import psycopg
 from relay.admin import sinks, status
 from relay.admin.check import reach_target
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.deferred import Deferrals
-from relay.admin.offsets import Move, Standing, plan_seek, positions, seek
-from relay.admin.sinks import Move as SinkMove
-from relay.admin.sinks import Sink
+from relay.admin.deferred import DeferredTransactions
+from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
+from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
 from relay.config.settings import Settings
 from relay.console import measured
@@ -37,9 +36,9 @@ from relay.store import (
 from relay.store.actions import Action
 from relay.store.connections import sessions_with
 from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
-from relay.store.dead_letters import Done
-from relay.store.dead_letters import Filter as DeadFilter
-from relay.store.dead_letters import Found as DeadFound
+from relay.store.dead_letters import DeadLetterAction
+from relay.store.dead_letters import DeadLetterSelection as DeadFilter
+from relay.store.dead_letters import FoundDeadLetters as DeadFound
 from relay.store.deferred_selection import Deferred
 
 Connection = psycopg.Connection[Any]
@@ -61,7 +60,7 @@ _TURN_SECONDS = 1.0
 HISTORY_HOURS = history.KEPT_SECONDS / 3600
 """How far back the samples go at most."""
 _KINDS = 12
-_LETTERS = 20
+_EVENTS_SHOWN = 20
 _LOCK_SECONDS = 10.0
 
 
@@ -88,7 +87,7 @@ class Dead:
 
     number: int
     letters: Page[dict[str, Any]]
-    done: Sequence[Done]
+    done: Sequence[DeadLetterAction]
     instances: Sequence[str]
 
 
@@ -96,7 +95,7 @@ class Dead:
 class Partitions:
     """Where partitions stand. `counted` is false where what is unread cannot be counted, or not soon."""
 
-    rows: Page[Standing]
+    rows: Page[PartitionStatus]
     total: int
     counted: bool
     instances: Sequence[str]
@@ -110,7 +109,7 @@ class Replayed:
     warnings: Sequence[str]
 
 
-class Group:
+class GroupView:
     """A group of the console.
 
     Everything raises ConfigurationError for what cannot be done, Unreachable where a database is away, and
@@ -162,21 +161,23 @@ class Group:
         counted = True
         try:
             with _reading(COUNT_SECONDS):
-                standing = positions(self._settings)
+                listed = positions(self._settings)
         except (psycopg.Error, Unreachable):
             counted = False
-            standing = [
-                Standing(each.partition_id, each.next_offset, str(each.applied_lsn), None, None)
+            listed = [
+                PartitionStatus(
+                    each.partition_id, each.next_offset, str(each.applied_lsn), None, None
+                )
                 for each in found
             ]
         wanted = sorted(
-            (each for each in standing if each.partition_id > after),
+            (each for each in listed if each.partition_id > after),
             key=lambda each: each.partition_id,
         )
         rows = _page(wanted[: limit + 1], limit, lambda each: each.partition_id)
-        return Partitions(rows, len(standing), counted, running)
+        return Partitions(rows, len(listed), counted, running)
 
-    def plan_seek(self, to: str, partition: int | None) -> Move:
+    def plan_seek(self, to: str, partition: int | None) -> OffsetsMove:
         """What seeking the whole group, or one partition, would do."""
         with _reading(ACT_SECONDS):
             return plan_seek(self._settings, to, partition)
@@ -188,14 +189,14 @@ class Group:
             seek(self._settings, move, partition, reason)
         return move.goal.text
 
-    def sinks(self) -> list[Sink]:
+    def sinks(self) -> list[SinkStatus]:
         """The sinks. What one has still to read is not counted where that takes long, or the source is away."""
         with _reading(COUNT_SECONDS):
             return sinks.listed(
                 self._settings, away=lambda _: None, deadline=time.monotonic() + COUNT_SECONDS
             )
 
-    def sink(self, name: str) -> Sink:
+    def sink(self, name: str) -> SinkStatus:
         """One sink. Raises Missing."""
         for each in self.sinks():
             if each.name == name:
@@ -236,28 +237,34 @@ class Group:
             return brakes.braked(target, self.name)
 
     def deferred(
-        self, wanted: deferred_selection.Filter, limit: int = PAGE, after: int = 0
+        self, wanted: deferred_selection.DeferredSelection, limit: int = PAGE, after: int = 0
     ) -> Page[Deferred]:
         """Deferred transactions, oldest first."""
         with _reading(), reach_target(self._settings) as target:
             found = deferred_selection.listed(target, self.name, wanted, limit + 1, after)
         return _page(found, limit, lambda each: each.id)
 
-    def find_deferred(self, wanted: deferred_selection.Filter) -> deferred_selection.Found:
+    def find_deferred(
+        self, wanted: deferred_selection.DeferredSelection
+    ) -> deferred_selection.FoundDeferred:
         """How many deferred transactions a filter selects."""
         with _reading(), reach_target(self._settings) as target:
-            return Deferrals(self._settings, target).find(wanted)
+            return DeferredTransactions(self._settings, target).find(wanted)
 
-    def run_deferred(self, wanted: deferred_selection.Filter, by: str, reason: str) -> int:
+    def run_deferred(
+        self, wanted: deferred_selection.DeferredSelection, by: str, reason: str
+    ) -> int:
         """Have deferred transactions tried now; returns how many."""
         with _acting(by), reach_target(self._settings) as target:
-            deferrals = Deferrals(self._settings, target)
+            deferrals = DeferredTransactions(self._settings, target)
             return sum(deferrals.run(deferrals.find(wanted), reason).values())
 
-    def cancel_deferred(self, wanted: deferred_selection.Filter, by: str, reason: str) -> int:
+    def cancel_deferred(
+        self, wanted: deferred_selection.DeferredSelection, by: str, reason: str
+    ) -> int:
         """Give deferred transactions up to the dead letters; returns how many."""
         with _acting(by), reach_target(self._settings) as target:
-            deferrals = Deferrals(self._settings, target)
+            deferrals = DeferredTransactions(self._settings, target)
             return deferrals.cancel(deferrals.find(wanted), reason)
 
     def dead_letters(
@@ -279,29 +286,31 @@ class Group:
         except psycopg.errors.QueryCanceled:
             return statuses, None
 
-    def dead_letter(self, letter: int, limit: int = _LETTERS, after: int | None = None) -> Dead:
+    def dead_letter(
+        self, dead_letter_id: int, limit: int = _EVENTS_SHOWN, after: int | None = None
+    ) -> Dead:
         """The dead transaction that holds a dead letter, and its events after one. Raises Missing."""
         with _reading(), reach_target(self._settings) as target:
-            number = dead_letters.transaction_of(target, self.name, letter)
+            number = dead_letters.transaction_of(target, self.name, dead_letter_id)
             if number is None:
-                raise self._no_letter(letter)
-            found = dead_letter_pages.letters(target, number, limit + 1, after or 0)
+                raise self._no_dead_letter(dead_letter_id)
+            found = dead_letter_pages.events(target, number, limit + 1, after or 0)
             done = dead_letters.actions(target, number)
             running = presence.instances(target, self.name)
         return Dead(number, _page(found, limit, lambda each: int(each["id"])), done, running)
 
-    def payload(self, letter: int) -> str:
+    def payload(self, dead_letter_id: int) -> str:
         """The whole payload of a dead letter, as JSON text. Raises Missing."""
         with _reading(), reach_target(self._settings) as target:
-            found = dead_letter_pages.payload(target, self.name, letter)
+            found = dead_letter_pages.payload(target, self.name, dead_letter_id)
         if found is None:
-            raise self._no_letter(letter)
+            raise self._no_dead_letter(dead_letter_id)
         return found
 
-    def edit(self, letter: int, payload: str, by: str, reason: str) -> None:
+    def edit(self, dead_letter_id: int, payload: str, by: str, reason: str) -> None:
         """Give an event of a dead transaction another payload."""
         with _acting(by), reach_target(self._settings) as target:
-            DeadLetters(self._settings, target).edit(letter, payload, reason)
+            DeadLetters(self._settings, target).edit(dead_letter_id, payload, reason)
 
     def find_dead(self, wanted: DeadFilter) -> DeadFound:
         """How many dead transactions a filter selects."""
@@ -355,8 +364,8 @@ class Group:
             and source.printed_id("transaction_id", transaction, "transaction"),
         )
 
-    def _no_letter(self, letter: int) -> Missing:
-        return Missing(f"there is no dead letter {letter} in group {self.name!r}")
+    def _no_dead_letter(self, dead_letter_id: int) -> Missing:
+        return Missing(f"there is no dead letter {dead_letter_id} in group {self.name!r}")
 
 
 _asking = BoundedSemaphore(ASKING)

@@ -19,7 +19,7 @@ from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
 from relay.store import dead_letters, deferred_selection
-from relay.store.dead_letters import Done
+from relay.store.dead_letters import DeadLetterAction
 
 REASON_CHARACTERS = 1_000
 
@@ -63,9 +63,9 @@ class DeadLetterFilter(Model):
     until: Moment | None = Field(None, description="Dead-lettered before.")
     status: Literal["dead", "replaying", "replayed", "discarded"] | None = None
 
-    def asked(self) -> dead_letters.Filter:
+    def asked(self) -> dead_letters.DeadLetterSelection:
         """The filter of the store."""
-        return dead_letters.Filter(
+        return dead_letters.DeadLetterSelection(
             tuple(self.ids),
             self.transaction,
             self.host,
@@ -90,9 +90,9 @@ class DeferredFilter(Model):
     key: Text | None = Field(None, description="One of its ordering keys.")
     host: Text | None = None
 
-    def asked(self) -> deferred_selection.Filter:
+    def asked(self) -> deferred_selection.DeferredSelection:
         """The filter of the store."""
-        return deferred_selection.Filter(
+        return deferred_selection.DeferredSelection(
             tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host
         )
 
@@ -224,16 +224,16 @@ class DeadAnswer(BaseModel):
     number: int
     events: list[dict[str, Any]]
     next: int | None = Field(description="Give it as `after` for the events that follow.")
-    actions: Sequence[Done]
+    actions: Sequence[DeadLetterAction]
 
 
 def one_line(error: ValidationError, prefix: str = "") -> str:
     """What is wrong with the first value, and where. Never the value."""
     fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return said(fault["loc"], fault["msg"], prefix)
+    return described(fault["loc"], fault["msg"], prefix)
 
 
-def said(location: Sequence[int | str], message: str, prefix: str = "") -> str:
+def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:
     """A fault of validation on one line."""
     key = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
     text = message.removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The pages: each reads what `Group` has and renders it, or does what a form asks and says what came of it."""
+"""The pages: each reads what `GroupView` has and renders it, or does what a form asks and says what came of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
 from relay.console.charts import chart
-from relay.console.group import HISTORY_HOURS, PAGE, Group, Missing
+from relay.console.group import HISTORY_HOURS, PAGE, GroupView, Missing
 from relay.console.models import (
     REASON_CHARACTERS,
     DeadLetterFilter,
@@ -28,7 +28,7 @@ router = APIRouter(include_in_schema=False)
 
 _SINK_ACTIONS = 10
 _HOURS = (0.25, 1.0, HISTORY_HOURS)
-_OFTEN, _SELDOM = 5, 15
+_OFTEN, _RARELY = 5, 15
 """Seconds after which a page that is watched is read again."""
 _STATUSES = ("dead", "replaying", "replayed", "discarded")
 
@@ -38,9 +38,9 @@ _DIGITS = 20
 Form = dict[str, str]
 
 
-def group_of(request: Request, group: str) -> Group:
+def group_of(request: Request, group: str) -> GroupView:
     """The group that a path names. Raises Missing."""
-    found: Group | None = request.app.state.groups.get(group)
+    found: GroupView | None = request.app.state.groups.get(group)
     if found is None:
         raise Missing(f"there is no group {group!r} in this console")
     return found
@@ -66,7 +66,7 @@ async def posted(request: Request) -> Form:
     return form
 
 
-InGroup = Annotated[Group, Depends(group_of)]
+InGroup = Annotated[GroupView, Depends(group_of)]
 Shown = Annotated[Views, Depends(views_of)]
 By = Annotated[Caller, Depends(caller_of)]
 Posted = Annotated[Form, Depends(posted)]
@@ -135,7 +135,7 @@ def partitions(
     """Where the partitions stand."""
     found = shown.partitions(min(max(limit, 1), 200), after)
     return views.page(
-        request, "partitions.html", found=found, after=after, refresh=_SELDOM, limit=limit
+        request, "partitions.html", found=found, after=after, refresh=_RARELY, limit=limit
     )
 
 
@@ -246,7 +246,7 @@ def deferred(
         handlers=sorted(shown.settings.handlers),
         sinks=sorted(shown.settings.sink_handlers),
         after=after,
-        refresh=_SELDOM,
+        refresh=_RARELY,
     )
 
 
@@ -367,12 +367,14 @@ def payload(shown: InGroup, id: int) -> Response:
 @router.post("/groups/{group}/dead-letter/edit")
 def edit(request: Request, views: Shown, shown: InGroup, by: By, form: Posted) -> Response:
     """Give a dead event another payload."""
-    letter = _number(form.get("id", ""))
-    if letter is None:
+    dead_letter_id = _number(form.get("id", ""))
+    if dead_letter_id is None:
         raise ConfigurationError("id: is required")
-    shown.edit(letter, form.get("payload", ""), by.name, _reason(form))
-    to = address(shown.name, "dead-letter", id=letter)
-    return views.done(request, to, f"Dead letter {letter} has the new payload. Replay it now.")
+    shown.edit(dead_letter_id, form.get("payload", ""), by.name, _reason(form))
+    to = address(shown.name, "dead-letter", id=dead_letter_id)
+    return views.done(
+        request, to, f"Dead letter {dead_letter_id} has the new payload. Replay it now."
+    )
 
 
 @router.get("/groups/{group}/actions")
@@ -403,7 +405,7 @@ def overview(
         charts=[chart(each) for each in shown.history(hours)],
         hours=hours,
         all_hours=_HOURS,
-        refresh=_SELDOM,
+        refresh=_RARELY,
     )
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from relay.config.observe import Console
+from relay.config.observe import ConsoleSettings
 
 COOKIE = "relay_console"
 """The cookie of a browser that has logged in."""
@@ -113,7 +113,7 @@ class Failures:
 class Guard:
     """Recognises callers by the token, by a cookie made of it, or by the header of a reverse proxy."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: ConsoleSettings) -> None:
         self._token = console.token.get_secret_value() if console.token else None
         self._user_header = console.user_header
         # Without a token nothing but forms is signed; those of a process that has ended are refused.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from threading import Thread
 from typing import Self
 
-from relay.config.observe import Console
+from relay.config.observe import ConsoleSettings
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 
@@ -25,7 +25,7 @@ _REQUESTS = 64
 class Server:
     """The console of some groups, from `start` to `close`."""
 
-    def __init__(self, groups: Sequence[Settings], console: Console) -> None:
+    def __init__(self, groups: Sequence[Settings], console: ConsoleSettings) -> None:
         """Raises ConfigurationError if what the extra `console` brings is missing."""
         try:
             import uvicorn

@@ -60,17 +60,17 @@ class Views:
     def page(self, request: Request, template: str, code: int = 200, **values: Any) -> HTMLResponse:
         """A page of a group, or one of no group, with what was said about the last action."""
         caller = getattr(request.state, "caller", None)
-        said = self._guard.signer.read("said", request.cookies.get(_SAID, ""))
+        message = self._guard.signer.read("said", request.cookies.get(_SAID, ""))
         shown = {
             "group": request.path_params.get("group"),
             "groups": self._groups,
             "user": caller,
-            "said": said,
+            "said": message,
             "now": datetime.now(UTC),
             **values,
         }
         answer = HTMLResponse(self._templates.get_template(template).render(shown), code)
-        if said is not None:
+        if message is not None:
             answer.delete_cookie(_SAID, httponly=True, samesite="strict")
         return answer
 

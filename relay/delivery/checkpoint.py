@@ -12,16 +12,16 @@ from typing import Any, Protocol
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed
 from relay.delivery.outcomes import Outcome, Recorder
-from relay.delivery.progress import Cursor
+from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.faults import describe
 from relay.logs import RepeatedLines
 from relay.meter import Meter
-from relay.model.dispositions import Behind, Failure, Fate
+from relay.model.dispositions import Blocked, Disposition, Failure
 from relay.pipeline.brake import Brake
-from relay.source.server import Sight
+from relay.source.server import SourcePosition
 from relay.store import brakes
-from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, State
+from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, SinkState
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class Checkpoint:
         name: str,
         settings: Settings,
         claim: Claim,
-        state: State,
-        cursor: Cursor,
+        state: SinkState,
+        progress: SinkProgress,
         brake: Brake,
         feed: Feed,
         in_target: Blocking,
@@ -67,7 +67,7 @@ class Checkpoint:
         self._settings = settings
         self._claim = claim
         self._epoch = state.epoch
-        self._cursor = cursor
+        self._progress = progress
         self._recorder = Recorder(settings, name, meter)
         self._brake = brake
         self._feed = feed
@@ -79,8 +79,8 @@ class Checkpoint:
         self._finished = asyncio.Event()
         self._written = state.position, ""
         self._streak = state.streaks.get(name)
-        self._fault_told: str | None = ""
-        self._adopted: Sight | None = None
+        self._reported_fault: str | None = ""
+        self._adopted: SourcePosition | None = None
         self._next_adoption = 0.0
         self._losses = RepeatedLines(
             log,
@@ -100,21 +100,24 @@ class Checkpoint:
         """The sink is fed from the stream from now on."""
         self.state, self._adopted = ATTACHED, None
 
-    def adopt(self, seen: Sight) -> None:
+    def adopt(self, seen: SourcePosition) -> None:
         """The stream has brought everything that a sight shows, and nothing of it is under way."""
         self._adopted = seen
 
-    def settle(self, delivery: Delivery, fate: Fate | None) -> None:
+    def complete(self, delivery: Delivery, disposition: Disposition | None) -> None:
         """A delivery is over."""
-        if isinstance(fate, Failure) and not self._settings.sink_handlers[self._name].reliable:
-            self._losses.note(1, handler=self._name, fault=describe(fate.error))
-            fate = None
-        if delivery.due is not None and isinstance(fate, Behind):
+        if (
+            isinstance(disposition, Failure)
+            and not self._settings.sink_handlers[self._name].reliable
+        ):
+            self._losses.note(1, handler=self._name, fault=describe(disposition.error))
+            disposition = None
+        if delivery.due is not None and isinstance(disposition, Blocked):
             self.retried.discard(delivery.due.id)
-        elif fate is None and delivery.due is None:
+        elif disposition is None and delivery.due is None:
             self._finish_commit(delivery)
         else:
-            self.record(delivery, fate)
+            self.record(delivery, disposition)
 
     def record(self, delivery: Delivery, outcome: Outcome) -> None:
         """Store at once what became of a delivery, or what it waits for."""
@@ -158,8 +161,8 @@ class Checkpoint:
             outcomes, self._outcomes = self._outcomes, []
             for delivery, _ in outcomes:
                 self._finish_commit(delivery)
-            reached = self._cursor.reached
-            position, done = self._cursor.to_store()
+            reached = self._progress.reached
+            position, done = self._progress.to_store()
             paused = await self._in_target(self._write, outcomes, position, done)
             for delivery, _ in outcomes:
                 if delivery.due is not None:
@@ -172,7 +175,7 @@ class Checkpoint:
 
     def _finish_commit(self, delivery: Delivery) -> None:
         if delivery.commit is not None:
-            self._cursor.finish(delivery.commit)
+            self._progress.finish(delivery.commit)
             self._finished.set()
 
     def _take_over(self) -> None:
@@ -181,9 +184,9 @@ class Checkpoint:
         if seen is None or self.state != ATTACHED:
             return
         now = time.monotonic()
-        if len(self._cursor.known) or now >= self._next_adoption:
-            if self._cursor.adopt(seen.snapshot):
-                self._cursor.reach(seen.lsn)
+        if len(self._progress.known) or now >= self._next_adoption:
+            if self._progress.adopt(seen.snapshot):
+                self._progress.reach(seen.lsn)
             self._next_adoption = now + IDLE_ADOPTION_SECONDS
 
     def _write(
@@ -205,9 +208,9 @@ class Checkpoint:
                 raise Moved
             self._write_streak()
             fault = self._fault()
-            if fault != self._fault_told:
+            if fault != self._reported_fault:
                 self._claim.note_fault(fault)
-        self._written, self._fault_told = (position, self.state), fault
+        self._written, self._reported_fault = (position, self.state), fault
         return paused
 
     def _write_streak(self) -> None:
@@ -218,6 +221,6 @@ class Checkpoint:
         was_braked = self._streak is not None and self._streak.braked
         self._streak = streak
         if streak is not None and streak.braked and not was_braked:
-            log.error("a handler is stopped", extra={"fault": self._brake.told(self._name)})
+            log.error("a handler is stopped", extra={"fault": self._brake.explain(self._name)})
         elif was_braked and not (streak and streak.braked):
             log.warning("a stopped handler goes on", extra={"handler": self._name})

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
-from relay.delivery.pace import Pace, Share
+from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
 from relay.faults import Action, action_for, describe
 from relay.handlers import Sink
 from relay.model.dispositions import (
-    Behind,
+    Blocked,
+    Disposition,
     Failure,
-    Fate,
-    has_to_wait,
+    holds_up_followers,
     is_dead,
     judge,
-    next_wait,
+    retry_delay,
 )
 from relay.pipeline.brake import Brake
 from relay.retry import LONGEST_WAIT_SECONDS
@@ -33,7 +33,7 @@ MOST_DELIVERIES = 10_000
 """How many deliveries may be under way; the rest stays in the log."""
 _LAGGING_SHARE = 0.5
 """How much of a processor a sink may take that lags."""
-RELIEF_SECONDS = 300.0
+DEFER_BLOCKED_SECONDS = 300.0
 """How long the destination is down until blocked deliveries that fill the room are deferred, to reach other keys."""
 
 
@@ -41,7 +41,7 @@ class Dispatcher:
     """Runs deliveries in the current event loop. `settle` is called with each that is over and what became of it.
 
     It is called in order for each key: None says that the destination has confirmed. A delivery that follows on one
-    with the same key that has to wait is `Behind`, and is not tried; so is one whose key is held (`hold`). While the
+    with the same key that has to wait is `Blocked`, and is not tried; so is one whose key is held (`hold`). While the
     destination is down such deliveries are kept in memory, so that the log waits and is not copied.
     """
 
@@ -51,7 +51,7 @@ class Dispatcher:
         settings: DeliveryHandler,
         most_bytes: int,
         brake: Brake,
-        settle: Callable[[Delivery, Fate | None], None],
+        complete: Callable[[Delivery, Disposition | None], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """`failed` is called with a fault that no retry mends."""
@@ -59,11 +59,11 @@ class Dispatcher:
         self._sink = sink
         self._settings = settings
         self._most_bytes = most_bytes
-        self._settle = settle
+        self._complete = complete
         self._failed = failed
         # Nothing waits for a sink that is not reliable.
         self.breaker = Breaker(settings.circuit_breaker if settings.reliable else None)
-        self._pace = Pace(settings.rate_limit) if settings.rate_limit else None
+        self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
         self._queues = Queues()
         self._held: set[str] = set()
         self._held_since: set[str] = set()
@@ -77,7 +77,7 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._last_fault: str | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._share: Share | None = None
+        self._share: ProcessorShare | None = None
 
     @property
     def fault(self) -> str | None:
@@ -151,23 +151,23 @@ class Dispatcher:
     async def room(self) -> None:
         """Wait until more may be submitted."""
         while self.count >= MOST_DELIVERIES or self._size > self._most_bytes:
-            if self._kept and time.monotonic() - self._relieved > RELIEF_SECONDS:
-                self._relieve()
+            if self._kept and time.monotonic() - self._relieved > DEFER_BLOCKED_SECONDS:
+                self._defer_blocked()
             else:
                 await self._change()
 
-    def _relieve(self) -> None:
+    def _defer_blocked(self) -> None:
         """Let what is blocked be deferred: other keys may be behind it in the log, whose destination is not down."""
         self._relieved = time.monotonic()
         while self._kept:
             kept = self._kept.popleft()
             kept.is_ready = False
             if not kept.blockers:
-                self._over(kept, Behind())
+                self._completed(kept, Blocked())
             while self._ready and self._is_blocked(self._ready[-1]):
                 self._kept.append(self._ready.pop())
 
-    async def quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until nothing is under way, whatever waits for its turn."""
         while self._running:
             await self._change()
@@ -199,7 +199,7 @@ class Dispatcher:
             elif self._is_blocked(delivery) and keeps and delivery.due is None:
                 self._kept.append(self._ready.popleft())
             elif self._is_blocked(delivery):
-                self._over(self._take(), Behind())
+                self._completed(self._take(), Blocked())
             elif (
                 self._paused
                 or len(self._running) >= self._settings.concurrency
@@ -253,7 +253,7 @@ class Dispatcher:
     def yield_to_others(self, on: bool) -> None:
         """Leave the processor to other threads half of the time, or no longer."""
         if on != (self._share is not None):
-            self._share = Share(_LAGGING_SHARE) if on else None
+            self._share = ProcessorShare(_LAGGING_SHARE) if on else None
 
     def _try_again(self) -> None:
         self._timer = None
@@ -292,7 +292,7 @@ class Dispatcher:
         if self.breaker.succeeded(_key(delivery)):
             log.info("delivering again", extra={"handler": self._sink.name})
         self._brake.succeeded((self._sink.name,))
-        self._over(delivery, None)
+        self._completed(delivery, None)
 
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
@@ -311,7 +311,7 @@ class Dispatcher:
         elif self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
             return None
-        wait = next_wait(retry, error, attempts)
+        wait = retry_delay(retry, error, attempts)
         if (
             action is Action.RETRY
             and time.monotonic() - started + wait <= retry.defer_after
@@ -321,8 +321,8 @@ class Dispatcher:
         ):
             return wait
         blocks_key = self._settings.blocks_key
-        fate = judge(self._sink.name, error, attempts, delivery.history, retry, blocks_key)
-        self._over(delivery, self._braked(fate))
+        disposition = judge(self._sink.name, error, attempts, delivery.history, retry, blocks_key)
+        self._completed(delivery, self._braked(disposition))
         return None
 
     def _try_later(self, delivery: Delivery, error: Exception, is_trial: bool) -> None:
@@ -335,7 +335,7 @@ class Dispatcher:
             self._put_back(delivery, self._ready.append)
         else:
             # All others have failed too, perhaps since only their keys do: room for what follows them.
-            self._over(delivery, self._unspent(delivery, error))
+            self._completed(delivery, self._unspent(delivery, error))
 
     def _braked(self, failure: Failure) -> Failure:
         """What becomes of a transaction that is to be dead-lettered: too many in a row are not, and the sink stops."""
@@ -356,20 +356,22 @@ class Dispatcher:
 
     def _unspent(self, delivery: Delivery, error: BaseException) -> Failure:
         attempts = delivery.history.attempts
-        after = next_wait(self._settings.retry, error, attempts)
+        after = retry_delay(self._settings.retry, error, attempts)
         return Failure(self._sink.name, error, attempts, after)
 
-    def _over(self, delivery: Delivery, fate: Fate | None) -> None:
+    def _completed(self, delivery: Delivery, disposition: Disposition | None) -> None:
         del self._pending[id(delivery)]
         self._size -= delivery.rows.size
-        waits = fate is not None and has_to_wait(fate) and self._settings.reliable
-        if waits:
+        holds_up = (
+            disposition is not None and holds_up_followers(disposition) and self._settings.reliable
+        )
+        if holds_up:
             self._held |= delivery.keys
             self._held_since |= delivery.keys
-        self._settle(delivery, fate)
+        self._complete(delivery, disposition)
         following = self._queues.remove(delivery)
         for follower in following:
-            follower.is_blocked |= waits
+            follower.is_blocked |= holds_up
         self._unblock(following)
         self._changed.set()
 

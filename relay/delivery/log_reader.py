@@ -15,10 +15,10 @@ from relay.config.settings import Settings
 from relay.model.batch import Share
 from relay.model.snapshots import Snapshot, Xids, full_xids
 from relay.model.transactions import Routed, Transactions
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.source.differences import Difference
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
-from relay.source.server import Sight, durable_sight, sight
+from relay.source.server import SourcePosition, current_position, durable_position
 from relay.store.connections import open_pool
 
 
@@ -40,9 +40,9 @@ class Polled:
 class LogReader:
     """The outbox as a table, for one sink. Used by one thread at a time; raises psycopg.Error and RelayError."""
 
-    def __init__(self, settings: Settings, sink: str, routing: Routing) -> None:
+    def __init__(self, settings: Settings, sink: str, router: BatchRouter) -> None:
         self._sink = sink
-        self._routing = routing
+        self._router = router
         self._rows = OutboxRows(settings)
         # One connection holds the plan of a difference, the other answers.
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
@@ -53,22 +53,22 @@ class LogReader:
         """Close the connections."""
         self._source.close()
 
-    def sight(self) -> Sight:
+    def current_position(self) -> SourcePosition:
         """What the source shows now, and has on its disk."""
         with self._source.connection() as conn:
-            return durable_sight(conn)
+            return durable_position(conn)
 
-    def following(self, snapshot: Snapshot) -> Sight | None:
+    def following(self, snapshot: Snapshot) -> SourcePosition | None:
         """A sight that shows more rows than a snapshot sees; None if there is nothing new."""
         with self._source.connection() as conn:
-            seen = sight(conn).snapshot
+            seen = current_position(conn).snapshot
             # A standby may lag.
             if not seen.covers(snapshot):
                 return None
             # Whoever stands at the beginning is not told of rows from before there was c_xid otherwise.
             if not snapshot.is_beginning and self._rows.is_empty(conn, Difference(snapshot, seen)):
                 return None
-            return durable_sight(conn)
+            return durable_position(conn)
 
     def read(self, between: Difference, after: int, left_out: Xids) -> Generator[Polled]:
         """The transactions of a difference after a position, but those left out (int64, in any order).
@@ -118,7 +118,7 @@ class LogReader:
                 yield Polled(routed, positions, xids, positions[0] - 1, large)
 
     def _routed(self, transactions: Transactions) -> Routed | None:
-        return self._routing.route(transactions)[1].get(self._sink)
+        return self._router.route(transactions)[1].get(self._sink)
 
 
 def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xids:

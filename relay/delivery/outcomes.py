@@ -16,12 +16,12 @@ from relay.delivery.queues import Delivery
 from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
 from relay.meter import Meter
-from relay.model.batch import DeadTransaction
-from relay.model.dispositions import Behind, Failure, Fate, is_dead
+from relay.model.batch import DeadLettered
+from relay.model.dispositions import Blocked, Disposition, Failure, is_dead
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
 from relay.store import dead_letters, deferred
-from relay.store.deferred import Wait
+from relay.store.deferred import Deferral
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Scheduled:
     until: datetime
 
 
-Outcome = Fate | Scheduled | None
+Outcome = Disposition | Scheduled | None
 """None: the destination has confirmed."""
 
 
@@ -51,49 +51,51 @@ class Recorder:
 
     def write(self, conn: Connection, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Write what became of deliveries, in the order in which it became known, in the current transaction."""
-        deferrals: list[tuple[Undecoded, Wait]] = []
-        again: list[tuple[int, Wait]] = []
+        deferrals: list[tuple[Undecoded, Deferral]] = []
+        again: list[tuple[int, Deferral]] = []
         done: list[int] = []
         replayed: list[int] = []
         for delivery, outcome in outcomes:
             due = delivery.due
             number = due.dead_transaction if due else None
             if isinstance(outcome, Failure) and is_dead(outcome):
-                number = self._bury(conn, delivery, outcome, number)
-            wait = _wait(delivery, outcome)
-            if wait is not None:
-                wait = replace(wait, dead_transaction=number)
-            if due is None and wait is not None:
-                deferrals.append((delivery.rows, wait))
-            elif due is not None and wait is not None:
-                again.append((due.id, wait))
+                number = self._dead_letter(conn, delivery, outcome, number)
+            deferral = _deferral(delivery, outcome)
+            if deferral is not None:
+                deferral = replace(deferral, dead_transaction=number)
+            if due is None and deferral is not None:
+                deferrals.append((delivery.rows, deferral))
+            elif due is not None and deferral is not None:
+                again.append((due.id, deferral))
             elif due is not None:
                 done.append(due.id)
                 if outcome is None and number is not None:
                     replayed.append(number)
         if deferrals:
-            deferred.park(conn, self._group, deferrals, self._sink)
-        deferred.wait_again(conn, again)
+            deferred.defer(conn, self._group, deferrals, self._sink)
+        deferred.defer_again(conn, again)
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
         if done:
-            deferred.settle(conn, done)
+            deferred.remove(conn, done)
 
-    def _bury(
+    def _dead_letter(
         self, conn: Connection, delivery: Delivery, failure: Failure, number: int | None
     ) -> int:
         if number is not None:
-            dead_letters.bury_again(conn, self._group, number, self._sink, failure.error)
+            dead_letters.mark_dead_again(conn, self._group, number, self._sink, failure.error)
             return number
         events = delivery.events.events
-        number = dead_letters.bury(conn, self._group, events, self._sink, failure.error, self._sink)
+        number = dead_letters.insert(
+            conn, self._group, events, self._sink, failure.error, self._sink
+        )
         if isinstance(failure.error, NotReceived):
             dead_letters.mark_by_reference(conn, number, failure.error.offsets)
         return number
 
     def report(self, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Log what was dead-lettered, and which faults defer transactions, now that it is stored."""
-        found: list[DeadTransaction] = []
+        found: list[DeadLettered] = []
         for delivery, outcome in outcomes:
             if not isinstance(outcome, Failure):
                 continue
@@ -101,7 +103,7 @@ class Recorder:
                 self._deferrals.note(1, handler=self._sink, fault=describe(outcome.error))
                 continue
             rows = delivery.rows
-            dead = DeadTransaction(
+            dead = DeadLettered(
                 rows.transaction_id,
                 rows.commit.end_lsn,
                 len(rows.tuples),
@@ -112,20 +114,20 @@ class Recorder:
             )
             found.append(dead)
             log.warning("dead letter", extra=dead.fields)
-        deferred_now = sum(_wait(*each) is not None for each in outcomes)
-        self._meter.settled(self._sink, deferred_now, found)
+        deferred_now = sum(_deferral(*each) is not None for each in outcomes)
+        self._meter.stored(self._sink, deferred_now, found)
 
 
-def _wait(delivery: Delivery, outcome: Outcome) -> Wait | None:
+def _deferral(delivery: Delivery, outcome: Outcome) -> Deferral | None:
     """What the transaction waits for now; None if it is done with."""
     before = delivery.history
     match outcome:
         case Scheduled(until):
-            return Wait(delivery.keys, holds=False, until=until)
-        case Behind():
-            return Wait(delivery.keys, attempts=before.attempts, first_failed_at=before.since)
+            return Deferral(delivery.keys, holds=False, until=until)
+        case Blocked():
+            return Deferral(delivery.keys, attempts=before.attempts, first_failed_at=before.since)
         case Failure() if outcome.after is not None or outcome.holds:
-            return Wait(
+            return Deferral(
                 delivery.keys,
                 after=outcome.after or 0.0,
                 blocked=outcome.after is None,

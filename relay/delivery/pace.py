@@ -7,7 +7,7 @@ import time
 _BURST_SECONDS = 0.005
 
 
-class Pace:
+class RateLimit:
     """Lets so many through in a second, evenly."""
 
     def __init__(self, rate: float) -> None:
@@ -22,7 +22,7 @@ class Pace:
         return turn - now
 
 
-class Share:
+class ProcessorShare:
     """Lets a thread have a share of a processor, in small portions, so that other threads of the process go on.
 
     Python runs one thread at a time.

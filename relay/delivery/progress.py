@@ -17,7 +17,7 @@ from relay.store.sinks import BEFORE_FIRST, Position
 
 
 @dataclass(slots=True, eq=False)
-class Commit:
+class SinkCommit:
     """A commit of the source with deliveries for the sink; it is done when all of them are.
 
     `position` is the end of the commit in the WAL or, where it was polled, its position in the difference. `xid` is its
@@ -39,14 +39,14 @@ class Prefix:
 
     def __init__(self, reached: int) -> None:
         self.reached = reached
-        self._commits: deque[Commit] = deque()
+        self._commits: deque[SinkCommit] = deque()
         self._passed: list[int] = []
 
     def __len__(self) -> int:
         """How many commits it remembers."""
         return len(self._commits) + len(self._passed)
 
-    def add(self, commit: Commit) -> None:
+    def add(self, commit: SinkCommit) -> None:
         """Append a commit whose deliveries are under way."""
         commit.prefix = self
         self._commits.append(commit)
@@ -80,7 +80,7 @@ class _Reading:
     last: int | None = None
 
 
-class Cursor:
+class SinkProgress:
     """The position of a sink at work, and what it has done beyond it.
 
     The sink does not stop where a delivery takes long: the next difference is polled, and the stream is followed, while
@@ -98,7 +98,7 @@ class Cursor:
         self._known = set(done.tolist())
         self._done = set(self._known)
         self._unstored: list[int] = []
-        self._under_way: dict[Commit, None] = {}
+        self._under_way: dict[SinkCommit, None] = {}
         self._polled = 0
         self._number = 0
         self._streamed = Prefix(position.applied_lsn)
@@ -156,14 +156,14 @@ class Cursor:
         """The stream is buffered after a position of the WAL."""
         self._streamed = Prefix(reached if self._polls else max(reached, self.position.applied_lsn))
 
-    def stream(self, commit: Commit) -> None:
+    def stream(self, commit: SinkCommit) -> None:
         """Deliveries of a commit of the stream begin; it may have none, and say how far the stream is read."""
         self._begin(commit)
         self._streamed.add(commit)
         self.reach(Lsn(commit.position))
         self._forget_passed()
 
-    def poll_beside(self, commit: Commit) -> None:
+    def poll_beside(self, commit: SinkCommit) -> None:
         """Deliveries of a commit begin that was polled on the way into the stream, which may bring it too."""
         self._polled += 1
         self._begin(commit)
@@ -175,7 +175,7 @@ class Cursor:
             return False
         if before is not None and not snapshot.covers(before):
             return False
-        self._stand_at(snapshot)
+        self._move_to(snapshot)
         return True
 
     # The outbox
@@ -199,7 +199,7 @@ class Cursor:
         """How many commits of differences are remembered."""
         return sum(len(each.prefix) for each in self._differences)
 
-    def poll(self, commit: Commit) -> None:
+    def poll(self, commit: SinkCommit) -> None:
         """Deliveries of a commit of the difference begin; it may have none, and say how far that is read."""
         if commit.deliveries:
             self._polled += 1
@@ -212,7 +212,7 @@ class Cursor:
         self._differences[-1].last = self._number
         self._advance()
 
-    def finish(self, commit: Commit) -> None:
+    def finish(self, commit: SinkCommit) -> None:
         """A delivery is done: it was confirmed, or what became of it instead is stored together with the position."""
         commit.deliveries -= 1
         commit.is_begun = True
@@ -230,7 +230,7 @@ class Cursor:
 
     def to_store(self) -> tuple[Position, list[int]]:
         """The position, and the xids of what else is done: since this was called last, or all without a snapshot."""
-        if self._is_told:
+        if self._position_suffices:
             reached = self._differences[0].prefix.reached
             self.position = replace(self.position, polled_offset=reached)
         if not self._polls:
@@ -240,7 +240,7 @@ class Cursor:
             return self.position, sorted(self._done)
         return self.position, [xid for xid in unstored if xid in self._known]
 
-    def _begin(self, commit: Commit) -> None:
+    def _begin(self, commit: SinkCommit) -> None:
         if not commit.deliveries:
             return
         self._number += 1
@@ -257,19 +257,19 @@ class Cursor:
             if last is None or (oldest is not None and oldest.number <= last):
                 break
             end = self._differences.popleft().end
-            self._stand_at(end)
+            self._move_to(end)
         self._forget_passed()
 
     def _forget_passed(self) -> None:
         """Forget the transactions that the position tells."""
         passed = self._streamed.take_passed()
         if self.position.snapshot is not None:
-            passed = self._differences[0].prefix.take_passed() if self._is_told else []
+            passed = self._differences[0].prefix.take_passed() if self._position_suffices else []
         self._known.difference_update(passed)
         self._done.difference_update(passed)
 
     @property
-    def _is_told(self) -> bool:
+    def _position_suffices(self) -> bool:
         """Whether a position in the first difference tells what of it is done.
 
         Not while a commit is under way that was begun before: polling leaves it out, wherever it is in the difference.
@@ -279,7 +279,7 @@ class Cursor:
             oldest is None or oldest.number > self._differences[0].before
         )
 
-    def _stand_at(self, snapshot: Snapshot) -> None:
+    def _move_to(self, snapshot: Snapshot) -> None:
         self.position = replace(self.position, snapshot=snapshot)
         self._describe_first()
         known = self.known
@@ -292,5 +292,7 @@ class Cursor:
         self.position = replace(
             self.position,
             following=first.end if first else None,
-            polled_offset=first.prefix.reached if first and self._is_told else BEFORE_FIRST,
+            polled_offset=first.prefix.reached
+            if first and self._position_suffices
+            else BEFORE_FIRST,
         )

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from relay.delivery.progress import Commit
-from relay.model.dispositions import NEW, History
+from relay.delivery.progress import SinkCommit
+from relay.model.dispositions import NEW, AttemptHistory
 from relay.model.events import Transaction
 from relay.model.transactions import Undecoded
 from relay.store.deferred import Due
@@ -26,9 +26,9 @@ class Delivery:
     rows: Undecoded
     events: Transaction
     keys: frozenset[str]
-    commit: Commit | None = None
+    commit: SinkCommit | None = None
     due: Due | None = None
-    history: History = NEW
+    history: AttemptHistory = NEW
     blockers: int = 0
     is_blocked: bool = False
     was_trial: bool = False

@@ -22,21 +22,21 @@ from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Streamed
 from relay.delivery.log_reader import LogReader, Polled
-from relay.delivery.progress import Commit, Cursor
+from relay.delivery.progress import SinkCommit, SinkProgress
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.model.dispositions import Behind
+from relay.model.dispositions import Blocked
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.source.differences import Difference
-from relay.source.server import Sight
+from relay.source.server import SourcePosition
 from relay.store.presence import instances
-from relay.store.sinks import ATTACHED, BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, State
+from relay.store.sinks import ATTACHED, BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, SinkState
 from relay.threads import pool
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ FIRST_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Junction:
+class JoinPoint:
     """Where the stream begins to be buffered: after the position `lsn`, when `streamed` (full xids) had come."""
 
     lsn: Lsn
@@ -65,7 +65,7 @@ class Junction:
 class Stream(Protocol):
     """The stream, as a sink's worker sees it. Safe in any thread."""
 
-    def join(self, feed: Feed) -> Junction | None:
+    def join(self, feed: Feed) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
 
     def confirm(self) -> None:
@@ -80,7 +80,7 @@ class Stream(Protocol):
         """Whether the stream does not go on, since the target does not take what it has brought."""
 
 
-class Session:
+class SinkSession:
     """One sink, claimed. Everything runs in one event loop; what blocks runs in two threads, one for each database.
 
     `left` says that another process is to have it: one that reads the stream, or one that has less to do. Raises Moved,
@@ -96,7 +96,7 @@ class Session:
         stream: Stream,
         feed: Feed,
         claim: Claim,
-        state: State,
+        state: SinkState,
         ready: Callable[[], None],
         meter: Meter,
     ) -> None:
@@ -108,16 +108,16 @@ class Session:
         self._claim = claim
         self._paused = state.paused
         self._polls = settings.source.mode != "wal"
-        self._cursor = Cursor(state.position, state.done, self._polls)
-        self._routing = Routing(settings)
-        self._reader = LogReader(settings, name, self._routing)
+        self._progress = SinkProgress(state.position, state.done, self._polls)
+        self._router = BatchRouter(settings)
+        self._reader = LogReader(settings, name, self._router)
         brake = Brake(settings.brakes, state.streaks)
         self._checkpoint = Checkpoint(
             name,
             settings,
             claim,
             state,
-            self._cursor,
+            self._progress,
             brake,
             feed,
             self._in_target,
@@ -130,13 +130,13 @@ class Session:
             configured,
             settings.sinks.attach_bytes,
             brake,
-            self._checkpoint.settle,
+            self._checkpoint.complete,
             self._fail,
         )
         self._submission = Submission(
             name,
             settings,
-            self._routing,
+            self._router,
             claim,
             self._checkpoint,
             self._dispatcher,
@@ -170,7 +170,7 @@ class Session:
     @property
     def since(self) -> float | None:
         """When the oldest of what is not done came (monotonic clock, seconds). Safe in any thread."""
-        times = (self._cursor.since, self._feed.oldest)
+        times = (self._progress.since, self._feed.oldest)
         return min((each for each in times if each is not None), default=None)
 
     def wake(self) -> None:
@@ -182,11 +182,11 @@ class Session:
         self._stopping.set()
         self.wake()
 
-    def adopt(self, seen: Sight) -> None:
+    def adopt(self, seen: SourcePosition) -> None:
         """The stream has brought everything that a sight shows, and nothing of it is under way."""
         self._checkpoint.adopt(seen)
 
-    async def run(self, patience: float) -> None:
+    async def run(self, timeout: float) -> None:
         """Work until `stop`, or until the sink is left; then what is under way has so many seconds to end."""
         if self._paused:
             self._dispatcher.pause()
@@ -209,9 +209,9 @@ class Session:
             except psycopg.Error:
                 # Where only the source is away, what is under way can still be stored.
                 if not self._claim.conn.closed:
-                    await self._finish(patience)
+                    await self._finish(timeout)
                 raise
-            await self._finish(patience)
+            await self._finish(timeout)
         finally:
             for task in tasks:
                 task.cancel()
@@ -221,7 +221,7 @@ class Session:
             self._source.shutdown(wait=False)
             self._target.shutdown(wait=False)
 
-    async def _finish(self, patience: float) -> None:
+    async def _finish(self, timeout: float) -> None:
         # What is being stored is stored whole.
         async with self._checkpoint.storing:
             for task in self._tasks:
@@ -229,14 +229,14 @@ class Session:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self._dispatcher.pause()
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                await self._dispatcher.quiet()
-        self._defer_rests()
+            async with asyncio.timeout(timeout):
+                await self._dispatcher.wait_idle()
+        self._defer_partial_commits()
         await self._checkpoint.store()
 
-    def _defer_rests(self) -> None:
+    def _defer_partial_commits(self) -> None:
         """Defer what is left of commits of which something is delivered: their position says all or nothing."""
-        rests: dict[Commit, list[Delivery]] = defaultdict(list)
+        rests: dict[SinkCommit, list[Delivery]] = defaultdict(list)
         for delivery in self._dispatcher.pending:
             if delivery.commit is not None and delivery.commit.is_begun:
                 rests[delivery.commit].append(delivery)
@@ -244,7 +244,7 @@ class Session:
             # Of a very large one not all is in memory.
             if len(rest) == commit.deliveries:
                 for delivery in rest:
-                    self._checkpoint.record(delivery, Behind())
+                    self._checkpoint.record(delivery, Blocked())
 
     def _fail(self, error: BaseException) -> None:
         if not self._ended.done():
@@ -276,11 +276,11 @@ class Session:
                 await self._wait(STORE_SECONDS)
             elif self._attached:
                 await self._take()
-            elif self._polls and self._cursor.reading is not None:
+            elif self._polls and self._progress.reading is not None:
                 await self._read()
             elif await self._join() or await self._poll():
                 wait = FIRST_POLL_SECONDS
-            elif not (self._stream.reads or self._cursor.since):
+            elif not (self._stream.reads or self._progress.since):
                 self._checkpoint.state = CAUGHT_UP
                 self._leave()
             else:
@@ -311,7 +311,7 @@ class Session:
         ):
             # Delivered or not: what is not stored as done would be delivered again from there.
             return True
-        return self._is_old(self._cursor.since or self._feed.oldest)
+        return self._is_old(self._progress.since or self._feed.oldest)
 
     def _is_old(self, since: float | None) -> bool:
         """Whether it is so long ago that the stream does not wait for it."""
@@ -361,14 +361,16 @@ class Session:
         async with self._checkpoint.storing:
             # Where nothing can be stored, the WAL would be held back again.
             pass
-        end = self._cursor.end
+        end = self._progress.end
         # Of rows from before there was c_xid only the position in a difference tells what is done.
-        may_join = not (self._is_old(self._cursor.since) or (end is not None and end.is_beginning))
+        may_join = not (
+            self._is_old(self._progress.since) or (end is not None and end.is_beginning)
+        )
         junction = self._stream.join(self._feed) if may_join else None
         if junction is None:
             self._ready()
             return False
-        self._cursor.join(junction.lsn)
+        self._progress.join(junction.lsn)
         try:
             if await self._catch_up(junction.streamed) and self._feed.is_open:
                 self._checkpoint.attach()
@@ -381,24 +383,24 @@ class Session:
 
     async def _catch_up(self, streamed: Xids) -> bool:
         """Submit what lies before the stream; False if that is too much, or some transactions stay invisible."""
-        end = self._cursor.end
+        end = self._progress.end
         if end is None or not self._polls:
             return True
         ends = time.monotonic() + JOIN_SECONDS
         while True:
-            seen = await self._in_source(self._reader.sight)
+            seen = await self._in_source(self._reader.current_position)
             if seen.snapshot.covers(end) and seen.snapshot.sees(streamed).all():
                 break
             if time.monotonic() > ends:
                 return False
             await asyncio.sleep(FIRST_POLL_SECONDS)
         self._ready()
-        self._cursor.reach(seen.lsn)
+        self._progress.reach(seen.lsn)
         count = 0
         async with aclosing(self._find(Difference(end, seen.snapshot))) as found:
             async for polled in found:
                 count += len(polled.xids)
-                await self._submit_polled(polled, self._cursor.poll_beside)
+                await self._submit_polled(polled, self._progress.poll_beside)
                 if count > JOINING_TRANSACTIONS or not self._feed.is_open:
                     # There may be more, or the stream has brought too much meanwhile.
                     return False
@@ -406,59 +408,59 @@ class Session:
 
     async def _poll(self) -> bool:
         """Submit one difference, if there is one; returns whether there was."""
-        end = self._cursor.end
+        end = self._progress.end
         if end is None or not self._polls:
             return False
         following = await self._in_source(self._reader.following, end)
         if following is None:
             return False
-        self._cursor.reach(following.lsn)
-        self._cursor.open(following.snapshot)
+        self._progress.reach(following.lsn)
+        self._progress.open(following.snapshot)
         await self._read()
         return True
 
     async def _read(self) -> None:
         """Submit what is left of the difference that is being polled."""
-        reading = self._cursor.reading
+        reading = self._progress.reading
         assert reading is not None  # noqa: S101
         before, after, polled_offset = reading
         async with aclosing(self._find(Difference(before, after), polled_offset)) as found:
             async for polled in found:
-                await self._submit_polled(polled, self._cursor.poll)
+                await self._submit_polled(polled, self._progress.poll)
                 if polled.routed is None:
-                    self._cursor.poll(Commit(polled.upto, 0, 0, 0.0))
-                while self._cursor.remembered > REMEMBERED_COMMITS:
+                    self._progress.poll(SinkCommit(polled.upto, 0, 0, 0.0))
+                while self._progress.remembered > REMEMBERED_COMMITS:
                     await self._checkpoint.finished()
-        self._cursor.read()
+        self._progress.read()
 
     async def _find(self, between: Difference, after: int = BEFORE_FIRST) -> AsyncGenerator[Polled]:
         """What a difference has after a position in it, but what is done or under way."""
-        found = self._reader.read(between, after, self._cursor.known)
+        found = self._reader.read(between, after, self._progress.known)
         try:
             while (polled := await self._in_source(next, found, None)) is not None:
                 yield polled
         finally:
             self._source.submit(found.close)
 
-    async def _submit_polled(self, polled: Polled, begin: Callable[[Commit], None]) -> None:
+    async def _submit_polled(self, polled: Polled, begin: Callable[[SinkCommit], None]) -> None:
         if polled.routed is not None:
             commits = _commits(polled.positions, polled.xids, time.monotonic(), begin)
             await self._submission.submit(polled.routed, list(commits), polled.large)
 
-    def _of_stream(self, taken: Streamed) -> tuple[Routed, list[Commit]]:
+    def _of_stream(self, taken: Streamed) -> tuple[Routed, list[SinkCommit]]:
         """The transactions that are new, with the commit of each."""
         routed = taken.routed
         facts = routed.transactions.facts
         xids = full_xids(facts["xid"], taken.next_xid)
-        new = self._cursor.is_new(facts["end_lsn"], xids)
+        new = self._progress.is_new(facts["end_lsn"], xids)
         if not new.all():
             chosen = np.flatnonzero(new)
             routed = Routed(routed.transactions.take(chosen), routed.decoder)
             xids = xids[chosen]
         ends = routed.transactions.facts["end_lsn"].tolist()
-        commits = list(_commits(ends, xids.tolist(), taken.since, self._cursor.stream))
+        commits = list(_commits(ends, xids.tolist(), taken.since, self._progress.stream))
         # Also where nothing of it was new.
-        self._cursor.stream(Commit(int(facts["end_lsn"][-1]), 0, 0, taken.since))
+        self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, taken.since))
         return routed, commits
 
     async def _watch(self) -> None:
@@ -490,11 +492,11 @@ class Session:
 
 
 def _commits(
-    positions: Sequence[int], xids: Sequence[int], since: float, add: Callable[[Commit], None]
-) -> Iterator[Commit]:
+    positions: Sequence[int], xids: Sequence[int], since: float, add: Callable[[SinkCommit], None]
+) -> Iterator[SinkCommit]:
     """The commit of each transaction; those that follow each other with one position are of one commit."""
     for (position, xid), alike in groupby(zip(positions, xids, strict=True)):
         count = sum(1 for _ in alike)
-        commit = Commit(position, xid, count, since)
+        commit = SinkCommit(position, xid, count, since)
         add(commit)
         yield from repeat(commit, count)

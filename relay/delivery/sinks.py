@@ -17,7 +17,7 @@ from relay import handlers
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, Streamed
-from relay.delivery.session import Junction
+from relay.delivery.session import JoinPoint
 from relay.delivery.worker import Worker
 from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
@@ -28,9 +28,9 @@ from relay.model.batch import Batch
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Routed
-from relay.pipeline.routing import Routing
-from relay.pulse import Due, Pulse
-from relay.source.server import Sight
+from relay.pipeline.routing import BatchRouter
+from relay.pulse import Due, Heartbeat
+from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.store import sinks, snapshots
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _ROOM_SECONDS = 0.02
 
 
-class Works(Protocol):
+class SinkWorker(Protocol):
     """Works one sink in a thread."""
 
     def claim(self) -> None:
@@ -50,7 +50,7 @@ class Works(Protocol):
     def stop(self) -> None:
         """End after what is under way. Safe in a signal handler's thread."""
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """Stop, and wait for what is under way, for so many seconds."""
 
 
@@ -72,11 +72,11 @@ class Sinks:
     ) -> None:
         """`around` is asked for each sink what delivers instead of it."""
         meter = meter or Meter()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._settings = settings
         self._confirm = confirm
         self._polls = settings.source.mode != "wal"
-        self._routing = Routing(settings)
+        self._router = BatchRouter(settings)
         self._lock = Lock()
         self._stopping = Event()
         self._mode = ""
@@ -99,7 +99,7 @@ class Sinks:
             for name, (sink, configured) in built.items()
         }
         self._spark = [SparkWorker(name, settings, meter) for name in settings.spark_handlers]
-        self._all: Sequence[Works] = [*self._workers.values(), *self._spark]
+        self._all: Sequence[SinkWorker] = [*self._workers.values(), *self._spark]
 
     def start(self, session: Session) -> None:
         """Begin to work the sinks. Those that do not lag are worked by the process that reads the source.
@@ -114,7 +114,7 @@ class Sinks:
     def streaming(self) -> None:
         """This process reads the stream from now on: wait a little until the sinks buffer what it brings."""
         if not self._polls:
-            self._tell_who_is_left_out()
+            self._log_left_out()
         if not self._workers:
             return
         noted = self._noted()
@@ -122,7 +122,7 @@ class Sinks:
             self._mode, self._streamed = "wal", [noted]
         self._claim()
         ends = time.monotonic() + self._settings.sinks.attach_seconds
-        self.pulse.beat("waits until the sinks have joined the stream", Due.OPEN)
+        self.heartbeat.update("waits until the sinks have joined the stream", Due.OPEN)
         for worker in self._workers.values():
             worker.ready.wait(max(0.0, ends - time.monotonic()))
 
@@ -133,7 +133,7 @@ class Sinks:
             self._interrupt()
         self._claim()
 
-    def standing_by(self) -> None:
+    def on_standby(self) -> None:
         """Another process reads the stream, and so works the sinks."""
         with self._lock:
             self._mode = ""
@@ -182,7 +182,7 @@ class Sinks:
         """What a worker met that no retry mends."""
         return next((each.error for each in self._workers.values() if each.error), None)
 
-    def _tell_who_is_left_out(self) -> None:
+    def _log_left_out(self) -> None:
         """Only the WAL is read: nothing is kept for the sinks that are not configured."""
         with suppress(psycopg.OperationalError), connect(self._settings.target_dsn) as conn:
             for name in sinks.leave_out(conn, self._settings.group, self._workers):
@@ -222,7 +222,7 @@ class Sinks:
             transactions = transactions.take(np.flatnonzero(ends > self._end))
         if not len(transactions):
             return
-        _, parts, _ = self._routing.route(transactions)
+        _, parts, _ = self._router.route(transactions)
         xids = np.unique(full_xids(transactions.facts["xid"], batch.next_xid))
         if not self._polls:
             self._wait_for_room(parts)
@@ -249,7 +249,7 @@ class Sinks:
         for name in names:
             feed = self._workers[name].feed if name in self._workers else None
             while feed and not self._stopping.wait(0) and (not feed.is_open or feed.size > limit):
-                self.pulse.beat(f"waits for room in the buffer of sink {name}")
+                self.heartbeat.update(f"waits for room in the buffer of sink {name}")
                 self._stopping.wait(_ROOM_SECONDS)
 
     def taken(self) -> None:
@@ -270,7 +270,7 @@ class Sinks:
             end = min([self._durable, *(bound for bound in bounds if bound is not None)])
         self._confirm(end)
 
-    def adopt(self, seen: Sight) -> None:
+    def adopt(self, seen: SourcePosition) -> None:
         """Everything that a sight shows was streamed, and neither the target nor a sink has to get it any more."""
         with self._lock:
             streamed = np.concatenate([np.zeros(0, np.int64), *self._streamed])
@@ -281,13 +281,13 @@ class Sinks:
 
     # What workers ask for
 
-    def join(self, feed: Feed) -> Junction | None:
+    def join(self, feed: Feed) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
         with self._lock:
             if self._mode != "wal" or self._is_stalled():
                 return None
             feed.open(self._end)
-            return Junction(self._end, np.concatenate(self._streamed))
+            return JoinPoint(self._end, np.concatenate(self._streamed))
 
     @property
     def is_stalled(self) -> bool:

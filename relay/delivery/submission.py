@@ -13,14 +13,14 @@ from relay.config.settings import Settings
 from relay.delivery.checkpoint import Blocking, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.outcomes import Scheduled
-from relay.delivery.progress import Commit
+from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
 from relay.faults import NotReceived
-from relay.model.dispositions import Failure, History
+from relay.model.dispositions import AttemptHistory, Failure
 from relay.model.events import Transaction
 from relay.model.transactions import Routed, Transactions, Undecoded
 from relay.pipeline.deferral import Ordering, moment_of
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.store import deferred
 from relay.store.sinks import Claim
 
@@ -36,7 +36,7 @@ class Submission:
         self,
         name: str,
         settings: Settings,
-        routing: Routing,
+        router: BatchRouter,
         claim: Claim,
         checkpoint: Checkpoint,
         dispatcher: Dispatcher,
@@ -46,7 +46,7 @@ class Submission:
         """`released` is called when no deferred transaction holds a key any more."""
         self._name = name
         self._settings = settings
-        self._routing = routing
+        self._router = router
         self._claim = claim
         self._checkpoint = checkpoint
         self._dispatcher = dispatcher
@@ -55,17 +55,19 @@ class Submission:
         self._ordering = Ordering({name: settings.handlers[name]})
 
     async def submit(
-        self, routed: Routed, commits: Sequence[Commit], large: Collection[int] = ()
+        self, routed: Routed, commits: Sequence[SinkCommit], large: Collection[int] = ()
     ) -> None:
         """Submit transactions in order, as there is room."""
         transactions = routed.transactions
         later = self._scheduled(transactions)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
-        await self._look_up_held(keys)
+        await self._query_held(keys)
         for index, (rows, events) in enumerate(_pairs(routed)):
             delivery = Delivery(rows, events, keys[index], commits[index])
             if missing := _among(rows, events, large):
-                self._checkpoint.settle(delivery, Failure(self._name, self._not_received(missing)))
+                self._checkpoint.complete(
+                    delivery, Failure(self._name, self._not_received(missing))
+                )
             elif index in later:
                 self._checkpoint.record(delivery, Scheduled(later[index]))
             else:
@@ -80,7 +82,7 @@ class Submission:
         now = datetime.now(UTC)
         ends = np.cumsum(transactions.facts["events"])
         found: dict[int, datetime] = {}
-        for row, value in self._routing.times(transactions):
+        for row, value in self._router.times(transactions):
             moment = moment_of(value)
             if moment > now:
                 index = int(np.searchsorted(ends, row, side="right"))
@@ -91,7 +93,7 @@ class Submission:
         where = f"{self._settings.source.table}, c_offset {', '.join(map(str, offsets))}"
         return NotReceived(f"payload and metadata are too large, they are only in {where}", offsets)
 
-    async def _look_up_held(self, keys: Iterable[frozenset[str]]) -> None:
+    async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
         """Let the dispatcher know which keys are held by deferred transactions."""
         if not self._checkpoint.held_any:
             return
@@ -130,7 +132,7 @@ class Submission:
             if self._checkpoint.held_any and not (
                 self._checkpoint.retried or self._checkpoint.has_outcomes
             ):
-                await self._look_for_held()
+                await self._refresh_held()
             return False
         # Somebody may have replayed dead letters.
         self._checkpoint.held_any = True
@@ -138,17 +140,17 @@ class Submission:
         transactions = await self._in_target(
             deferred.transactions, conn, due, limits.max_bytes, limits.spool_directory
         )
-        decoder = self._routing.decoder(transactions.columns)
+        decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))
         for each, (rows, events) in zip(due, pairs, strict=True):
             # Without waiting for room, which what follows with its keys would take, and be deferred.
             self._checkpoint.retried.add(each.id)
-            history = History(each.attempts, each.first_failed_at)
+            history = AttemptHistory(each.attempts, each.first_failed_at)
             keys = frozenset(each.keys)
             self._dispatcher.submit(Delivery(rows, events, keys, due=each, history=history))
         return True
 
-    async def _look_for_held(self) -> None:
+    async def _refresh_held(self) -> None:
         """Forget the keys that were held, if no deferred transaction holds any."""
         records = self._checkpoint.records
         group, conn = self._settings.group, self._claim.conn

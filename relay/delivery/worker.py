@@ -11,20 +11,20 @@ from threading import Event
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed
-from relay.delivery.session import Session, Stream
+from relay.delivery.session import SinkSession, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.pulse import Due, Pulse
+from relay.pulse import Due, Heartbeat
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.source.server import Sight
+from relay.source.server import SourcePosition
 from relay.store import sinks
-from relay.store.sinks import Claim, Moved, State
+from relay.store.sinks import Claim, Moved, SinkState
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 """How often the event loop shows that it turns."""
 CLAIM_SECONDS = 1.0
 """How often it is tried to claim a sink that another process works."""
@@ -44,7 +44,7 @@ class Worker:
         meter: Meter,
     ) -> None:
         self.name = name
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._meter = meter
         self.error: RelayError | None = None
         self._polls = settings.source.mode != "wal"
@@ -58,7 +58,7 @@ class Worker:
         self._failed = failed
         self._stopping = Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._session: Session | None = None
+        self._session: SinkSession | None = None
         self._called: asyncio.Event | None = None
         self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
 
@@ -69,25 +69,25 @@ class Worker:
     def stop(self) -> None:
         """End after what is under way. Safe in a signal handler's thread."""
         self._stopping.set()
-        self._tell(self._stop)
+        self._call_in_loop(self._stop)
 
     def claim(self) -> None:
         """This process reads the source from now on; `ready` is set again once the sink is claimed, or cannot be."""
         if self._session is None and self._thread.is_alive():
             self.ready.clear()
-        self._tell(self._call)
+        self._call_in_loop(self._call)
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """Stop, and wait for what is under way, for so many seconds."""
         self.stop()
         if self._thread.is_alive():
-            self._thread.join(patience)
+            self._thread.join(timeout)
 
-    def adopt(self, seen: Sight) -> None:
+    def adopt(self, seen: SourcePosition) -> None:
         """The stream has brought everything that a sight shows, and all of it is done. Safe in any thread."""
-        self._tell(self._adopt, seen)
+        self._call_in_loop(self._adopt, seen)
 
-    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
         """Call something in the event loop, if there is one."""
         loop = self._loop
         if loop is not None:
@@ -101,13 +101,13 @@ class Worker:
             self._session.wake()
 
     def _wake(self) -> None:
-        self._tell(self._wake_session)
+        self._call_in_loop(self._wake_session)
 
     def _wake_session(self) -> None:
         if self._session is not None:
             self._session.wake()
 
-    def _adopt(self, seen: Sight) -> None:
+    def _adopt(self, seen: SourcePosition) -> None:
         if self._session is not None:
             self._session.adopt(seen)
 
@@ -131,21 +131,21 @@ class Worker:
         return self._thread.is_alive()
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SinkSession | None:
         """The sink while this process works it."""
         return self._session
 
-    async def _beat(self) -> None:
+    async def _keep_heartbeat(self) -> None:
         """Show that the event loop turns; never ends by itself."""
         while True:
-            self.pulse.beat("delivers", Due.LATE)
-            await asyncio.sleep(BEAT_SECONDS)
+            self.heartbeat.update("delivers", Due.LATE)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _main(self) -> None:
-        beating = asyncio.ensure_future(self._beat())
+        heartbeat_task = asyncio.ensure_future(self._keep_heartbeat())
         self._called = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        wait, said = FIRST_WAIT_SECONDS, ""
+        wait, last_logged = FIRST_WAIT_SECONDS, ""
         try:
             while not self._stopping.is_set():
                 try:
@@ -153,20 +153,20 @@ class Worker:
                         self.ready.set()
                         # Others, which try as often, come first.
                         await self._pause(2 * CLAIM_SECONDS)
-                    wait, said = FIRST_WAIT_SECONDS, ""
+                    wait, last_logged = FIRST_WAIT_SECONDS, ""
                 except Exception as error:
                     if not is_transient(error):
                         raise
                     self._require_polling(error)
                     self.ready.set()
                     fault = describe(error)
-                    if fault != said:
-                        said = fault
+                    if fault != last_logged:
+                        last_logged = fault
                         log.warning("a sink waits", extra={"handler": self.name, "fault": fault})
                     await self._pause(wait)
                     wait = min(wait * 2, LONGEST_WAIT_SECONDS)
         finally:
-            beating.cancel()
+            heartbeat_task.cancel()
             self._claim.release()
             await self._sink.close()
 
@@ -187,7 +187,7 @@ class Worker:
                 await self._called.wait()
         self._called.clear()
 
-    def _load(self) -> State:
+    def _load(self) -> SinkState:
         """The sink's state; a sink that is new begins where its configuration says."""
         claim, start = self._claim, self._configured.start
         if sinks.begin(claim.conn, self._settings.group, self.name, start):
@@ -217,7 +217,7 @@ class Worker:
                         "a sink is configured again: nothing was kept for it meanwhile",
                         extra={"handler": self.name, "since": str(state.left_out_since)},
                     )
-                self._session = Session(
+                self._session = SinkSession(
                     self.name,
                     self._sink,
                     self._configured,

@@ -169,10 +169,10 @@ class Cluster:
         """
         if self._server is None or self.pid is None:
             return
-        victims = [self._server.pid, *_children(self._server.pid)]
-        for victim in victims:
+        processes = [self._server.pid, *_children(self._server.pid)]
+        for process in processes:
             with suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
         self._server.wait()
         self._wait_until_gone()
 

@@ -19,7 +19,7 @@ from relay.store.connections import connect
 Connection = psycopg.Connection[Any]
 
 SCHEMA = Path(__file__).with_name("shop.sql")
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 START_SECONDS = 180.0
 STILL_SECONDS = 60.0
 """How long relay may go without an event while some are waiting."""
@@ -106,7 +106,7 @@ class _Stage:
             # Nobody relies on the durability of these commits, and a slow disk would take long for ten thousand.
             with connect(self._dsn) as conn:
                 conn.execute("set synchronous_commit = off")
-                self._look_on(
+                self._keep_watching(
                     self._shop.backlog(conn, self._scale),
                     lambda published, _: self._screen.show("published", published, total),
                 )
@@ -122,35 +122,35 @@ class _Stage:
             f"publishing {scale.live_rate} transactions a second for {scale.live_seconds:g} s"
         )
         with connect(self._dsn) as conn:
-            self._look_on(
+            self._keep_watching(
                 self._shop.live(conn, scale),
-                lambda published, settled: self._screen.show("relayed", settled, published),
+                lambda published, finished: self._screen.show("relayed", finished, published),
             )
             return str(_value(conn, "select pg_current_wal_flush_lsn()::text"))
 
-    def _look_on(self, steps: Iterable[None], show: Callable[[int, int], None]) -> None:
+    def _keep_watching(self, steps: Iterable[None], show: Callable[[int, int], None]) -> None:
         """Go through the steps, and now and then show what is published and settled."""
-        looked = time.monotonic()
+        polled_at = time.monotonic()
         for _ in steps:
-            if time.monotonic() - looked >= LOOK_SECONDS:
+            if time.monotonic() - polled_at >= POLL_SECONDS:
                 self._relay.require_running()
                 show(*self._progress())
-                looked = time.monotonic()
+                polled_at = time.monotonic()
 
     def _drain(self) -> None:
         """Wait until every published event is applied or dead. Raises DemoFailed if relay stands still."""
         seen, since = -1, time.monotonic()
         while True:
-            published, settled = self._progress()
-            self._screen.show("relayed", settled, published)
-            if settled >= published:
+            published, finished = self._progress()
+            self._screen.show("relayed", finished, published)
+            if finished >= published:
                 return
-            if settled > seen:
-                seen, since = settled, time.monotonic()
+            if finished > seen:
+                seen, since = finished, time.monotonic()
             elif time.monotonic() - since > STILL_SECONDS:
-                raise DemoFailed(f"relay stands still at {settled:,} of {published:,} events")
+                raise DemoFailed(f"relay stands still at {finished:,} of {published:,} events")
             self._relay.require_running()
-            time.sleep(LOOK_SECONDS / 2)
+            time.sleep(POLL_SECONDS / 2)
 
     def _progress(self) -> tuple[int, int]:
         row = self._conn.execute(_PROGRESS).fetchone()

@@ -40,7 +40,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = self._since = self._said = time.monotonic()
+        self._started = self._since = self._last_logged = time.monotonic()
         self._first: int | None = None
         self._progress = _Below(
             TextColumn("{task.description}"),
@@ -78,7 +78,7 @@ class Screen:
 
     def step(self, text: str) -> None:
         """Begin a step."""
-        self._said = self._since = time.monotonic()
+        self._last_logged = self._since = time.monotonic()
         self._first = None
         self._print(f"{self._since - self._started:5.1f} s  {text}")
         self._progress.remove_task(self._bar)
@@ -92,8 +92,8 @@ class Screen:
         rate = (done - self._first) / (now - self._since) if done > self._first else 0
         text = f"{INDENT}{what} {done:,} of {total:,} events, {rate:,.0f}/s"
         self._progress.update(self._bar, description=text, completed=done, total=total)
-        if not self._console.is_terminal and now - self._said >= LINE_SECONDS:
-            self._said = now
+        if not self._console.is_terminal and now - self._last_logged >= LINE_SECONDS:
+            self._last_logged = now
             self._print(text)
 
     def summary(self, facts: Sequence[tuple[str, str]], checks: Sequence[Check]) -> None:

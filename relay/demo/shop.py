@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from relay.admin.publish import Business, business_transactions, publish
+from relay.admin.publish import PublishCall, business_transactions, publish
 
 Connection = psycopg.Connection[Any]
 Events = list[dict[str, Any]]
@@ -54,12 +54,12 @@ class Poison:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ailment:
+class _Fault:
     """One way to spoil an order, and what must come of it."""
 
     handler: str | None
     fault: str
-    spoil: Callable[[Events], None]
+    apply: Callable[[Events], None]
 
 
 def _charge_too_little(events: Events) -> None:
@@ -78,12 +78,12 @@ def _go_nowhere(events: Events) -> None:
     events[-1]["event_type"] = "loyalty.points_granted"
 
 
-_FORBIDDEN = _Ailment("projection", "CheckViolation", _charge_too_little)
-_AILMENTS = (
+_FORBIDDEN = _Fault("projection", "CheckViolation", _charge_too_little)
+_FAULTS = (
     _FORBIDDEN,
-    _Ailment("projection", "NotNullViolation", _send_a_list),
-    _Ailment("totals", "InvalidTextRepresentation", _name_the_customer),
-    _Ailment(None, "NotRouted", _go_nowhere),
+    _Fault("projection", "NotNullViolation", _send_a_list),
+    _Fault("totals", "InvalidTextRepresentation", _name_the_customer),
+    _Fault(None, "NotRouted", _go_nowhere),
 )
 
 
@@ -128,14 +128,14 @@ class Shop:
 
     def _poisonous(self, conn: Connection) -> list[Special]:
         return [
-            *(partial(self._alone, conn, ailment) for ailment in _AILMENTS),
+            *(partial(self._alone, conn, fault_kind) for fault_kind in _FAULTS),
             partial(self._among_others, conn),
             partial(self._without_transaction_id, conn),
         ]
 
-    def _alone(self, conn: Connection, ailment: _Ailment) -> int:
+    def _alone(self, conn: Connection, fault_kind: _Fault) -> int:
         """A poisonous business transaction with a commit of its own."""
-        publish(conn, [self._poisoned(ailment)])
+        publish(conn, [self._poisoned(fault_kind)])
         return 1
 
     def _among_others(self, conn: Connection) -> int:
@@ -153,12 +153,14 @@ class Shop:
                 cursor.executemany(_INSERT, _rows(order, good.host_id, str(uuid.uuid4())))
         return 2
 
-    def _poisoned(self, ailment: _Ailment) -> Business:
+    def _poisoned(self, fault_kind: _Fault) -> PublishCall:
         """The next order, spoiled and remembered."""
         order = next(self._orders)
         events = [event | {"id": str(uuid.uuid4())} for event in order.events]
-        ailment.spoil(events)
-        self.poisons += [Poison(event["id"], ailment.handler, ailment.fault) for event in events]
+        fault_kind.apply(events)
+        self.poisons += [
+            Poison(event["id"], fault_kind.handler, fault_kind.fault) for event in events
+        ]
         return replace(order, events=events)
 
     def _import(self, conn: Connection, count: int) -> int:
@@ -178,7 +180,7 @@ _INSERT = """
 _WORDS = ("light", "solid", "oak", "steel", "wool", "hand-made", "for", "kitchen", "garden", "blue")
 
 
-def _rows(order: Business, host_id: str, user_id: str) -> Iterator[tuple[Any, ...]]:
+def _rows(order: PublishCall, host_id: str, user_id: str) -> Iterator[tuple[Any, ...]]:
     for event in order.events:
         yield (
             event.get("id"),

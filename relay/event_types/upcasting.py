@@ -18,7 +18,7 @@ from relay.faults import Action, InvalidEvent, action_for
 from relay.model.events import Event, Row, TypedEvent
 from relay.model.transactions import Values
 
-_FAULTS_TOLD = 10
+_FAULTS_SHOWN = 10
 _VERSION_DIGITS = 9
 _REFUSED = "is refused by a validator of the model"
 _MESSAGES = {
@@ -81,7 +81,7 @@ class _Typed:
             try:
                 payload = upcaster(payload)
             except (Exception, SystemExit) as error:
-                _raise_unless_blamed(error)
+                _raise_unless_of_event(error)
                 raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
             if payload is None:
                 raise InvalidEvent(
@@ -100,9 +100,9 @@ class _Typed:
         try:
             return model.model_validate_json("null" if payload is None else payload)
         except ValidationError as error:
-            raise InvalidEvent(_told(error, self._keys)) from None
+            raise InvalidEvent(_described(error, self._keys)) from None
         except (Exception, SystemExit) as error:
-            _raise_unless_blamed(error)
+            _raise_unless_of_event(error)
             where = f"model ({_name(model)})"
             raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
 
@@ -166,7 +166,7 @@ def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
     return document
 
 
-def _raise_unless_blamed(error: BaseException) -> None:
+def _raise_unless_of_event(error: BaseException) -> None:
     """Raise a fault of the user's code that the event is not to blame for, as it is."""
     if isinstance(error, Exception) and action_for(error) is not Action.DEAD_LETTER:
         raise error
@@ -177,13 +177,13 @@ def _name(found: Any) -> str:
     return f"{found.__module__}:{getattr(found, '__qualname__', type(found).__name__)}"
 
 
-def _told(error: ValidationError, keys: frozenset[str]) -> str:
+def _described(error: ValidationError, keys: frozenset[str]) -> str:
     """What is wrong with which fields: pydantic's messages without what they quote."""
     faults = error.errors(include_url=False, include_input=False)
-    told = [f"{_where(each['type'], each['loc'], keys)}: {_message(each)}" for each in faults]
-    told = list(dict.fromkeys(told))
-    more = len(told) - _FAULTS_TOLD
-    return "; ".join(told[:_FAULTS_TOLD]) + (f"; and {more} more" if more > 0 else "")
+    shown = [f"{_where(each['type'], each['loc'], keys)}: {_message(each)}" for each in faults]
+    shown = list(dict.fromkeys(shown))
+    more = len(shown) - _FAULTS_SHOWN
+    return "; ".join(shown[:_FAULTS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> str:

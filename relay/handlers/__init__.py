@@ -17,7 +17,7 @@ from relay.config.handlers import (
     RedisHandler,
     SqlHandler,
 )
-from relay.config.handlers import Handler as Configured
+from relay.config.handlers import HandlerSettings as Configured
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction

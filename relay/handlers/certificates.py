@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ssl
 
-from relay.config.handlers import Tls
+from relay.config.handlers import TlsSettings
 from relay.faults import ConfigurationError
 
 
-def verification(name: str, tls: Tls) -> ssl.SSLContext:
+def verification(name: str, tls: TlsSettings) -> ssl.SSLContext:
     """What the handler's configuration says of TLS. Raises ConfigurationError where a certificate cannot be used."""
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
@@ -25,6 +25,6 @@ def verification(name: str, tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def _files(tls: Tls) -> str:
+def _files(tls: TlsSettings) -> str:
     given = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
     return ", ".join(f"{key} {path}" for key, path in given.items() if path is not None)

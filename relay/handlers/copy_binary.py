@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relay.model.events import Lsn, microseconds
-from relay.model.transactions import Places, Values, text
+from relay.model.transactions import Int64Array, Values, text
 
 START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The signature, no flags, no extension."""
@@ -33,7 +33,7 @@ _DASHES = (8, 13, 18, 23)
 
 
 def rows(
-    numbers: Places, columns: Mapping[str, Values], types: Mapping[str, str]
+    numbers: Int64Array, columns: Mapping[str, Values], types: Mapping[str, str]
 ) -> tuple[list[str], bytes] | None:
     """Rows, each with its number (bigint) and then the columns, in the order that is returned with them.
 
@@ -59,14 +59,14 @@ def _heads(even: Sequence[NDArray[Any]], columns: int) -> list[bytes]:
     """What rows begin with: how many columns they have, and the values of even length."""
     fields = [
         field
-        for place, values in enumerate(even)
-        for field in ((f"size {place}", _SIZE), (f"value {place}", values.dtype))
+        for index, values in enumerate(even)
+        for field in ((f"size {index}", _SIZE), (f"value {index}", values.dtype))
     ]
     heads = np.empty(len(even[0]), np.dtype([("columns", ">i2"), *fields]))
     heads["columns"] = 1 + columns
-    for place, values in enumerate(even):
-        heads[f"size {place}"] = values.itemsize
-        heads[f"value {place}"] = values
+    for index, values in enumerate(even):
+        heads[f"size {index}"] = values.itemsize
+        heads[f"value {index}"] = values
     found: list[bytes] = heads.view(f"V{heads.itemsize}").tolist()
     return found
 

@@ -34,7 +34,7 @@ from relay.model.events import Event, Transaction
 _TRANSIENT = frozenset(
     {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 )
-_TOLD_BYTES = 1_000
+_SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
 _READ_BYTES = 8_000
 """How much of a response is read, so that its connection can be used again; of a longer one it is closed."""
@@ -145,7 +145,7 @@ class Http:
                 headers={"user-agent": "relay", "accept-encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                read_bufsize=_TOLD_BYTES,
+                read_bufsize=_SHOWN_BYTES,
             )
         return self._session
 
@@ -155,7 +155,7 @@ async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
     left = _READ_BYTES
     while left > 0 and (part := await response.content.read(left)):
         left -= len(part)
-        start += part[: _TOLD_BYTES - len(start)]
+        start += part[: _SHOWN_BYTES - len(start)]
 
 
 def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
@@ -266,9 +266,9 @@ def _judge(response: aiohttp.ClientResponse, start: bytes, target: str) -> None:
     if _is_success(response):
         return
     status = f"{response.status} {response.reason or ''}".rstrip()
-    told = f"{status}\n{start.decode(errors='replace')}" if start else status
+    shown = f"{status}\n{start.decode(errors='replace')}" if start else status
     reason = f"HTTP {response.status}"
-    detail = f"{target}: {told}"
+    detail = f"{target}: {shown}"
     if response.status in _TRANSIENT or response.status >= 500:
         after = retry_after(response.headers.get("retry-after"))
         raise Undelivered(reason, after=after, detail=detail)

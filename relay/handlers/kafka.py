@@ -19,7 +19,7 @@ from confluent_kafka import Message as Delivered
 from relay.config.handlers import KafkaHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handlers.messages import Message
-from relay.handlers.window import Sending, Window
+from relay.handlers.window import Sending, SendWindow
 from relay.threads import Thread
 
 _REFUSED = frozenset(
@@ -58,7 +58,7 @@ class Kafka:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
         self._retired: set[asyncio.Task[None]] = set()
         # The producer itself answers no later than its delivery timeout.
-        self._window = Window(settings.timeout * 2)
+        self._window = SendWindow(settings.timeout * 2)
 
     async def close(self) -> None:
         """Give up what is on its way."""

@@ -23,7 +23,7 @@ from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, Unanswered, Window
+from relay.handlers.window import Sending, SendWindow, Unanswered
 
 _TOO_LARGE = 10054
 """The error code of JetStream for a message above what the stream takes."""
@@ -82,7 +82,7 @@ class Nats:
         self._settings = settings
         self._tls = verification(name, settings.tls)
         self._link = Shared(self._connect, lambda link: not link.client.is_closed)
-        self._window = Window(settings.timeout)
+        self._window = SendWindow(settings.timeout)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -124,7 +124,7 @@ class Nats:
             "reconnect_time_wait": 0,
             "ping_interval": settings.timeout,
             "max_outstanding_pings": 1,
-            # Publishing never waits for the socket, where the client would swallow a cancellation. `Window` limits it.
+            # Publishing never waits for the socket, where the client swallows cancellations. `SendWindow` limits it.
             "pending_size": 0,
             "tls": self._tls,
             "tls_handshake_first": settings.tls_first,
@@ -177,7 +177,7 @@ class _Link:
     async def _answered(self, msg: Msg) -> None:
         number = msg.subject.rpartition(".")[2]
         if number.isdecimal():
-            self.unanswered.settle(int(number), _fault(msg))
+            self.unanswered.answer(int(number), _fault(msg))
 
 
 def _fault(msg: Msg) -> Exception | None:

@@ -21,7 +21,7 @@ from relay.config.handlers import RabbitmqHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, Unanswered, Window
+from relay.handlers.window import Sending, SendWindow, Unanswered
 
 _REFUSED = frozenset({311, 406, 501})
 """Content too large, a precondition that does not hold, a frame that cannot be read: the message's own fault."""
@@ -55,7 +55,7 @@ class Rabbitmq:
         self._parameters.heartbeat = max(1, round(settings.timeout))
         self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
         self._channel = Shared(self._open_channel, lambda channel: channel.is_open)
-        self._window = Window(settings.timeout)
+        self._window = SendWindow(settings.timeout)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -200,7 +200,7 @@ class _Channel:
             elif message and message.identity in self._returned:
                 self._returned.discard(message.identity)
                 fault = Undelivered("UnroutableError")
-            self.unanswered.settle(each, fault)
+            self.unanswered.answer(each, fault)
 
     def _on_close(self, _: Channel, reason: Exception) -> None:
         self._fault = reason

@@ -31,7 +31,7 @@ class Redis:
         """Raises ConfigurationError for an address with options that the client does not know."""
         self._max_length = settings.max_length
         self._timeout = settings.timeout
-        self._waiting: deque[_Append] = deque()
+        self._pending: deque[_Append] = deque()
         self._sender: asyncio.Task[None] | None = None
         try:
             self._client = Client.from_url(
@@ -57,7 +57,7 @@ class Redis:
     async def send(self, messages: Sequence[Message]) -> None:
         """Append all messages or none. Raises Undelivered or Rejected."""
         append = _Append(messages)
-        self._waiting.append(append)
+        self._pending.append(append)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         fault = await append.fault
@@ -65,26 +65,26 @@ class Redis:
             raise fault
 
     async def _send(self) -> None:
-        while self._waiting:
+        while self._pending:
             taken = self._take()
             try:
                 async with asyncio.timeout(self._timeout):
                     answers = await self._execute(taken)
                 for append in taken:
-                    append.settle(append.judge(answers))
+                    append.complete(append.judge(answers))
             except asyncio.CancelledError:
-                for append in (*taken, *self._waiting):
-                    append.settle(Undelivered("the sink is closed"))
+                for append in (*taken, *self._pending):
+                    append.complete(Undelivered("the sink is closed"))
                 raise
             except Exception as error:
                 for append in taken:
-                    append.settle(Undelivered(type(error).__name__))
+                    append.complete(Undelivered(type(error).__name__))
 
     def _take(self) -> list[_Append]:
         taken: list[_Append] = []
         count = size = 0
-        while self._waiting and count < _AT_ONCE and size < _AT_ONCE_BYTES:
-            append = self._waiting.popleft()
+        while self._pending and count < _AT_ONCE and size < _AT_ONCE_BYTES:
+            append = self._pending.popleft()
             # What was cancelled is not sent.
             if not append.fault.done():
                 taken.append(append)
@@ -115,7 +115,7 @@ class _Append:
         self.messages = messages
         self.fault: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
-    def settle(self, fault: Exception | None) -> None:
+    def complete(self, fault: Exception | None) -> None:
         if not self.fault.done():
             self.fault.set_result(fault)
 

@@ -24,7 +24,7 @@ from psycopg.rows import scalar_row
 from relay.faults import ConfigurationError, is_transient
 from relay.handlers import Connection, copy_binary
 from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
-from relay.model.transactions import Places, Routed, Rows, Values
+from relay.model.transactions import Int64Array, Routed, Rows, Values
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
 
     routed: Routed
     rows: Rows
-    owners: Places
+    owners: Int64Array
 
 
 Types = Mapping[str, LiteralString]
@@ -233,7 +233,7 @@ def clear(conn: Connection, truncate: bool = False) -> None:
         ) from None
 
 
-def _lines(numbers: Places, columns: Iterable[Values]) -> bytes:
+def _lines(numbers: Int64Array, columns: Iterable[Values]) -> bytes:
     """Lines of COPY's text format, numbered."""
     order = map(b"%d".__mod__, numbers.tolist())
     lines = zip(order, *map(_escaped, columns), strict=True)
@@ -272,7 +272,7 @@ def _commit_columns(chunk: Chunk, fields: Sequence[str]) -> list[list[bytes | No
     owners = (chunk.owners - first).tolist()
     columns = []
     for field in fields:
-        place = COMMIT_FIELDS.index(field)
-        column = [None if (text := row[place]) is None else text.encode() for row in texts]
+        index = COMMIT_FIELDS.index(field)
+        column = [None if (text := row[index]) is None else text.encode() for row in texts]
         columns.append([column[owner] for owner in owners])
     return columns

@@ -109,7 +109,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-class Window:
+class SendWindow:
     """Sends messages without waiting for the answer to the one before, up to a limit that all deliveries share."""
 
     def __init__(self, timeout: float) -> None:
@@ -141,51 +141,51 @@ class Unanswered:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, tuple[Sending, int]] = {}
+        self._pending: dict[int, tuple[Sending, int]] = {}
         self._heard = self._loop.time()
 
     def add(self, number: int, sending: Sending, index: int) -> None:
         """A message is sent."""
-        if not self._waiting:
+        if not self._pending:
             self._heard = self._loop.time()
-        self._waiting[number] = sending, index
+        self._pending[number] = sending, index
 
     def discard(self, number: int) -> None:
         """A message could not be sent."""
-        self._waiting.pop(number, None)
+        self._pending.pop(number, None)
 
     def message(self, number: int) -> Message | None:
         """A message that is not answered yet."""
-        found = self._waiting.get(number)
+        found = self._pending.get(number)
         return found[0].messages[found[1]] if found else None
 
     def up_to(self, number: int) -> list[int]:
         """The messages that are not answered yet, up to a number and with it."""
         found = []
-        for each in self._waiting:
+        for each in self._pending:
             if each > number:
                 break
             found.append(each)
         return found
 
-    def settle(self, number: int, fault: Exception | None = None) -> None:
+    def answer(self, number: int, fault: Exception | None = None) -> None:
         """The broker has answered a message."""
         self._heard = self._loop.time()
-        found = self._waiting.pop(number, None)
+        found = self._pending.pop(number, None)
         if found is not None:
             sending, index = found
             sending.answer(index, fault)
 
     def fail(self, fault: Exception) -> None:
         """The connection is lost: no answer will come."""
-        for number in list(self._waiting):
-            self.settle(number, fault)
+        for number in list(self._pending):
+            self.answer(number, fault)
 
     def is_silent(self, seconds: float) -> bool:
         """Whether the broker has answered nothing for so long although something was sent.
 
         Forgets the messages whose answers nobody waits for any more, which may never come.
         """
-        silent = bool(self._waiting) and self._loop.time() - self._heard >= seconds
-        self._waiting = {n: (s, i) for n, (s, i) in self._waiting.items() if not s.is_over}
+        silent = bool(self._pending) and self._loop.time() - self._heard >= seconds
+        self._pending = {n: (s, i) for n, (s, i) in self._pending.items() if not s.is_over}
         return silent

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relay.model.events import Lsn
-from relay.model.trace_context import Trail
-from relay.model.transactions import Places, Transactions
+from relay.model.trace_context import TraceRecord
+from relay.model.transactions import Int64Array, Transactions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,8 +20,8 @@ class Share:
 
     partitions: tuple[int, ...]
     events: int
-    xids: Places
-    positions: Places
+    xids: Int64Array
+    positions: Int64Array
     unmarked: bool = False
 
 
@@ -36,7 +36,7 @@ class Window:
     snapshot_id: int
     upto: int
     shares: Sequence[Share]
-    floors: Mapping[int, int]
+    lower_bounds: Mapping[int, int]
     left: int = 0
     by_reference: tuple[int, ...] = ()
 
@@ -73,7 +73,7 @@ class Task:
     partitions: tuple[int, ...]
     transactions: Transactions
     touched: Sequence[tuple[int, ...]]
-    floors: Mapping[int, Lsn] = field(default_factory=dict)
+    lower_bounds: Mapping[int, Lsn] = field(default_factory=dict)
     source_epoch: int | None = None
     next_xid: int = 0
     after: Mapping[int, Lsn] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Range:
     snapshot_id: int
     upto: int
     shares: Sequence[Share]
-    floors: Mapping[int, int]
+    lower_bounds: Mapping[int, int]
     events: int
     by_reference: tuple[int, ...] = ()
 
@@ -129,7 +129,7 @@ class JobName:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadTransaction:
+class DeadLettered:
     """A business transaction that went to the dead letters; `fault` and its `kind` are safe in a log.
 
     `trace_id` is the publisher's trace, sampled or not.
@@ -172,11 +172,11 @@ class TaskOutcome:
     applied: int = 0
     skipped: int = 0
     deferred: int = 0
-    dead: tuple[DeadTransaction, ...] = ()
+    dead: tuple[DeadLettered, ...] = ()
     braked: tuple[str, ...] = ()
     busy: bool = False
     reached: Mapping[int, Lsn] = field(default_factory=dict)
-    trail: Trail | None = None
+    trace_record: TraceRecord | None = None
     transactions: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -217,6 +217,6 @@ class Outcome:
         }
 
     @property
-    def dead(self) -> list[DeadTransaction]:
+    def dead(self) -> list[DeadLettered]:
         """The transactions that were dead-lettered."""
         return [dead for task in self.tasks for dead in task.dead]

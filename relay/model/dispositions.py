@@ -11,21 +11,21 @@ from tenacity import RetryCallState, wait_exponential, wait_random
 from relay.faults import Action, TransientFault, action_for
 
 if TYPE_CHECKING:
-    from relay.config.handlers import Retry
+    from relay.config.handlers import RetrySettings
 
 LONGEST_ASKED_SECONDS = 86_400.0
 """What a fault may ask for until the next attempt: an endpoint's Retry-After must not hold a key for ever."""
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class AttemptHistory:
     """What became of a transaction before: how many attempts it has cost, and since when (seconds since 1970)."""
 
     attempts: int = 0
     since: float | None = None
 
 
-NEW = History()
+NEW = AttemptHistory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +44,41 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class Blocked:
     """It was not tried, or its effects were rolled back, since one before it with the same key has to wait."""
 
 
-Fate = Failure | Behind
-Fates = dict[int, Fate]
+Disposition = Failure | Blocked
+Dispositions = dict[int, Disposition]
 """What became of the transactions that were not applied, by place."""
 
 
-def is_dead(fate: Fate | None) -> TypeGuard[Failure]:
+def is_dead(disposition: Disposition | None) -> TypeGuard[Failure]:
     """Whether the transaction is to be dead-lettered."""
-    return isinstance(fate, Failure) and fate.after is None
+    return isinstance(disposition, Failure) and disposition.after is None
 
 
-def has_to_wait(fate: Fate) -> bool:
+def holds_up_followers(disposition: Disposition) -> bool:
     """Whether what follows with the same keys has to wait."""
-    return isinstance(fate, Behind) or fate.after is not None or fate.holds
+    return isinstance(disposition, Blocked) or disposition.after is not None or disposition.holds
 
 
 def judge(
-    handler: str, error: BaseException, attempts: int, before: History, retry: Retry, blocks: bool
+    handler: str,
+    error: BaseException,
+    attempts: int,
+    before: AttemptHistory,
+    retry: RetrySettings,
+    blocks: bool,
 ) -> Failure:
     """What a fault leads to after so many attempts in all; `blocks` says that a dead transaction holds its keys."""
-    after = next_wait(retry, error, attempts)
+    after = retry_delay(retry, error, attempts)
     if action_for(error) is not Action.RETRY or _exhausted(retry, attempts, before.since, after):
         return Failure(handler, error, attempts, holds=blocks)
     return Failure(handler, error, attempts, after)
 
 
-def next_wait(retry: Retry, error: BaseException | None, attempts: int) -> float:
+def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int) -> float:
     """The seconds from the failure of an attempt to the next one: what the fault asks for, if that is more."""
     state = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
     state.attempt_number = max(1, attempts)
@@ -85,7 +90,7 @@ def next_wait(retry: Retry, error: BaseException | None, attempts: int) -> float
     return max(backoff(state) + jitter(state), asked)
 
 
-def _exhausted(retry: Retry, attempts: int, since: float | None, after: float) -> bool:
+def _exhausted(retry: RetrySettings, attempts: int, since: float | None, after: float) -> bool:
     if retry.attempts is not None and attempts >= retry.attempts:
         return True
     now = time.time()

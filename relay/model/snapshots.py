@@ -42,7 +42,7 @@ class Snapshot:
         """Whether it sees nothing at all."""
         return self.xmax <= BEGINNING.xmax
 
-    def settled(self) -> Snapshot:
+    def certain(self) -> Snapshot:
         """What a hot standby's snapshot is sure of: it has no list of what is in progress above `xmin`."""
         return Snapshot(self.xmin, self.xmin)
 

@@ -81,7 +81,7 @@ def trace_id(events: Iterable[Event]) -> str | None:
     return None
 
 
-class Origin(NamedTuple):
+class PublishOrigin(NamedTuple):
     """Where events of a business transaction were published: how many, and the id of the first."""
 
     context: TraceContext
@@ -97,7 +97,7 @@ class Traced(NamedTuple):
     `attempts` counts those before this one.
     """
 
-    origins: tuple[Origin, ...]
+    origins: tuple[PublishOrigin, ...]
     transaction_id: str | None
     committed: int
     handlers: tuple[str, ...]
@@ -107,7 +107,7 @@ class Traced(NamedTuple):
     attempts: int = 0
 
 
-class Trail(NamedTuple):
+class TraceRecord(NamedTuple):
     """The traced transactions of one target transaction, which began and was committed at these times.
 
     Times are in nanoseconds since 1970, by the clock of the process that applied. `left_out` counts what was too much.
@@ -118,7 +118,7 @@ class Trail(NamedTuple):
     began: int = 0
     committed: int = 0
 
-    def since(self, began: int) -> Trail:
+    def since(self, began: int) -> TraceRecord:
         """The trail of what began at a time and is committed now."""
         return self._replace(began=began, committed=time.time_ns())
 

@@ -16,7 +16,7 @@ from relay.model.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
 if TYPE_CHECKING:
     from psycopg.abc import Buffer
 
-Places = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Values = Sequence[bytes | None]
 """A column's values as they came."""
@@ -44,7 +44,7 @@ def text(value: bytes) -> str:
 
 _PORTION_BYTES = 1024 * 1024
 """What is pickled at once: a stream that compresses holds as much, and blocks of this size go back to the system."""
-SPARE = bytes(32)
+PADDING = bytes(32)
 """Behind the last row or message there is room for what looks at a few octets at once."""
 
 
@@ -61,7 +61,7 @@ class Rows:
 
     __slots__ = ("data", "ends", "starts")
 
-    def __init__(self, data: bytes, starts: Places, ends: Places) -> None:
+    def __init__(self, data: bytes, starts: Int64Array, ends: Int64Array) -> None:
         self.data = data
         self.starts = starts
         self.ends = ends
@@ -71,7 +71,7 @@ class Rows:
         """Put rows into one buffer."""
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         ends = np.cumsum(sizes)
-        return cls(b"".join((*rows, SPARE)), ends - sizes, ends)
+        return cls(b"".join((*rows, PADDING)), ends - sizes, ends)
 
     @classmethod
     def joined(cls, parts: list[Rows]) -> Rows:
@@ -92,7 +92,7 @@ class Rows:
             starts.append(part.starts + moved)
             ends.append(part.ends + moved)
             data.write(memoryview(part.data)[first:last])
-        data.write(SPARE)
+        data.write(PADDING)
         return cls(data.getvalue(), np.concatenate(starts), np.concatenate(ends))
 
     def __len__(self) -> int:
@@ -109,9 +109,9 @@ class Rows:
         return _rows_of_portions, ([b"".join(each) for each in portions], self.sizes)
 
     @property
-    def sizes(self) -> Places:
+    def sizes(self) -> Int64Array:
         """The length of each row in bytes."""
-        sizes: Places = self.ends - self.starts
+        sizes: Int64Array = self.ends - self.starts
         return sizes
 
     @property
@@ -123,32 +123,32 @@ class Rows:
         """Those from the place `first` up to `last`."""
         return Rows(self.data, self.starts[first:last], self.ends[first:last])
 
-    def take(self, chosen: Places | Mask) -> Rows:
+    def take(self, chosen: Int64Array | Mask) -> Rows:
         """Those at some places, or those that are marked, in order."""
         return Rows(self.data, self.starts[chosen], self.ends[chosen])
 
-    def behind(self, header: int) -> Rows:
+    def without_header(self, header: int) -> Rows:
         """What of each comes behind a header of so many bytes."""
         return Rows(self.data, self.starts + header, self.ends)
 
     def compact(self) -> Rows:
         """The same rows, copied into a buffer of their own where they are less than half of theirs."""
-        return self if self.size * 2 >= len(self.data) - len(SPARE) else Rows.of(list(self))
+        return self if self.size * 2 >= len(self.data) - len(PADDING) else Rows.of(list(self))
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
         """As many together as reach a count or a size in bytes."""
-        behind = np.cumsum(self.sizes)
+        cumulative = np.cumsum(self.sizes)
         first = 0
         while first < len(self):
-            limit = int(behind[first]) + size
-            last = min(first + count, int(np.searchsorted(behind, limit)) + 1)
+            limit = int(cumulative[first]) + size
+            last = min(first + count, int(np.searchsorted(cumulative, limit)) + 1)
             yield self.part(first, last)
             first = last
 
 
-def _rows_of_portions(portions: Sequence[bytes], sizes: Places) -> Rows:
+def _rows_of_portions(portions: Sequence[bytes], sizes: Int64Array) -> Rows:
     ends = np.cumsum(sizes)
-    return Rows(b"".join((*portions, SPARE)), ends - sizes, ends)
+    return Rows(b"".join((*portions, PADDING)), ends - sizes, ends)
 
 
 def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
@@ -215,8 +215,8 @@ class Transactions:
             some = facts[first : first + len(part)]
             first += len(part)
             some[:] = part.facts
-            places = np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])
-            some["hosts"] = places[part.facts["hosts"]]
+            indices = np.array([known.setdefault(hosts, len(known)) for hosts in part.hosts])
+            some["hosts"] = indices[part.facts["hosts"]]
         columns = parts[0].columns
         ids = [transaction_id for part in parts for transaction_id in part.ids]
         rows = [part.rows for part in parts]
@@ -230,25 +230,25 @@ class Transactions:
     def __len__(self) -> int:
         return len(self.facts)
 
-    def __getitem__(self, place: int) -> Undecoded:
-        facts = self.facts[place].item()
-        first = int(self.facts["events"][:place].sum())
-        return self._one(place, facts, first)
+    def __getitem__(self, index: int) -> Undecoded:
+        facts = self.facts[index].item()
+        first = int(self.facts["events"][:index].sum())
+        return self._one(index, facts, first)
 
     def __iter__(self) -> Iterator[Undecoded]:
         events = self.facts["events"]
         firsts = (np.cumsum(events) - events).tolist()
         return map(self._one, range(len(self)), self.facts.tolist(), firsts)
 
-    def _one(self, place: int, facts: tuple[int, ...], start: int) -> Undecoded:
+    def _one(self, index: int, facts: tuple[int, ...], start: int) -> Undecoded:
         lsn, end, ts, xid, first, last, events, size, hosts = facts
-        transaction_id = self.ids[place]
+        transaction_id = self.ids[index]
         return Undecoded(
             Commit(Lsn(lsn), Lsn(end), ts, xid),
             None if transaction_id is None else text(transaction_id),
             self.hosts[hosts],
             self.columns,
-            self.rows.part(start, start + events) if self.spooled is None else self.spooled[place],
+            self.rows.part(start, start + events) if self.spooled is None else self.spooled[index],
             size,
             last,
             first,
@@ -272,7 +272,7 @@ class Transactions:
     @property
     def distinct_hosts(self) -> list[str]:
         """Every host that one of them touches."""
-        return list(dict.fromkeys(host for place in self.touching for host in self.hosts[place]))
+        return list(dict.fromkeys(host for index in self.touching for host in self.hosts[index]))
 
     @property
     def end(self) -> Lsn:
@@ -292,27 +292,27 @@ class Transactions:
             self.spooled and self.spooled[first:last],
         )
 
-    def besides(self, places: Collection[int]) -> Sequence[int]:
+    def besides(self, indices: Collection[int]) -> Sequence[int]:
         """The places of all others, in order."""
         every = range(len(self))
-        return [place for place in every if place not in places] if places else every
+        return [index for index in every if index not in indices] if indices else every
 
-    def take(self, chosen: Places | Sequence[int]) -> Transactions:
+    def take(self, chosen: Int64Array | Sequence[int]) -> Transactions:
         """Those at some places, in their order."""
-        places = np.asarray(chosen, np.int64)
+        indices = np.asarray(chosen, np.int64)
         events = self.facts["events"]
-        wanted = events[places]
+        wanted = events[indices]
         # Within each transaction the rows go on from its first one.
-        shift = (np.cumsum(events) - events)[places] - (np.cumsum(wanted) - wanted)
+        shift = (np.cumsum(events) - events)[indices] - (np.cumsum(wanted) - wanted)
         return Transactions(
             self.columns,
-            self.facts[places],
-            [self.ids[place] for place in places.tolist()],
+            self.facts[indices],
+            [self.ids[index] for index in indices.tolist()],
             self.hosts,
             self.rows.take(np.repeat(shift, wanted) + np.arange(wanted.sum()))
             if self.spooled is None
             else self.rows,
-            self.spooled and [self.spooled[place] for place in places.tolist()],
+            self.spooled and [self.spooled[index] for index in indices.tolist()],
         )
 
     def where(self, chosen: Mask) -> Transactions:
@@ -326,7 +326,7 @@ class Transactions:
         return Transactions(
             self.columns,
             facts[left],
-            [self.ids[place] for place in left.tolist()],
+            [self.ids[index] for index in left.tolist()],
             self.hosts,
             self.rows.take(chosen),
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from relay.model import headers
 from relay.model.events import FIELDS, NOTE, Event, Row
-from relay.model.transactions import Mask, Places, Rows, Values, at_each_octet, text
+from relay.model.transactions import Int64Array, Mask, Rows, Values, at_each_octet, text
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
@@ -38,22 +38,22 @@ class ProtocolError(Exception):
     """The stream holds what pgoutput protocol version 1 does not."""
 
 
-def values(rows: Rows, places: Collection[int]) -> dict[int, Values]:
+def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:
     """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
-    wanted = sorted(set(places))
+    wanted = sorted(set(indices))
     if not len(rows) or not wanted:
-        return {place: [] for place in wanted}
+        return {index: [] for index in wanted}
     if len(rows) < FEW_ROWS:
         return _walk(rows, wanted)
     walked = Walked(rows, wanted)
-    return {place: walked.values(place) for place in wanted}
+    return {index: walked.values(index) for index in wanted}
 
 
-def columns(rows: Rows, places: Sequence[int | None]) -> list[Values]:
+def columns(rows: Rows, indices: Sequence[int | None]) -> list[Values]:
     """The columns at some places, in their order; where there is no such place, one without values."""
-    found = values(rows, [place for place in places if place is not None])
+    found = values(rows, [index for index in indices if index is not None])
     nothing: Values = [None] * len(rows)
-    return [nothing if place is None else found[place] for place in places]
+    return [nothing if index is None else found[index] for index in indices]
 
 
 def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
@@ -68,8 +68,8 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
     column = 0
     unpack = _U32.unpack_from
     try:
-        for place in wanted:
-            while column < place:
+        for index in wanted:
+            while column < index:
                 at += 1 if data[at] != TEXT else 5 + unpack(data, at + 1)[0]
                 column += 1
             if data[at] == TEXT:
@@ -85,15 +85,15 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
     return found
 
 
-def zoned(rows: Rows, places: Sequence[int]) -> Rows | None:
+def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
     """The rows with the zone UTC behind each time at some places, as if they were of the type `timestamptz`.
 
     None where the rows are few, or a value does not end in a digit, as infinity and the times before Christ.
     """
     if len(rows) < FEW_ROWS:
         return None
-    walked = Walked(rows, places)
-    spans = [walked.span(place) for place in places]
+    walked = Walked(rows, indices)
+    spans = [walked.span(index) for index in indices]
     starts = np.concatenate([start for start, _ in spans])
     stops = np.sort(np.concatenate([stop for _, stop in spans]))
     octets = np.frombuffer(rows.data, np.uint8).copy()
@@ -120,10 +120,10 @@ class Walked:
     def __init__(self, rows: Rows, wanted: Collection[int]) -> None:
         self._data = data = rows.data
         self._octets = np.frombuffer(data, np.uint8)
-        self._spans: dict[int, tuple[Places, Places, Mask]] = {}
+        self._spans: dict[int, tuple[Int64Array, Int64Array, Mask]] = {}
         lengths = at_each_octet(data, _LENGTH)
         at = rows.starts + 2
-        for place in range(max(wanted, default=-1) + 1):
+        for index in range(max(wanted, default=-1) + 1):
             if (at >= rows.ends).any():
                 raise ProtocolError("malformed TupleData")
             present = self._octets[at] == TEXT
@@ -131,17 +131,17 @@ class Walked:
             stop = start + np.where(present, lengths[at + 1], 0)
             if (stop > rows.ends).any():
                 raise ProtocolError("column value cut short")
-            if place in wanted:
-                self._spans[place] = (start, stop, present)
+            if index in wanted:
+                self._spans[index] = (start, stop, present)
             at = stop
 
-    def values(self, place: int) -> list[bytes | None]:
+    def values(self, index: int) -> list[bytes | None]:
         """The column's values."""
-        start, stop, present = self._spans[place]
+        start, stop, present = self._spans[index]
         if not present.any():
             return [None] * len(present)
         data = self._data
-        size = self._even_size(place)
+        size = self._even_size(index)
         if 0 < size <= _EVEN_BYTES:
             even: list[bytes | None] = at_each_octet(data, np.dtype(f"V{size}"))[start].tolist()
             return even
@@ -151,27 +151,27 @@ class Walked:
             found[row] = None
         return found
 
-    def some(self, place: int, rows: Places) -> list[bytes | None]:
+    def some(self, index: int, rows: Int64Array) -> list[bytes | None]:
         """The column's values in some of the rows."""
         data = self._data
-        picked = zip(*(each[rows].tolist() for each in self._spans[place]), strict=True)
+        picked = zip(*(each[rows].tolist() for each in self._spans[index]), strict=True)
         return [data[start:stop] if present else None for start, stop, present in picked]
 
-    def span(self, place: int) -> tuple[Places, Places]:
+    def span(self, index: int) -> tuple[Int64Array, Int64Array]:
         """Where the column's values start and end, of the rows that have one."""
-        start, stop, present = self._spans[place]
+        start, stop, present = self._spans[index]
         return start[present], stop[present]
 
-    def absent(self, place: int) -> Mask:
+    def absent(self, index: int) -> Mask:
         """Where the column has no value."""
-        return ~self._spans[place][2]
+        return ~self._spans[index][2]
 
-    def repeats(self, place: int) -> Mask:
+    def repeats(self, index: int) -> Mask:
         """Where the column has the value of the row before, or, as there, none."""
-        start, _, _ = self._spans[place]
-        size = self._even_size(place)
+        start, _, _ = self._spans[index]
+        size = self._even_size(index)
         if size < _WORD:
-            values = self.values(place)
+            values = self.values(index)
             return np.fromiter(map(eq, values[1:], values), np.bool_)
         words = at_each_octet(self._data, _EIGHT)
         same: Mask = np.ones(len(start) - 1, np.bool_)
@@ -180,16 +180,16 @@ class Walked:
             same &= found[1:] == found[:-1]
         return same
 
-    def _even_size(self, place: int) -> int:
+    def _even_size(self, index: int) -> int:
         """The length that the column's value has in every row; 0 where there is no such length."""
-        start, stop, present = self._spans[place]
+        start, stop, present = self._spans[index]
         length = stop - start
         size = int(length[0])
         return size if present.all() and (length == size).all() else 0
 
-    def numbers(self, place: int) -> Places | None:
+    def numbers(self, index: int) -> Int64Array | None:
         """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""
-        start, stop, present = self._spans[place]
+        start, stop, present = self._spans[index]
         length = stop - start
         longest = int(length.max())
         if longest > _DIGITS or not length[present].all():
@@ -211,15 +211,15 @@ class RowDecoder:
     the table does not have is None.
     """
 
-    __slots__ = ("_headers", "_last", "_order", "_places")
+    __slots__ = ("_headers", "_indices", "_last", "_order")
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
-        place = {name: position for position, name in enumerate(names)}
+        index = {name: position for position, name in enumerate(names)}
         self._headers = [name for name in mapping if name.startswith(headers.PREFIX)]
         fields = (*FIELDS, NOTE, *self._headers)
-        self._places = {name: place.get(mapping.get(name, name)) for name in fields}
+        self._indices = {name: index.get(mapping.get(name, name)) for name in fields}
         self._last = len(names) - 1
-        found = [self._places[name] for name in FIELDS]
+        found = [self._indices[name] for name in FIELDS]
         self._order = tuple(-1 if position is None else position for position in found)
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
@@ -229,7 +229,7 @@ class RowDecoder:
         """
         if headers.FIELD in fields:
             return self._with_headers(rows, fields)
-        return columns(rows, [self._places[field] for field in fields])
+        return columns(rows, [self._indices[field] for field in fields])
 
     def _with_headers(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
         wanted = [field for field in fields if field != headers.FIELD]
@@ -238,19 +238,19 @@ class RowDecoder:
         others = dict(zip(wanted, found, strict=False))
         return [others.get(field, objects) for field in fields]
 
-    def present(self, rows: Rows, field: str) -> Places:
+    def present(self, rows: Rows, field: str) -> Int64Array:
         """The places of the rows in which a time, or NOTE, has a value.
 
         Raises ProtocolError for a row that is cut short.
         """
-        place = self._places[field]
-        if place is None:
+        index = self._indices[field]
+        if index is None:
             return np.zeros(0, np.int64)
-        if place == self._last:
+        if index == self._last:
             # Neither a time nor a note ends in the octet that stands for null, and to walk all columns costs as much as
             # all the rest.
             return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
-        return np.flatnonzero(~Walked(rows, (place,)).absent(place))
+        return np.flatnonzero(~Walked(rows, (index,)).absent(index))
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
@@ -278,10 +278,10 @@ class RowDecoder:
         return Event(row, self._headers_of(texts) if self._headers else None)
 
     def _headers_of(self, texts: Sequence[str | None]) -> dict[str, str | None]:
-        places = ((name, self._places[name]) for name in self._headers)
+        indices = ((name, self._indices[name]) for name in self._headers)
         return {
-            name.removeprefix(headers.PREFIX): None if place is None else texts[place]
-            for name, place in places
+            name.removeprefix(headers.PREFIX): None if index is None else texts[index]
+            for name, index in indices
         }
 
 

@@ -20,7 +20,7 @@ from relay.model.batch import Batch
 
 log = logging.getLogger(__name__)
 
-WORTH_SHOWING = 50_000
+MINIMUM_EVENTS = 50_000
 """Rows that must be left for a catch-up to be shown."""
 LOG_SECONDS = 10.0
 
@@ -37,13 +37,13 @@ class CatchUp:
         self._running = False
         self._began = 0.0
         self._done = 0
-        self._said = 0.0
+        self._last_logged = 0.0
 
     def note(self, batch: Batch) -> None:
         """One more batch is done."""
         window = batch.window
         left = window.left if window else 0
-        if not self._running and left < WORTH_SHOWING:
+        if not self._running and left < MINIMUM_EVENTS:
             return
         if window is None or not self._running:
             self._end() if self._running else self._begin(left)
@@ -60,7 +60,7 @@ class CatchUp:
 
     def _begin(self, left: int) -> None:
         self._running = True
-        self._began = self._said = time.monotonic()
+        self._began = self._last_logged = time.monotonic()
         self._done = 0
         if sys.stderr.isatty():
             self._bar = Progress(
@@ -82,8 +82,8 @@ class CatchUp:
         rate = self._done / max(now - self._began, 0.001)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, total=self._done + left, rate=rate)
-        elif now - self._said > LOG_SECONDS:
-            self._said = now
+        elif now - self._last_logged > LOG_SECONDS:
+            self._last_logged = now
             log.info(
                 "catching up",
                 extra={

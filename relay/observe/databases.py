@@ -51,23 +51,23 @@ _REACH = {
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLook:
+class TargetReadings:
     """What the target showed. `active` are the server processes, of those asked for, that work on a statement.
 
     `began` is when the last statement of each began or ended.
     """
 
-    group: groups.Group | None
+    group: groups.GroupState | None
     recreations: int
     instances: list[str]
-    sinks: list[sinks.Sink]
+    sinks: list[sinks.StoredSink]
     stopped: list[str]
     active: frozenset[int]
     began: Mapping[int, datetime]
 
 
 @dataclass(frozen=True, slots=True)
-class SourceLook:
+class SourceReadings:
     """What the source showed. `end` is the position of its WAL, None of a standby."""
 
     slot: SlotState | None
@@ -98,7 +98,7 @@ class Counted:
 
 
 @dataclass(slots=True, eq=False)
-class Look(Generic[Found]):
+class Probe(Generic[Found]):
     """The last look at a database: what it found, when it succeeded (monotonic clock, seconds), or why it failed.
 
     `found` is None while nothing is known; `asking` is the thread that looks.
@@ -129,17 +129,17 @@ class Databases:
         self._counts = False
         self._counting: Thread | None = None
         self._next_count = 0.0
-        self.source: Look[SourceLook] = Look()
-        self.target: Look[TargetLook] = Look()
+        self.source: Probe[SourceReadings] = Probe()
+        self.target: Probe[TargetReadings] = Probe()
         self.counted: Counted | None = None
 
     @property
-    def source_look(self) -> SourceLook | None:
+    def source_readings(self) -> SourceReadings | None:
         """What the last look at the source found; None while nothing is known."""
         return self.source.found
 
     @property
-    def target_look(self) -> TargetLook | None:
+    def target_readings(self) -> TargetReadings | None:
         """What the last look at the target found; None while nothing is known."""
         return self.target.found
 
@@ -151,47 +151,47 @@ class Databases:
         for conn in self._connections.values():
             conn.close()
 
-    def look(self, pids: Iterable[int], counts: bool) -> None:
+    def probe(self, pids: Iterable[int], counts: bool) -> None:
         """Read both; `pids` are sessions of the target to look at, `counts` says that this process counts."""
         ends = time.monotonic() + ANSWER_SECONDS
-        self._ask(self.target, self._look_at_target, list(pids))
-        self._ask(self.source, self._look_at_source)
-        for look in (self.target, self.source):
-            self._await(look, ends)
+        self._ask(self.target, self._read_target, list(pids))
+        self._ask(self.source, self._read_source)
+        for probe in (self.target, self.source):
+            self._await(probe, ends)
         self._counts = counts
-        if not counts or None in (self.target_look, self.source_look):
+        if not counts or None in (self.target_readings, self.source_readings):
             self.counted = None
             return
         if time.monotonic() >= self._next_count and not _runs(self._counting):
             self._counting = Thread(self._count, name="observe counts", daemon=True)
             self._counting.start()
 
-    def _ask(self, look: Look[Found], read: Callable[..., Found], *arguments: object) -> None:
+    def _ask(self, probe: Probe[Found], read: Callable[..., Found], *arguments: object) -> None:
         """Look at a database, unless the last look is not over."""
-        if not _runs(look.asking):
-            look.asking = Thread(
-                self._try, name="observe looks", args=(look, read, *arguments), daemon=True
+        if not _runs(probe.asking):
+            probe.asking = Thread(
+                self._try, name="observe looks", args=(probe, read, *arguments), daemon=True
             )
-            look.asking.start()
+            probe.asking.start()
 
-    def _await(self, look: Look[Any], ends: float) -> None:
-        assert look.asking is not None  # noqa: S101
-        look.asking.join(max(0.0, ends - time.monotonic()))
-        if look.asking.is_alive():
-            look.found = None
+    def _await(self, probe: Probe[Any], ends: float) -> None:
+        assert probe.asking is not None  # noqa: S101
+        probe.asking.join(max(0.0, ends - time.monotonic()))
+        if probe.asking.is_alive():
+            probe.found = None
 
-    def _try(self, look: Look[Found], read: Callable[..., Found], *arguments: object) -> None:
+    def _try(self, probe: Probe[Found], read: Callable[..., Found], *arguments: object) -> None:
         try:
-            look.found = read(*arguments)
+            probe.found = read(*arguments)
         except psycopg.Error as error:
-            look.found, look.fault = None, describe(error)
-            log.debug("cannot look at a database", extra={"fault": look.fault})
+            probe.found, probe.fault = None, describe(error)
+            log.debug("cannot look at a database", extra={"fault": probe.fault})
             return
         except Exception as error:
-            look.found, look.fault = None, kind_of(error)
+            probe.found, probe.fault = None, kind_of(error)
             log.exception("cannot observe")
             return
-        look.succeeded, look.fault = time.monotonic(), None
+        probe.succeeded, probe.fault = time.monotonic(), None
 
     @contextmanager
     def _connected(self, of: str, use: str = "looks") -> Any:
@@ -215,7 +215,7 @@ class Databases:
                 conn.close()
             raise
 
-    def _look_at_target(self, pids: list[int]) -> TargetLook:
+    def _read_target(self, pids: list[int]) -> TargetReadings:
         settings, group = self._settings, self._settings.group
         with self._connected("target") as conn:
             activity = conn.execute(
@@ -223,7 +223,7 @@ class Databases:
                 " from pg_stat_activity where pid = any(%s)",
                 (pids,),
             ).fetchall()
-            return TargetLook(
+            return TargetReadings(
                 groups.read(conn, group),
                 groups.recreations(conn, group),
                 presence.instances(conn, group),
@@ -233,11 +233,11 @@ class Databases:
                 {pid: began for pid, _, began in activity if began is not None},
             )
 
-    def _look_at_source(self) -> SourceLook:
+    def _read_source(self) -> SourceReadings:
         if self._settings.source.mode == "poll":
             with self._connected("source") as conn:
                 conn.execute("select 1")
-            return SourceLook(None, None, None)
+            return SourceReadings(None, None, None)
         with self._connected("source") as conn:
             slot = slot_state(conn, self._settings.source.slot)
             row = conn.execute(
@@ -248,7 +248,7 @@ class Databases:
                 (self._settings.source.slot,),
             ).fetchone()
             end, safe = row or (None, None)
-            return SourceLook(slot, safe, None if end is None else Lsn.parse(end))
+            return SourceReadings(slot, safe, None if end is None else Lsn.parse(end))
 
     def _count(self) -> None:
         """Count, and rest after it for as long as that took many times over."""

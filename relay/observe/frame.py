@@ -10,11 +10,11 @@ from math import ceil
 
 from rich.text import Text
 
-from relay.observe.rates import RATE, Looks
+from relay.observe.rates import RATE, Observations
 from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
-from relay.store.sinks import Sink
+from relay.store.sinks import StoredSink
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
@@ -39,25 +39,25 @@ class Size:
     ascii_only: bool = False
 
 
-def lines(picture: Picture, looks: Looks, size: Size) -> list[Text]:
+def lines(picture: Picture, observations: Observations, size: Size) -> list[Text]:
     """The group on at most so many lines: what is wrong comes first, what does not fit is left out from below."""
     head = [
         _title(picture),
         *_away(picture),
         _source(picture),
         _slot(picture),
-        _rate(looks, size),
+        _rate(observations, size),
     ]
     tail = [
         *_deferred(picture),
         *_dead(picture),
         *_stopped(picture),
-        *_engines(picture, looks),
+        *_engines(picture, observations),
         *_partitions(picture),
     ]
     # Three lines of readers are more than all of what follows them.
     room = max(3, size.height - len(head) - len(tail))
-    found = [*head, *_readers(picture, looks, size, room), *tail][: size.height]
+    found = [*head, *_readers(picture, observations, size, room), *tail][: size.height]
     for line in found:
         line.no_wrap = True
         line.truncate(size.width, overflow="ellipsis" if not size.ascii_only else "crop")
@@ -121,21 +121,21 @@ def _slot_state(slot: SlotState) -> tuple[str, str]:
     return ("read", GOOD) if slot.active else ("not read", BAD)
 
 
-def _rate(looks: Looks, size: Size) -> Text:
-    rates = looks.rates()
+def _rate(observations: Observations, size: Size) -> Text:
+    rates = observations.rates()
     if rates is None:
         return _labelled("throughput", "-")
     line = _labelled(
         "throughput", f"{rates.events:,.0f} events/s  {rates.transactions:,.0f} transactions/s  "
     )
     if size.width >= _NARROW:
-        line.append(spark(looks.series(RATE), size.ascii_only), "cyan")
+        line.append(spark(observations.series(RATE), size.ascii_only), "cyan")
     return line
 
 
-def _readers(picture: Picture, looks: Looks, size: Size, room: int) -> list[Text]:
+def _readers(picture: Picture, observations: Observations, size: Size, room: int) -> list[Text]:
     """The target and the sinks, the worst first, on so many lines."""
-    by_lag = sorted(picture.sinks, key=lambda sink: _badness(sink, picture.unread.get(sink.sink)))
+    by_lag = sorted(picture.sinks, key=lambda sink: _severity(sink, picture.unread.get(sink.sink)))
     names = ["target", *(_plain(each.sink) for each in by_lag)]
     column = min(24, max(map(len, names)))
     wide = size.width >= _NARROW
@@ -151,7 +151,7 @@ def _readers(picture: Picture, looks: Looks, size: Size, room: int) -> list[Text
         picture.unread.get(""),
         lag,
         "",
-        looks.series(""),
+        observations.series(""),
     )
     found.append(_reader(row, column, wide, size.ascii_only))
     shown = max(1, room - 2 - (len(by_lag) > room - 2))
@@ -162,7 +162,7 @@ def _readers(picture: Picture, looks: Looks, size: Size, room: int) -> list[Text
             picture.unread.get(sink.sink),
             lag if sink.state == "attached" else None,
             _why(sink),
-            looks.series(sink.sink),
+            observations.series(sink.sink),
         )
         found.append(_reader(row, column, wide, size.ascii_only))
     if len(by_lag) > shown:
@@ -202,12 +202,12 @@ def _names(picture: Picture) -> set[str]:
     return {each.sink for each in picture.sinks}
 
 
-def _badness(sink: Sink, backlog: Backlog | None) -> tuple[int, int, str]:
+def _severity(sink: StoredSink, backlog: Backlog | None) -> tuple[int, int, str]:
     """A key by which the worst sink comes first."""
     return (0 if sink.fault else 1, -(backlog.events if backlog else 0), sink.sink)
 
 
-def _why(sink: Sink) -> str:
+def _why(sink: StoredSink) -> str:
     if sink.state == "paused":
         reason = f": {_plain(sink.reason)}" if sink.reason else ""
         return f"by {_plain(sink.paused_by or '?')}{reason}"
@@ -218,21 +218,21 @@ def _why(sink: Sink) -> str:
 
 
 def _deferred(picture: Picture) -> list[Text]:
-    waiting = picture.deferred
-    if waiting is None:
+    summary = picture.deferred
+    if summary is None:
         return [_labelled("deferred", "not counted: it takes too long", WEAK)]
-    if not waiting.transactions:
+    if not summary.transactions:
         return [_labelled("deferred", "0")]
     line = _labelled(
-        "deferred", f"{waiting.transactions:,} transactions, {waiting.holding:,} holding", "yellow"
+        "deferred", f"{summary.transactions:,} transactions, {summary.holding:,} holding", "yellow"
     )
     found = [line]
-    for each in waiting.reasons[:_REASONS]:
+    for each in summary.reasons[:_REASONS]:
         whose = f"sink {_plain(each.sink)}: " if each.sink else ""
         cause = f"{_plain(each.handler or '-')}: {_plain(each.reason or '-')}"
-        told = cause if each.kind in ("retry", "holding") else each.kind
+        shown = cause if each.kind in ("retry", "holding") else each.kind
         found.append(
-            Text(f"{'':{_LABEL}}{each.transactions:,} since {_since(each.since)}: {whose}{told}")
+            Text(f"{'':{_LABEL}}{each.transactions:,} since {_since(each.since)}: {whose}{shown}")
         )
     return found
 
@@ -262,18 +262,18 @@ def _stopped(picture: Picture) -> list[Text]:
     ]
 
 
-def _engines(picture: Picture, looks: Looks) -> list[Text]:
+def _engines(picture: Picture, observations: Observations) -> list[Text]:
     if not picture.engines:
         return []
     events: dict[str, int] = {}
     for each in picture.engines:
         events[each.engine] = events.get(each.engine, 0) + each.events
-    told = []
+    shown = []
     for engine, count in sorted(events.items()):
-        rates = looks.rates(engine)
+        rates = observations.rates(engine)
         rate = f", {rates.events:,.0f}/s" if rates and rates.events >= 1 else ""
-        told.append(f"{_plain(engine)} {count:,} events{rate}")
-    return [_labelled("engines", "; ".join(told))]
+        shown.append(f"{_plain(engine)} {count:,} events{rate}")
+    return [_labelled("engines", "; ".join(shown))]
 
 
 def _partitions(picture: Picture) -> list[Text]:
@@ -284,9 +284,9 @@ def _partitions(picture: Picture) -> list[Text]:
     if backlog is None:
         return [_labelled("partitions", f"{len(picture.partitions):,}")]
     worst = sorted(backlog.partitions.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
+    shown = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
     more = f", {len(worst) - _WORST_PARTITIONS:,} more" if len(worst) > _WORST_PARTITIONS else ""
-    what = f"; unread in {told}{more}" if told else "; all is read"
+    what = f"; unread in {shown}{more}" if shown else "; all is read"
     return [_labelled("partitions", f"{len(picture.partitions):,}{what}")]
 
 

@@ -13,12 +13,12 @@ from relay.observe.liveness import UP_SECONDS, Liveness
 from relay.observe.metrics import NOT_CONFIGURED, Values
 from relay.observe.parts import Parts
 from relay.pipeline.runner import WAITS_FOR_SPARK
-from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS, Received
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
 
 Labels = tuple[str, ...]
 Gauges = defaultdict[str, dict[Labels, float]]
 
-MODES: Mapping[str, str] = {STREAMS: "wal", POLLS: "poll", STANDS_BY: "standby", ELSEWHERE: "none"}
+MODES: Mapping[str, str] = {STREAMS: "wal", POLLS: "poll", STANDBY: "standby", ELSEWHERE: "none"}
 
 
 class ServiceGauges:
@@ -48,8 +48,11 @@ class ServiceGauges:
         health = self._liveness.health()
         found["relay_live"][()] = health.live
         found["relay_ready"][()] = health.ready
-        for name, look in (("source", self._databases.source), ("target", self._databases.target)):
-            found["relay_database_up"][(name,)] = look.is_up(UP_SECONDS)
+        for name, target in (
+            ("source", self._databases.source),
+            ("target", self._databases.target),
+        ):
+            found["relay_database_up"][(name,)] = target.is_up(UP_SECONDS)
 
     def _source(self, found: Gauges) -> None:
         state = self._parts.source.state()
@@ -71,7 +74,7 @@ class ServiceGauges:
         oldest = received.oldest
         lag = 0.0 if oldest is None else max(0.0, time.time() - oldest)
         found["relay_stream_lag_seconds"][()] = lag
-        source = self._databases.source_look
+        source = self._databases.source_readings
         if source is None or source.end is None:
             return
         found["relay_stream_lag_bytes"][()] = max(0, source.end - received.position)
@@ -97,15 +100,16 @@ class ServiceGauges:
         if not self._settings.needs_spark:
             return
         session = self._parts.pipeline.session
-        waits = (
-            self._parts.pipeline.pulse.doing == WAITS_FOR_SPARK or self._parts.sinks.spark_workers
+        needs_spark = (
+            self._parts.pipeline.heartbeat.doing == WAITS_FOR_SPARK
+            or self._parts.sinks.spark_workers
         )
         found["relay_spark_ready"][()] = session.is_ready
-        found["relay_spark_failing"][()] = bool(waits and session.failed_since is not None)
+        found["relay_spark_failing"][()] = bool(needs_spark and session.failed_since is not None)
         found["relay_spark_slots"][()] = session.counted_slots or 0
 
     def _slot(self, found: Gauges) -> None:
-        source = self._databases.source_look
+        source = self._databases.source_readings
         if source is None or self._settings.source.mode == "poll":
             return
         slot = source.slot
@@ -121,17 +125,17 @@ class ServiceGauges:
         found.update({name: {(): value} for name, value in known.items() if value is not None})
 
     def _group(self, found: Gauges) -> None:
-        look = self._databases.target_look
-        if look is None:
+        target = self._databases.target_readings
+        if target is None:
             return
-        found["relay_source_epoch"][()] = look.group.epoch if look.group else 0
-        if look.group and look.group.timeline is not None:
-            found["relay_source_timeline"][()] = look.group.timeline
-        found["relay_slot_recreations"][()] = look.recreations
-        found["relay_instances"][()] = len(look.instances)
+        found["relay_source_epoch"][()] = target.group.epoch if target.group else 0
+        if target.group and target.group.timeline is not None:
+            found["relay_source_timeline"][()] = target.group.timeline
+        found["relay_slot_recreations"][()] = target.recreations
+        found["relay_instances"][()] = len(target.instances)
         for handler in self._settings.handlers:
-            found["relay_handler_stopped"][(handler,)] = handler in look.stopped
-        for each in look.sinks:
+            found["relay_handler_stopped"][(handler,)] = handler in target.stopped
+        for each in target.sinks:
             if each.sink not in self._settings.sink_handlers:
                 continue
             key = (each.sink,)
@@ -140,7 +144,7 @@ class ServiceGauges:
             found["relay_sink_down"][key] = each.fault is not None
 
     def _counts(self, found: Gauges) -> None:
-        counted, source = self._databases.counted, self._databases.source_look
+        counted, source = self._databases.counted, self._databases.source_readings
         if counted is None:
             return
         sinks, handlers = self._settings.sink_handlers, self._settings.handlers
@@ -162,10 +166,10 @@ class ServiceGauges:
             found["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
 
     def _sink_bytes(self, found: Gauges, end: Lsn | None) -> None:
-        look = self._databases.target_look
-        if end is None or look is None:
+        target = self._databases.target_readings
+        if end is None or target is None:
             return
-        for each in look.sinks:
+        for each in target.sinks:
             key = (each.sink,)
             events = found["relay_sink_lag_events"].get(key)
             if events is not None:

@@ -34,7 +34,7 @@ def failures(
         yield from _slot(found, group)
     if limits.lag_bytes is not None and found.slot is not None:
         yield from _lag_bytes(found.slot, limits.lag_bytes)
-    waiting, dead = found.deferred.transactions, found.dead_letters
+    count, dead = found.deferred.transactions, found.dead_letters
     if limits.lag_seconds is not None and (lag_seconds or 0.0) > limits.lag_seconds:
         yield f"the oldest unread event is {lag_seconds:.1f} s old, the limit is {limits.lag_seconds:g}"
     if limits.sink_lag_seconds is not None:
@@ -44,8 +44,8 @@ def failures(
                     f"the oldest event that sink {sink} has not read is {lag:.1f} s old, the limit is "
                     f"{limits.sink_lag_seconds:g}"
                 )
-    if limits.deferred is not None and waiting > limits.deferred:
-        yield f"{waiting} transactions are deferred, the limit is {limits.deferred}"
+    if limits.deferred is not None and count > limits.deferred:
+        yield f"{count} transactions are deferred, the limit is {limits.deferred}"
     if limits.dead is not None and dead > limits.dead:
         yield f"there are {dead} dead letters, the limit is {limits.dead}: see `relay dlq list`"
 

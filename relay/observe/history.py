@@ -53,7 +53,7 @@ class Sample:
     sinks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-class History:
+class SampleHistory:
     """The samples of one group, oldest first, those of the last six hours. Safe in several threads."""
 
     def __init__(self, kept: int = int(KEPT_SECONDS / SAMPLE_SECONDS)) -> None:
@@ -72,11 +72,11 @@ class History:
             return [each for each in self._samples if each.at >= since]
 
 
-_histories: dict[str, History] = {}
+_histories: dict[str, SampleHistory] = {}
 _lock = Lock()
 
 
-def of(group: str) -> History:
+def of(group: str) -> SampleHistory:
     """The history of a group in this process; empty until the group has run here for ten seconds."""
     with _lock:
-        return _histories.setdefault(group, History())
+        return _histories.setdefault(group, SampleHistory())

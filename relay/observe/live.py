@@ -11,7 +11,7 @@ from rich.text import Text
 
 from relay.config.settings import Settings
 from relay.observe.frame import Size, lines
-from relay.observe.rates import Looks
+from relay.observe.rates import Observations
 from relay.observe.watch import Picture, Watch
 
 CLOSE_SECONDS = 1.0
@@ -27,12 +27,12 @@ class View:
         self._watch = Watch(settings)
         self._interval = interval
         self._height = height
-        self._looks = Looks()
+        self._observations = Observations()
         self._picture: Picture | None = None
         self._closing = Event()
         # A server that answers no more must not keep the terminal.
         self._thread = Thread(target=self._run, name="view", daemon=True)
-        self.looked = Event()
+        self.refreshed = Event()
         """Set by each look; whoever renders clears it."""
 
     def __enter__(self) -> Self:
@@ -55,15 +55,15 @@ class View:
         height = self._height or console.size.height
         # The last column stays free: some terminals wrap there.
         size = Size(console.size.width - 1, height, console.options.ascii_only)
-        yield Text("\n").join(lines(self._picture, self._looks, size))
+        yield Text("\n").join(lines(self._picture, self._observations, size))
 
     def _run(self) -> None:
         try:
             while True:
-                picture = self._watch.look()
-                self._looks.note(picture)
+                picture = self._watch.read()
+                self._observations.note(picture)
                 self._picture = picture
-                self.looked.set()
+                self.refreshed.set()
                 if self._closing.wait(self._interval):
                     return
         finally:

@@ -22,9 +22,9 @@ from relay.observe.databases import Databases
 from relay.observe.parts import Parts
 from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
-from relay.pulse import Due, Pulse
+from relay.pulse import Due, Heartbeat
 from relay.source import receiver
-from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 
 UP_SECONDS = 20.0
 """How long a look at a database tells that it can be reached."""
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PartState:
     """How a part of the service is, in words that are safe to show."""
 
     part: str
@@ -54,7 +54,7 @@ class Health:
     """How a group is in this process."""
 
     group: str
-    states: tuple[State, ...]
+    states: tuple[PartState, ...]
 
     @property
     def live(self) -> bool:
@@ -93,12 +93,12 @@ class Liveness:
         """Note which jobs go on, after a look at the target."""
         now = time.monotonic()
         self._note_stop(now)
-        look = self._databases.target_look
+        target = self._databases.target_readings
         seen: dict[Job, _Seen] = {}
-        for job in self._parts.pipeline.applier.at_work.jobs():
+        for job in self._parts.pipeline.applier.active_jobs.jobs():
             before = self._seen.get(job)
             ticks = _ticks(job.thread)
-            began = look.began.get(job.pid) if look and job.pid else None
+            began = target.began.get(job.pid) if target and job.pid else None
             if began is None and before is not None:
                 # The session may have ended, and the thread hang all the same.
                 began = before.began
@@ -108,10 +108,10 @@ class Liveness:
             # Without the target nobody knows, nor behind a pooler, whose sessions have other numbers. The source may
             # take as long as it wants.
             if (
-                look is None
+                target is None
                 or (job.pid is not None and began is None)
                 or job.reads
-                or job.pid in look.active
+                or job.pid in target.active
                 or (before and began != before.began)
                 or (computes and may_compute)
             ):
@@ -131,53 +131,56 @@ class Liveness:
         elif self._ran and self._stopping_since is None:
             self._stopping_since = now
 
-    def _service(self) -> State:
+    def _service(self) -> PartState:
         """Where nothing is relayed. It starts for as long as a database is away, but it ends within its limits."""
         since = self._stopping_since
         stopping = 0.0 if since is None else time.monotonic() - since
         if stopping > self._limits.busy_seconds:
-            return State("service", Level.HANGS, f"stops, for {stopping:.0f} s")
-        return State("service", Level.NOT_READY, "starts or stops")
+            return PartState("service", Level.HANGS, f"stops, for {stopping:.0f} s")
+        return PartState("service", Level.NOT_READY, "starts or stops")
 
-    def _states(self) -> Iterator[State]:
+    def _states(self) -> Iterator[PartState]:
         parts = self._parts
         yield self._loop()
         yield from self._jobs()
         if parts.source.receiver is not None:
-            yield self._thread("receiver", parts.source.receiver.pulse, True)
-        yield self._thread("retries", parts.reviver.pulse, parts.reviver.is_alive)
+            yield self._thread("receiver", parts.source.receiver.heartbeat, True)
+        yield self._thread("retries", parts.retry_worker.heartbeat, parts.retry_worker.is_alive)
         yield self._source()
         yield self._target()
         if self._settings.needs_spark:
             yield self._spark()
         for worker in parts.sinks.workers:
-            thread = self._thread(f"sink {worker.name}", worker.pulse, worker.is_alive)
+            thread = self._thread(f"sink {worker.name}", worker.heartbeat, worker.is_alive)
             if thread.level is not Level.OK:
                 yield thread
         yield from self._sinks()
         yield from self._stopped()
 
-    def _loop(self) -> State:
+    def _loop(self) -> PartState:
         parts = self._parts
-        pulse = max(
-            (parts.source.pulse, parts.pipeline.pulse, parts.sinks.pulse), key=lambda each: each.at
+        heartbeat = max(
+            (parts.source.heartbeat, parts.pipeline.heartbeat, parts.sinks.heartbeat),
+            key=lambda each: each.at,
         )
-        jobs = parts.pipeline.applier.at_work.jobs()
-        if pulse is parts.pipeline.pulse and pulse.doing == APPLIES_HERE and jobs:
+        jobs = parts.pipeline.applier.active_jobs.jobs()
+        if heartbeat is parts.pipeline.heartbeat and heartbeat.doing == APPLIES_HERE and jobs:
             # Each job is judged by itself.
-            return State("loop", Level.OK, pulse.doing)
-        return self._thread("loop", pulse, True)
+            return PartState("loop", Level.OK, heartbeat.doing)
+        return self._thread("loop", heartbeat, True)
 
-    def _thread(self, part: str, pulse: Pulse, alive: bool) -> State:
+    def _thread(self, part: str, heartbeat: Heartbeat, alive: bool) -> PartState:
         if not alive:
-            return State(part, Level.HANGS, "its thread has ended")
-        silent = time.monotonic() - pulse.at
+            return PartState(part, Level.HANGS, "its thread has ended")
+        silent = time.monotonic() - heartbeat.at
         limit = {Due.SOON: self._limits.stall_seconds, Due.LATE: self._limits.busy_seconds}
-        if silent > limit.get(pulse.due, silent):
-            return State(part, Level.HANGS, f"no sign of life for {silent:.0f} s: {pulse.doing}")
-        return State(part, Level.OK, pulse.doing)
+        if silent > limit.get(heartbeat.due, silent):
+            return PartState(
+                part, Level.HANGS, f"no sign of life for {silent:.0f} s: {heartbeat.doing}"
+            )
+        return PartState(part, Level.OK, heartbeat.doing)
 
-    def _jobs(self) -> Iterator[State]:
+    def _jobs(self) -> Iterator[PartState]:
         """The handlers that neither compute nor let the target work."""
         now = time.monotonic()
         if now - self._sampled > UP_SECONDS:
@@ -187,9 +190,11 @@ class Liveness:
             still = now - max(seen.moved, job.at)
             if not job.reads and still > self._limits.stall_seconds:
                 what = f"handler {job.handler}" if job.handler else "a task"
-                yield State(what, Level.HANGS, f"no statement and no computing for {still:.0f} s")
+                yield PartState(
+                    what, Level.HANGS, f"no statement and no computing for {still:.0f} s"
+                )
 
-    def _source(self) -> State:
+    def _source(self) -> PartState:
         found, part = self._parts.source.state(), "source"
         silent = found.received.silent if found.received else 0.0
         # It is asked after a silence of ASK_SECONDS, and has as long to answer.
@@ -197,55 +202,55 @@ class Liveness:
             self._limits.stall_seconds, 2 * receiver.ASK_SECONDS
         ):
             text = f"the server has been asked and has sent nothing for {silent:.0f} s: half open?"
-            return State(part, Level.NOT_READY, text)
+            return PartState(part, Level.NOT_READY, text)
         if found.doing == POLLS and not self._databases.source.is_up(UP_SECONDS):
             fault = self._databases.source.fault or "no answer"
-            return State(part, Level.NOT_READY, f"cannot be polled: {fault}")
+            return PartState(part, Level.NOT_READY, f"cannot be polled: {fault}")
         text = {
             STREAMS: "reads the WAL",
             POLLS: f"polls: {found.reason}",
-            STANDS_BY: f"stands by: {found.reason}",
+            STANDBY: f"stands by: {found.reason}",
             ELSEWHERE: f"cannot be read: {found.reason}",
         }[found.doing]
-        return State(part, Level.NOT_READY if found.doing == ELSEWHERE else Level.OK, text)
+        return PartState(part, Level.NOT_READY if found.doing == ELSEWHERE else Level.OK, text)
 
-    def _target(self) -> State:
+    def _target(self) -> PartState:
         if self._databases.target.is_up(UP_SECONDS):
-            return State("target", Level.OK, "answers")
+            return PartState("target", Level.OK, "answers")
         fault = self._databases.target.fault or "no answer"
-        return State("target", Level.NOT_READY, f"cannot be reached: {fault}")
+        return PartState("target", Level.NOT_READY, f"cannot be reached: {fault}")
 
-    def _spark(self) -> State:
+    def _spark(self) -> PartState:
         session = self._parts.pipeline.session
         if session.is_ready:
-            return State("spark", Level.OK, "the session is ready")
+            return PartState("spark", Level.OK, "the session is ready")
         since = session.failed_since
         if since is None:
-            return State("spark", Level.OK, "no session yet")
+            return PartState("spark", Level.OK, "no session yet")
         failing = time.monotonic() - since
         text = f"no session can be built for {failing:.0f} s"
-        if self._parts.pipeline.pulse.doing != WAITS_FOR_SPARK:
-            return State("spark", Level.NOTE, text)
+        if self._parts.pipeline.heartbeat.doing != WAITS_FOR_SPARK:
+            return PartState("spark", Level.NOTE, text)
         if failing > self._limits.stall_seconds:
-            return State("spark", Level.HANGS, f"{text}, and batches wait for it")
-        return State("spark", Level.NOT_READY, text)
+            return PartState("spark", Level.HANGS, f"{text}, and batches wait for it")
+        return PartState("spark", Level.NOT_READY, text)
 
-    def _sinks(self) -> Iterator[State]:
-        look = self._databases.target_look
-        for each in look.sinks if look else ():
+    def _sinks(self) -> Iterator[PartState]:
+        target = self._databases.target_readings
+        for each in target.sinks if target else ():
             part = f"sink {each.sink}"
             if each.fault:
-                yield State(part, Level.NOTE, f"nothing is delivered: {each.fault}")
+                yield PartState(part, Level.NOTE, f"nothing is delivered: {each.fault}")
             elif each.state == "paused":
-                yield State(part, Level.NOTE, f"paused by {each.paused_by}")
+                yield PartState(part, Level.NOTE, f"paused by {each.paused_by}")
             else:
-                yield State(part, Level.OK, each.state)
+                yield PartState(part, Level.OK, each.state)
 
-    def _stopped(self) -> Iterator[State]:
-        look = self._databases.target_look
-        for handler in look.stopped if look else ():
+    def _stopped(self) -> Iterator[PartState]:
+        target = self._databases.target_readings
+        for handler in target.stopped if target else ():
             text = "stopped: too many transactions in a row failed"
-            yield State(f"handler {handler}", Level.NOTE, text)
+            yield PartState(f"handler {handler}", Level.NOTE, text)
 
 
 def _ticks(thread: int) -> int | None:

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from relay.config.settings import Settings
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.model.batch import Batch, DeadTransaction, Outcome
+from relay.model.batch import Batch, DeadLettered, Outcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.observe.series import SERIES, Series
 
@@ -128,18 +128,18 @@ class Metrics(Meter):
         self._dead(dead)
         self._sums["events"] += outcome.applied
 
-    def retried(self, sink: str, tried: int, dead: Iterable[DeadTransaction]) -> None:
+    def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
         """Deferred transactions were tried again; some of them are dead now."""
         self._counter("relay_retried_transactions_total").inc(tried)
         self._dead(dead)
 
-    def settled(self, sink: str, deferred: int, dead: Iterable[DeadTransaction]) -> None:
+    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
         """A sink has stored which deliveries it has deferred, and which are dead."""
         if deferred:
             self._counter("relay_sink_deferred_total", sink).inc(deferred)
         self._dead(dead)
 
-    def _dead(self, dead: Iterable[DeadTransaction]) -> None:
+    def _dead(self, dead: Iterable[DeadLettered]) -> None:
         for each in dead:
             handler = each.handler or ""
             known = self._kinds.setdefault(handler, set())

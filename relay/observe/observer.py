@@ -21,7 +21,7 @@ from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
+PROBE_SECONDS = 5.0
 """How often the databases and the jobs are looked at."""
 
 
@@ -62,20 +62,20 @@ class Observer:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._look()
+                self._probe()
             except Exception:
                 # Whatever is wrong with looking must not look like something that is wrong with relaying.
                 log.exception("cannot observe")
-            self._closing.wait(LOOK_SECONDS)
+            self._closing.wait(PROBE_SECONDS)
         self._databases.close()
 
-    def _look(self) -> None:
-        pids = [job.pid for job in self._parts.pipeline.applier.at_work.jobs() if job.pid]
+    def _probe(self) -> None:
+        pids = [job.pid for job in self._parts.pipeline.applier.active_jobs.jobs() if job.pid]
         reads = self._parts.source.state().doing in (STREAMS, POLLS)
-        self._databases.look(pids, reads)
+        self._databases.probe(pids, reads)
         self._liveness.sample()
         if time.monotonic() >= self._next_sample:
-            self._next_sample = time.monotonic() + history.SAMPLE_SECONDS - LOOK_SECONDS / 2
+            self._next_sample = time.monotonic() + history.SAMPLE_SECONDS - PROBE_SECONDS / 2
             history.of(self._settings.group).add(self._sample())
 
     def _sample(self) -> history.Sample:
@@ -104,7 +104,7 @@ class Observer:
             value = gauges.get(f"relay_sink_{key}", {}).get((sink,))
             if value is not None:
                 found[key] = value
-        waiting = gauges.get("relay_deferred_transactions", {})
-        if waiting:
-            found["deferred"] = sum(each for (name, _), each in waiting.items() if name == sink)
+        by_sink = gauges.get("relay_deferred_transactions", {})
+        if by_sink:
+            found["deferred"] = sum(each for (name, _), each in by_sink.items() if name == sink)
         return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relay.delivery.sinks import Sinks
-from relay.pipeline.retries import Reviver
+from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.source.hybrid import Source
 
@@ -18,5 +18,5 @@ class Parts:
     source: Source
     pipeline: Pipeline
     sinks: Sinks
-    reviver: Reviver
+    retry_worker: RetryWorker
     running: Callable[[], bool]

@@ -32,7 +32,7 @@ class _Counted:
     transactions: dict[str, int]
 
 
-class Looks:
+class Observations:
     """Remembers the last looks."""
 
     def __init__(self) -> None:

@@ -41,7 +41,15 @@ from relay.faults import describe
 from relay.handlers import Sink
 from relay.model.batch import Batch, JobName, Outcome
 from relay.model.events import POSTGRES_EPOCH, Event, Transaction
-from relay.model.trace_context import Headers, Origin, TraceContext, Traced, Trail, carrying, parse
+from relay.model.trace_context import (
+    Headers,
+    PublishOrigin,
+    TraceContext,
+    Traced,
+    TraceRecord,
+    carrying,
+    parse,
+)
 from relay.observe.otlp import Reporting, exporter
 from relay.pipeline.tracing import add
 from relay.store.groups import INSTANCE
@@ -81,16 +89,18 @@ class Traces:
 
     def note(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Make the spans of a batch that has just become durable, so many seconds after it was taken."""
-        trails = [task.trail for task in outcome.tasks if task.trail is not None]
-        if trails:
+        trace_records = [
+            task.trace_record for task in outcome.tasks if task.trace_record is not None
+        ]
+        if trace_records:
             with _harmless():
-                self._applied(batch, outcome, trails, seconds)
+                self._applied(batch, outcome, trace_records, seconds)
 
     def _applied(
-        self, batch: Batch, outcome: Outcome, trails: Sequence[Trail], seconds: float
+        self, batch: Batch, outcome: Outcome, trace_records: Sequence[TraceRecord], seconds: float
     ) -> None:
         now = time.time_ns()
-        traced = [one for trail in trails for one in trail.traced]
+        traced = [one for trace_record in trace_records for one in trace_record.traced]
         contexts = dict.fromkeys(origin.context for one in traced for origin in one.origins)
         span = self._tracer.start_span(
             "apply batch",
@@ -107,22 +117,24 @@ class Traces:
                 "relay.events.deferred": outcome.deferred,
                 "relay.events.dead": sum(dead.events for dead in outcome.dead),
                 "relay.transactions.traced": len(traced),
-                "relay.transactions.left_out": sum(trail.left_out for trail in trails),
+                "relay.transactions.left_out": sum(
+                    trace_record.left_out for trace_record in trace_records
+                ),
             },
             links=[Link(_span_context(each)) for each in islice(contexts, MOST_LINKS)],
             start_time=now - int(seconds * 1e9),
         )
         links = [Link(span.get_span_context())]
         more: Attributes = {"relay.batch.number": batch.number, "relay.engine": outcome.engine}
-        for trail in trails:
-            self._processed(trail, more, links)
+        for trace_record in trace_records:
+            self._processed(trace_record, more, links)
         span.end(now)
 
-    def redelivered(self, trail: Trail | None) -> None:
+    def redelivered(self, trace_record: TraceRecord | None) -> None:
         """Make the spans of transactions of `relay.deferred` that were retried."""
-        if trail is not None:
+        if trace_record is not None:
             with _harmless():
-                self._processed(trail, {"relay.redelivery": True}, [])
+                self._processed(trace_record, {"relay.redelivery": True}, [])
 
     def around(self, name: str, sink: Sink, settings: DeliveryHandler) -> Sink:
         """The same sink, whose deliveries have spans."""
@@ -134,8 +146,10 @@ class Traces:
         closing.start()
         closing.join(FLUSH_SECONDS)
 
-    def _processed(self, trail: Trail, more: Attributes, links: Sequence[Link]) -> None:
-        for traced in trail.traced:
+    def _processed(
+        self, trace_record: TraceRecord, more: Attributes, links: Sequence[Link]
+    ) -> None:
+        for traced in trace_record.traced:
             for origin in traced.origins:
                 span = self._tracer.start_span(
                     f"process {self._table}",
@@ -145,7 +159,7 @@ class Traces:
                         **self._common,
                         **more,
                         **_of_events(origin, traced.transaction_id),
-                        **_of_commit(traced.committed, trail.committed),
+                        **_of_commit(traced.committed, trace_record.committed),
                         "messaging.operation.name": "process",
                         "messaging.operation.type": "process",
                         "relay.handlers": traced.handlers,
@@ -153,13 +167,18 @@ class Traces:
                         "relay.attempt": traced.attempts + 1,
                     },
                     links,
-                    trail.began,
+                    trace_record.began,
                 )
                 _judge(span, traced)
-                span.end(trail.committed)
+                span.end(trace_record.committed)
 
     def start_delivery(
-        self, name: str, kind: SpanKind, origin: Origin, transaction: Transaction, more: Attributes
+        self,
+        name: str,
+        kind: SpanKind,
+        origin: PublishOrigin,
+        transaction: Transaction,
+        more: Attributes,
     ) -> Span:
         """A span that begins now, for an attempt to deliver the events of one origin."""
         return self._tracer.start_span(
@@ -247,9 +266,9 @@ def _headers(context: SpanContext) -> Headers:
     return TraceContext(*ids, int(context.trace_flags), state).headers
 
 
-def _origins(events: Iterable[Event]) -> Mapping[TraceContext, Origin]:
+def _origins(events: Iterable[Event]) -> Mapping[TraceContext, PublishOrigin]:
     """The sampled contexts in which events were published."""
-    found: dict[TraceContext, Origin] = {}
+    found: dict[TraceContext, PublishOrigin] = {}
     for event in islice(events, MOST_READ):
         context = parse(event.text("metadata"))
         if context is not None and context.sampled:
@@ -286,7 +305,9 @@ def _judge(span: Span, traced: Traced) -> None:
         span.set_attribute("relay.handler", traced.handler)
 
 
-def _of_events(origin: Origin, transaction_id: str | None, counted: bool = True) -> Attributes:
+def _of_events(
+    origin: PublishOrigin, transaction_id: str | None, counted: bool = True
+) -> Attributes:
     found: Attributes = {}
     if transaction_id is not None:
         found["messaging.message.conversation_id"] = transaction_id

@@ -16,7 +16,7 @@ from relay.admin.check import source_sides
 from relay.admin.status import mode_of
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.source.applied import Applied, applied_in
+from relay.source.applied import AppliedPosition, applied_in
 from relay.source.backlog import Backlog, Backlogs
 from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.store import (
@@ -66,16 +66,16 @@ class Picture:
     instances: Sequence[str] = ()
     slot: SlotState | None = None
     slot_reader: str | None = None
-    partitions: Sequence[offsets.Cursor] = ()
-    sinks: Sequence[sinks.Sink] = ()
-    engines: Sequence[engines.Applied] = ()
+    partitions: Sequence[offsets.PartitionPosition] = ()
+    sinks: Sequence[sinks.StoredSink] = ()
+    engines: Sequence[engines.EngineTotals] = ()
     stopped: Sequence[brakes.BrakedHandler] = ()
-    deferred: deferred.Waiting | None = None
+    deferred: deferred.DeferredSummary | None = None
     dead: Mapping[tuple[str, str], int] | None = None
     unread: Mapping[str, Backlog] = field(default_factory=dict)
 
 
-class _Rested(Generic[T]):
+class _Throttled(Generic[T]):
     """A question that reads many rows: asked again only after it has rested; in between the last answer counts."""
 
     def __init__(self, ask: Callable[..., T]) -> None:
@@ -105,16 +105,16 @@ class Watch:
         self._target: Connection | None = None
         self._seen: dict[str, Any] = {}
         self._away: dict[str, str] = {}
-        self._deferred = _Rested(deferred.count)
-        self._dead = _Rested(dead_letters.count_by_handler)
+        self._deferred = _Throttled(deferred.count)
+        self._dead = _Throttled(dead_letters.count_by_handler)
         self._backlogs = Backlogs(settings)
-        self._unread: dict[str, _Rested[Backlog | None]] = {}
+        self._unread: dict[str, _Throttled[Backlog | None]] = {}
 
-    def look(self) -> Picture:
+    def read(self) -> Picture:
         """Look at both databases. What is wrong with one is in the picture, and the next look connects again."""
         self._away = {}
-        self._guarded("target.dsn", self._look_at_target)
-        self._guarded("source.dsn", self._look_at_source)
+        self._guarded("target.dsn", self._read_target)
+        self._guarded("source.dsn", self._read_source)
         return Picture(self._group, datetime.now(UTC), dict(self._away), **self._seen)
 
     def close(self) -> None:
@@ -124,9 +124,9 @@ class Watch:
                 conn.close()
         self._source = self._target = None
 
-    def _guarded(self, key: str, look: Callable[[], None]) -> None:
+    def _guarded(self, key: str, read: Callable[[], None]) -> None:
         try:
-            look()
+            read()
         except psycopg.Error as error:
             self._away[key] = first_line(error).removeprefix("connection failed: ")
             self._drop(key)
@@ -143,7 +143,7 @@ class Watch:
         else:
             self._target = None
 
-    def _look_at_target(self) -> None:
+    def _read_target(self) -> None:
         if self._target is None:
             self._target = _opened(self._settings.target_dsn, ("target",), "target.dsn")
         conn, group = self._target, self._group
@@ -165,7 +165,7 @@ class Watch:
             "dead": self._dead(conn, group),
         }
 
-    def _look_at_source(self) -> None:
+    def _read_source(self) -> None:
         if self._source is None:
             sides = source_sides(self._settings)
             self._source = _opened(self._settings.source_dsn, sides, "source.dsn")
@@ -184,7 +184,7 @@ class Watch:
         found = {}
         names = ["", *(each.sink for each in self._seen["sinks"] if self._reads_outbox(each))]
         for name in names:
-            ask = self._unread.setdefault(name, _Rested(self._count))
+            ask = self._unread.setdefault(name, _Throttled(self._count))
             try:
                 backlog = ask(source, name)
             except (psycopg.errors.UndefinedColumn, psycopg.errors.UndefinedTable):
@@ -194,7 +194,7 @@ class Watch:
         self._unread = {name: self._unread[name] for name in names}
         return found
 
-    def _reads_outbox(self, sink: sinks.Sink) -> bool:
+    def _reads_outbox(self, sink: sinks.StoredSink) -> bool:
         """Whether the sink has a position in the outbox and the stream does not bring it its events."""
         return sink.position.snapshot is not None and not sink.is_fed(self._seen["instances"])
 
@@ -205,18 +205,18 @@ class Watch:
             applied = applied_in(target, self._group)
             noted = snapshots.noted(target, self._group)
         else:
-            applied = [_standing(each) for each in self._seen["sinks"] if each.sink == name]
+            applied = [_applied_position(each) for each in self._seen["sinks"] if each.sink == name]
             noted = sinks.done(target, self._group, name)
         if not applied:
             return None
         return self._backlogs.count(source, applied, np.sort(noted))
 
 
-def _standing(sink: sinks.Sink) -> Applied:
+def _applied_position(sink: sinks.StoredSink) -> AppliedPosition:
     position = sink.position
     assert position.snapshot is not None  # noqa: S101
     following = position.following or position.snapshot
-    return Applied(0, position.snapshot, following, position.polled_offset)
+    return AppliedPosition(0, position.snapshot, following, position.polled_offset)
 
 
 def _opened(dsn: str, sides: Sequence[migrations.Side], key: str) -> Connection:

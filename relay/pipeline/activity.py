@@ -30,7 +30,7 @@ class Job:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class AtWork:
+class ActiveJobs:
     """The jobs of all threads of this process. Safe in several threads."""
 
     def __init__(self) -> None:

@@ -33,30 +33,30 @@ from relay.faults import (
     timed_out,
 )
 from relay.logs import RepeatedLines
-from relay.model.batch import DeadTransaction, Range, Share, Task, TaskOutcome, Work
+from relay.model.batch import DeadLettered, Range, Share, Task, TaskOutcome, Work
 from relay.model.dispositions import (
     NEW,
-    Behind,
+    AttemptHistory,
+    Blocked,
+    Disposition,
+    Dispositions,
     Failure,
-    Fate,
-    Fates,
-    History,
-    has_to_wait,
+    holds_up_followers,
     is_dead,
 )
 from relay.model.events import Event, Lsn
 from relay.model.snapshots import Xids, full_xids
-from relay.model.trace_context import Traced, Trail, trace_id
+from relay.model.trace_context import Traced, TraceRecord, trace_id
 from relay.model.transactions import Mask, Transactions, Undecoded
 from relay.pipeline.brake import Brake, run_of
-from relay.pipeline.deferral import Waiting
-from relay.pipeline.handling import HandlerFailed, Handling, Run, reason_of
-from relay.pipeline.routing import Routing
+from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
+from relay.pipeline.routing import BatchRouter
 from relay.pipeline.tracing import Tracing, joined, judged
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
 from relay.store import brakes, dead_letters, deferred, offsets, snapshots
 from relay.store.connections import HandlerPool, open_pool
-from relay.store.deferred import Due, Wait
+from relay.store.deferred import Deferral, Due
 from relay.store.unflushed import require_kept
 
 log = logging.getLogger(__name__)
@@ -74,17 +74,17 @@ class Redelivery(NamedTuple):
 
     tried: int
     applied: int
-    dead: list[DeadTransaction]
-    trail: Trail | None = None
+    dead: list[DeadLettered]
+    trace_record: TraceRecord | None = None
 
 
 class _Delivered(NamedTuple):
     """What became of transactions: what is dead, how many events wait, and what is to be said of stopped sinks."""
 
-    dead: list[DeadTransaction]
-    waiting: int
+    dead: list[DeadLettered]
+    deferred_events: int
     braked: list[str]
-    trail: Trail | None = None
+    trace_record: TraceRecord | None = None
 
 
 class Applier:
@@ -96,15 +96,17 @@ class Applier:
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
         self._durable = settings.target.durable
-        self._routing = Routing(settings)
-        self._waiting = Waiting(settings, self._routing)
-        self._handling = Handling(settings, self._routing, self._waiting, connections)
-        self.at_work = self._handling.at_work
+        self._router = BatchRouter(settings)
+        self._deferral_rules = DeferralRules(settings, self._router)
+        self._handler_runner = HandlerRunner(
+            settings, self._router, self._deferral_rules, connections
+        )
+        self.active_jobs = self._handler_runner.active_jobs
         self._connections = connections
         self._pool = HandlerPool(
             settings.target_dsn,
             connections,
-            self._handling.configure,
+            self._handler_runner.configure,
             durable=self._durable,
             code_of=[
                 name for name, each in settings.handlers.items() if isinstance(each, PythonHandler)
@@ -115,7 +117,7 @@ class Applier:
         self._rows = OutboxRows(settings)
         self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
         self._tracing = (
-            Tracing(self._routing, self._handling.names) if settings.observe.traces else None
+            Tracing(self._router, self._handler_runner.names) if settings.observe.traces else None
         )
 
     def connect(self) -> None:
@@ -123,13 +125,13 @@ class Applier:
         with self._pool.connection():
             pass
 
-    def forgive(self) -> None:
+    def note_orderly_exit(self) -> None:
         """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
-        self._handling.forgive()
+        self._handler_runner.note_orderly_exit()
 
     def close(self) -> None:
         """Close the connections."""
-        self._handling.close()
+        self._handler_runner.close()
         self._pool.close()
         if "_source" in self.__dict__:
             self._source.close()
@@ -148,23 +150,23 @@ class Applier:
         Guarded, one transaction after the other is noted, applied and its note taken back. One that is noted already
         `crash_limit` times has killed as many processes and is dead-lettered.
         """
-        with self.at_work.job() as job:
-            outcome = self._in_the_way_it_takes(partial(self._attempt, task), guarded)
+        with self.active_jobs.job() as job:
+            outcome = self._by_mode(partial(self._attempt, task), guarded)
         return replace(outcome, seconds=job.seconds) if job.seconds else outcome
 
-    def _in_the_way_it_takes(self, attempt: Callable[[Run], Done], guarded: bool) -> Done:
+    def _by_mode(self, attempt: Callable[[HandlingMode], Done], guarded: bool) -> Done:
         """Attempt something in a target transaction of its own: together first, else carefully."""
         try:
             if guarded:
-                return attempt(self._handling.guarded)
+                return attempt(self._handler_runner.guarded)
             try:
-                return attempt(self._handling.together)
+                return attempt(self._handler_runner.together)
             except Exception as error:
-                if not self._handling.can_isolate(error):
+                if not self._handler_runner.can_isolate(error):
                     raise
-                run = self._handling.carefully
+                run = self._handler_runner.isolating
                 if timed_out(reason_of(error)):
-                    run = self._handling.in_halves
+                    run = self._handler_runner.in_halves
             return attempt(run)
         except HandlerFailed as failure:
             raise reason_of(failure) from None
@@ -173,27 +175,31 @@ class Applier:
                 brakes.mark(conn, self._group, error.handler, error.fault)
             raise
 
-    def _attempt(self, task: Work, run: Run) -> TaskOutcome:
+    def _attempt(self, task: Work, run: HandlingMode) -> TaskOutcome:
         began = time.time_ns()
         outcome = self._commit(task, run)
-        return replace(outcome, trail=outcome.trail.since(began)) if outcome.trail else outcome
+        return (
+            replace(outcome, trace_record=outcome.trace_record.since(began))
+            if outcome.trace_record
+            else outcome
+        )
 
-    def _commit(self, task: Work, run: Run) -> TaskOutcome:
+    def _commit(self, task: Work, run: HandlingMode) -> TaskOutcome:
         with self._pool.transaction() as conn:
-            self.at_work.enters(conn)
+            self.active_jobs.enters(conn)
             if isinstance(task, Range):
                 return self._apply_range(conn, task, run)
             locked = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
-            cursors = locked.cursors
+            positions = locked.positions
             _require_same_source(task, locked)
-            require_kept(task.floors, cursors)
-            if not locked.settled or _is_ahead(task, cursors):
+            require_kept(task.lower_bounds, positions)
+            if not locked.has_no_open_difference or _is_ahead(task, positions):
                 return TaskOutcome(task.partitions, busy=True)
             fresh = _fresh(task, locked)
             if not len(fresh):
-                reached = self._reached(cursors)
+                reached = self._reached(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             brake = Brake(self._limits, locked.streaks)
             delivered = self._deliver(conn, fresh, locked.holding, run, brake)
@@ -204,57 +210,61 @@ class Applier:
             offsets.advance(conn, self._group, moved, noted, self._durable)
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))
-        return replace(outcome, reached=self._reached(cursors, moved))
+        return replace(outcome, reached=self._reached(positions, moved))
 
     def _reached(
-        self, cursors: Mapping[int, offsets.Cursor], moved: Iterable[offsets.Advance] = ()
+        self,
+        positions: Mapping[int, offsets.PartitionPosition],
+        moved: Iterable[offsets.Advance] = (),
     ) -> dict[int, Lsn]:
         """Where partitions are now, if that may still be lost."""
         if self._durable:
             return {}
-        reached = {partition: cursor.applied_lsn for partition, cursor in cursors.items()}
+        reached = {partition: position.applied_lsn for partition, position in positions.items()}
         for each in moved:
             before = reached[each.partition_id]
             reached[each.partition_id] = max(before, each.applied_lsn)
         return reached
 
-    def _apply_range(self, conn: Connection, task: Range, run: Run) -> TaskOutcome:
+    def _apply_range(self, conn: Connection, task: Range, run: HandlingMode) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of the range, apply it and move them behind it."""
-        cursors = offsets.claim(conn, self._group, task.partitions)
-        if cursors is None or _is_early(task, cursors):
+        positions = offsets.claim(conn, self._group, task.partitions)
+        if positions is None or _is_early(task, positions):
             return TaskOutcome(task.partitions, busy=True)
-        floors = {
-            partition: cursor.polled_offset
-            for partition, cursor in cursors.items()
-            if cursor.snapshot_id == task.snapshot_id and cursor.polled_offset < task.upto
+        lower_bounds = {
+            partition: position.polled_offset
+            for partition, position in positions.items()
+            if position.snapshot_id == task.snapshot_id and position.polled_offset < task.upto
         }
-        if not floors:
+        if not lower_bounds:
             return TaskOutcome(task.partitions)
-        noted = snapshots.noted_in(conn, self._group, floors)
+        noted = snapshots.noted_in(conn, self._group, lower_bounds)
         events = count = 0
         all_delivered: list[_Delivered] = []
         for transactions in self._portions(
-            self.at_work.reading(self._of_range(task, floors, noted))
+            self.active_jobs.reading(self._of_range(task, lower_bounds, noted))
         ):
             events += transactions.events
             count += len(transactions)
-            left, buried = self._bury_by_reference(conn, transactions, task.by_reference)
-            all_delivered.append(_Delivered(buried, 0, []))
+            left, dead_lettered = self._dead_letter_by_reference(
+                conn, transactions, task.by_reference
+            )
+            all_delivered.append(_Delivered(dead_lettered, 0, []))
             if not len(left):
                 continue
             hosts = left.distinct_hosts
-            locked = offsets.lock(conn, self._group, list(floors), hosts)
+            locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             brake = Brake(self._limits, locked.streaks)
             all_delivered.append(self._deliver(conn, left, locked.holding, run, brake))
-        offsets.polled(conn, self._group, _ends(task, floors), task.upto, self._durable)
+        offsets.polled(conn, self._group, _ends(task, lower_bounds), task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
 
     def _of_range(
-        self, task: Range, floors: Mapping[int, int], noted: Mapping[int, Xids]
+        self, task: Range, lower_bounds: Mapping[int, int], noted: Mapping[int, Xids]
     ) -> Iterator[Transactions]:
         """The transactions that are still to be applied; first those from before the outbox had c_xid."""
         for unmarked in (True, False):
-            wanted = _wanted(task.shares, unmarked, floors, {} if unmarked else noted)
+            wanted = _wanted(task.shares, unmarked, lower_bounds, {} if unmarked else noted)
             if not len(wanted.xids):
                 continue
             with (
@@ -264,22 +274,24 @@ class Applier:
             ):
                 yield from found
 
-    def _bury_by_reference(
+    def _dead_letter_by_reference(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
-    ) -> tuple[Transactions, list[DeadTransaction]]:
+    ) -> tuple[Transactions, list[DeadLettered]]:
         """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead."""
         large = {
-            place: found
-            for place, each in enumerate(transactions)
+            index: found
+            for index, each in enumerate(transactions)
             if (found := self._offsets_among(each, by_reference))
         }
         dead = []
-        for place, missing in large.items():
+        for index, missing in large.items():
             where = f"{self._settings.source.table}, c_offset {', '.join(map(str, missing))}"
             fault = NotReceived(f"payload and metadata are too large, they are only in {where}")
-            number, buried = self._bury(conn, transactions[place], Failure(None, fault))
+            number, dead_lettered = self._dead_letter(
+                conn, transactions[index], Failure(None, fault)
+            )
             dead_letters.mark_by_reference(conn, number, missing)
-            dead.append(buried)
+            dead.append(dead_lettered)
         others = transactions.take(transactions.besides(large)) if large else transactions
         return others, dead
 
@@ -287,7 +299,7 @@ class Applier:
         first, last = transaction.first_offset, transaction.last_offset
         if not any(first <= offset <= last for offset in wanted):
             return []
-        found = (event.c_offset for event in self._routing.events(transaction))
+        found = (event.c_offset for event in self._router.events(transaction))
         return [offset for offset in found if offset is not None and offset in wanted]
 
     def _portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
@@ -313,59 +325,67 @@ class Applier:
         conn: Connection,
         transactions: Transactions,
         holding: set[str],
-        run: Run,
+        run: HandlingMode,
         brake: Brake,
     ) -> _Delivered:
         """Run the handlers of transactions, but park those that have to wait."""
-        waits = self._waiting.split(conn, transactions, holding)
-        flowing = transactions.besides(waits)
-        left = transactions.take(flowing) if waits else transactions
-        found = self._handling.handle(conn, left, run, {}, brake)
+        deferrals = self._deferral_rules.split(conn, transactions, holding)
+        flowing = transactions.besides(deferrals)
+        left = transactions.take(flowing) if deferrals else transactions
+        found = self._handler_runner.handle(conn, left, run, {}, brake)
         braked = self._count(conn, left, found, brake)
-        fates = {flowing[place]: fate for place, fate in found.items()}
-        waits |= {
-            place: self._wait(transactions, place, fate, NEW)
-            for place, fate in fates.items()
-            if has_to_wait(fate)
+        dispositions = {flowing[index]: disposition for index, disposition in found.items()}
+        deferrals |= {
+            index: self._deferral(transactions, index, disposition, NEW)
+            for index, disposition in dispositions.items()
+            if holds_up_followers(disposition)
         }
-        dead: list[DeadTransaction] = []
-        for place, fate in sorted(fates.items()):
-            if is_dead(fate):
-                number, buried = self._bury(conn, transactions[place], fate)
-                dead.append(buried)
-                if place in waits:
-                    waits[place] = replace(waits[place], dead_transaction=number)
+        dead: list[DeadLettered] = []
+        for index, disposition in sorted(dispositions.items()):
+            if is_dead(disposition):
+                number, dead_lettered = self._dead_letter(conn, transactions[index], disposition)
+                dead.append(dead_lettered)
+                if index in deferrals:
+                    deferrals[index] = replace(deferrals[index], dead_transaction=number)
         # In commit order, since that is the order in which they are taken up again.
-        places = sorted(waits)
-        parked = zip(transactions.take(places), map(waits.__getitem__, places), strict=True)
-        deferred.park(conn, self._group, parked)
-        self._report(fates)
-        waiting = [place for place, wait in waits.items() if not wait.blocked]
-        trail = self._trail(transactions, lambda place: judged(fates.get(place), place in waits))
-        return _Delivered(dead, int(transactions.facts["events"][waiting].sum()), braked, trail)
+        indices = sorted(deferrals)
+        entries = zip(transactions.take(indices), map(deferrals.__getitem__, indices), strict=True)
+        deferred.defer(conn, self._group, entries)
+        self._report(dispositions)
+        unblocked = [index for index, deferral in deferrals.items() if not deferral.blocked]
+        trace_record = self._trace_record(
+            transactions, lambda index: judged(dispositions.get(index), index in deferrals)
+        )
+        return _Delivered(
+            dead, int(transactions.facts["events"][unblocked].sum()), braked, trace_record
+        )
 
-    def _trail(
+    def _trace_record(
         self, transactions: Transactions, judge: Callable[[int], Traced | None]
-    ) -> Trail | None:
-        return None if self._tracing is None else self._tracing.trail(transactions, judge)
+    ) -> TraceRecord | None:
+        return None if self._tracing is None else self._tracing.trace_record(transactions, judge)
 
     def _count(
-        self, conn: Connection, transactions: Transactions, fates: Fates, brake: Brake
+        self, conn: Connection, transactions: Transactions, dispositions: Dispositions, brake: Brake
     ) -> list[str]:
         """Store how many transactions in a row each handler lets die, in the commit that writes the dead letters.
 
         Returns what is to be said of sinks that are stopped now. Raises Braked for a transactional handler, where
         tasks side by side have let too many die together.
         """
-        failed = {fate.handler: fate for fate in fates.values() if is_dead(fate) and fate.handler}
-        said = []
+        failed = {
+            disposition.handler: disposition
+            for disposition in dispositions.values()
+            if is_dead(disposition) and disposition.handler
+        }
+        explanations = []
         for handler in sorted(failed.keys() | brake.streaks.keys() | brake.braked.keys()):
             if handler not in self._limits:
                 if handler in brake.streaks:
                     brakes.forget(conn, self._group, handler)
                 continue
-            reached = np.flatnonzero(self._routing.reached(transactions, handler)).tolist()
-            last = run_of(handler, reached, fates)
+            reached = np.flatnonzero(self._router.reached(transactions, handler)).tolist()
+            last = run_of(handler, reached, dispositions)
             stopped = brake.braked.get(handler)
             fault = last.fault or stopped
             if fault is None:
@@ -378,123 +398,134 @@ class Applier:
             )
             before = brake.streaks.get(handler)
             if stopped and not (before and before.braked):
-                said.append(brake.told(handler))
+                explanations.append(brake.explain(handler))
             elif handler in failed and not stopped and deaths > self._limits[handler]:
                 raise brake.fault(handler, failed[handler].error)
-        return said
+        return explanations
 
-    def _wait(self, transactions: Transactions, place: int, fate: Fate, before: History) -> Wait:
+    def _deferral(
+        self,
+        transactions: Transactions,
+        index: int,
+        disposition: Disposition,
+        before: AttemptHistory,
+    ) -> Deferral:
         """What a transaction that was not applied waits for."""
-        keys = self._waiting.keys(transactions.part(place, place + 1))
-        if isinstance(fate, Behind):
-            return Wait(keys, attempts=before.attempts, first_failed_at=before.since)
-        return Wait(
+        keys = self._deferral_rules.keys(transactions.part(index, index + 1))
+        if isinstance(disposition, Blocked):
+            return Deferral(keys, attempts=before.attempts, first_failed_at=before.since)
+        return Deferral(
             keys,
-            after=fate.after or 0.0,
-            blocked=fate.after is None,
-            attempts=fate.attempts,
+            after=disposition.after or 0.0,
+            blocked=disposition.after is None,
+            attempts=disposition.attempts,
             first_failed_at=before.since or time.time(),
-            handler=fate.handler,
-            reason=describe(fate.error),
+            handler=disposition.handler,
+            reason=describe(disposition.error),
         )
 
-    def revive(self, guarded: bool = False) -> Redelivery:
+    def retry_deferred(self, guarded: bool = False) -> Redelivery:
         """Retry the transactions whose turn has come, and commit.
 
         Whatever it raises has left no trace in the target.
         """
-        with self.at_work.job():
-            return self._in_the_way_it_takes(self._revive, guarded)
+        with self.active_jobs.job():
+            return self._by_mode(self._retry_deferred, guarded)
 
     def seconds_to_next(self) -> float | None:
         """How long it is until the time of another transaction comes; None if none waits for a time."""
         with self._pool.connection() as conn:
             return deferred.seconds_to_next(conn, self._group)
 
-    def _revive(self, run: Run) -> Redelivery:
+    def _retry_deferred(self, run: HandlingMode) -> Redelivery:
         began = time.time_ns()
         found = self._retry(run)
-        return found._replace(trail=found.trail.since(began)) if found.trail else found
+        return (
+            found._replace(trace_record=found.trace_record.since(began))
+            if found.trace_record
+            else found
+        )
 
-    def _retry(self, run: Run) -> Redelivery:
+    def _retry(self, run: HandlingMode) -> Redelivery:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
-            self.at_work.enters(conn)
+            self.active_jobs.enters(conn)
             due = deferred.claim(conn, self._group, DUE_AT_ONCE)
             if not due:
                 return Redelivery(0, 0, [])
             transactions = deferred.transactions(
                 conn, due, limits.max_bytes, limits.spool_directory
             )
-            return self._take_up(conn, due, transactions, run)
+            return self._redeliver(conn, due, transactions, run)
 
-    def _take_up(
-        self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: Run
+    def _redeliver(
+        self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: HandlingMode
     ) -> Redelivery:
         histories = {
-            place: History(each.attempts, each.first_failed_at) for place, each in enumerate(due)
+            index: AttemptHistory(each.attempts, each.first_failed_at)
+            for index, each in enumerate(due)
         }
         # What was dead before is not counted: it only stays dead.
         dead_before = any(each.dead_transaction is not None for each in due)
         limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
         brake = Brake(limits, streaks, defers=True)
-        fates = self._handling.handle(conn, transactions, run, histories, brake)
-        for fault in () if dead_before else self._count(conn, transactions, fates, brake):
+        dispositions = self._handler_runner.handle(conn, transactions, run, histories, brake)
+        for fault in () if dead_before else self._count(conn, transactions, dispositions, brake):
             log.error("a handler is stopped", extra={"fault": fault})
         done: list[int] = []
         replayed: list[int] = []
         undelivered: list[int] = []
-        again: list[tuple[int, Wait]] = []
-        dead: list[DeadTransaction] = []
-        for place, each in enumerate(due):
-            fate, number = fates.get(place), each.dead_transaction
-            if is_dead(fate):
-                number, buried = self._bury(
-                    conn, transactions[place], fate, number, each.undelivered
+        again: list[tuple[int, Deferral]] = []
+        dead: list[DeadLettered] = []
+        for index, each in enumerate(due):
+            disposition, number = dispositions.get(index), each.dead_transaction
+            if is_dead(disposition):
+                number, dead_lettered = self._dead_letter(
+                    conn, transactions[index], disposition, number, each.undelivered
                 )
-                dead.append(buried)
-            elif fate is None:
+                dead.append(dead_lettered)
+            elif disposition is None:
                 if number is not None:
                     replayed.append(number)
                 if each.undelivered:
-                    undelivered.append(place)
-            if fate is None or not has_to_wait(fate):
+                    undelivered.append(index)
+            if disposition is None or not holds_up_followers(disposition):
                 done.append(each.id)
-            elif isinstance(fate, Failure) or not each.holds:
-                wait = self._wait(transactions, place, fate, histories[place])
-                again.append((each.id, replace(wait, dead_transaction=number)))
+            elif isinstance(disposition, Failure) or not each.holds:
+                deferral = self._deferral(transactions, index, disposition, histories[index])
+                again.append((each.id, replace(deferral, dead_transaction=number)))
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
-        self._report(fates)
+        self._report(dispositions)
         self._deliver_to_sinks(conn, transactions, undelivered)
-        deferred.wait_again(conn, again)
-        deferred.settle(conn, done)
-        trail = self._trail(
+        deferred.defer_again(conn, again)
+        deferred.remove(conn, done)
+        trace_record = self._trace_record(
             transactions,
-            lambda place: judged(fates.get(place), False, histories[place].attempts),
+            lambda index: judged(dispositions.get(index), False, histories[index].attempts),
         )
-        return Redelivery(len(due), len(due) - len(fates), dead, trail)
+        return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 
     def _deliver_to_sinks(
         self, conn: Connection, transactions: Transactions, undelivered: Iterable[int]
     ) -> None:
         """Defer, for each sink, the transactions that no sink has had: its worker delivers them in their order."""
-        by_sink: dict[str, list[tuple[Undecoded, Wait]]] = {}
-        for place in undelivered:
-            for sink, delivery, wait in self._waiting.deliveries(
-                transactions.part(place, place + 1)
+        by_sink: dict[str, list[tuple[Undecoded, Deferral]]] = {}
+        for index in undelivered:
+            for sink, delivery, deferral in self._deferral_rules.deliveries(
+                transactions.part(index, index + 1)
             ):
-                by_sink.setdefault(sink, []).append((delivery, wait))
+                by_sink.setdefault(sink, []).append((delivery, deferral))
         for sink, deliveries in by_sink.items():
-            deferred.park(conn, self._group, deliveries, sink)
+            deferred.defer(conn, self._group, deliveries, sink)
 
-    def _report(self, fates: Fates) -> None:
+    def _report(self, dispositions: Dispositions) -> None:
         """Log which handlers and faults defer transactions, however many there are."""
         faults = Counter(
-            (fate.handler, describe(fate.error))
-            for fate in fates.values()
-            if isinstance(fate, Failure) and not is_dead(fate)
+            (disposition.handler, describe(disposition.error))
+            for disposition in dispositions.values()
+            if isinstance(disposition, Failure) and not is_dead(disposition)
         )
         for (handler, fault), attempts in faults.items():
             self._deferrals.note(attempts, handler=handler, fault=fault)
@@ -513,26 +544,26 @@ class Applier:
                 left_out.append(offset)
                 yield event.without(JSON_FIELDS)
 
-    def _bury(
+    def _dead_letter(
         self,
         conn: Connection,
         transaction: Undecoded,
         failure: Failure,
         number: int | None = None,
         undelivered: bool = False,
-    ) -> tuple[int, DeadTransaction]:
+    ) -> tuple[int, DeadLettered]:
         """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has.
 
         `undelivered` says that no sink has had it, as none has what cannot be routed.
         """
-        events = self._routing.events(transaction)
+        events = self._router.events(transaction)
         left_out: list[int] = []
         written = (
             self._small(events, left_out) if isinstance(failure.error, ProcessDied) else events
         )
         if number is None:
             undelivered |= isinstance(failure.error, NotRouted | Undecodable | NotReceived)
-            number = dead_letters.bury(
+            number = dead_letters.insert(
                 conn,
                 self._group,
                 written,
@@ -541,10 +572,10 @@ class Applier:
                 undelivered=undelivered,
             )
         else:
-            dead_letters.bury_again(conn, self._group, number, failure.handler, failure.error)
+            dead_letters.mark_dead_again(conn, self._group, number, failure.handler, failure.error)
         if left_out:
             dead_letters.mark_by_reference(conn, number, left_out)
-        return number, DeadTransaction(
+        return number, DeadLettered(
             transaction.transaction_id,
             transaction.commit.end_lsn,
             len(events),
@@ -564,15 +595,15 @@ def _outcome(
 ) -> TaskOutcome:
     dead = tuple(item for each in delivered for item in each.dead)
     lost = sum(item.events for item in dead)
-    waiting = sum(each.waiting for each in delivered)
+    deferred_events = sum(each.deferred_events for each in delivered)
     return TaskOutcome(
         task.partitions,
-        events - lost - waiting,
+        events - lost - deferred_events,
         skipped,
-        waiting,
+        deferred_events,
         dead,
         tuple(line for each in delivered for line in each.braked),
-        trail=joined(each.trail for each in delivered),
+        trace_record=joined(each.trace_record for each in delivered),
         transactions=transactions,
     )
 
@@ -604,14 +635,14 @@ def _fresh(task: Task, locked: offsets.Locked) -> Transactions:
     if locked.last is not None:
         seen = locked.last.snapshot.sees(full_xids(facts["xid"], task.next_xid))
     end = facts["end_lsn"]
-    furthest = max(cursor.applied_lsn for cursor in locked.cursors.values())
+    furthest = max(position.applied_lsn for position in locked.positions.values())
     # As a rule everything is new, and then no partition has to be looked at by itself.
     if end[0] > furthest and (seen is None or not seen.any()):
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
     for partitions, here in _by_partitions(task.transactions, task.touched):
         for partition in partitions:
-            fresh |= here & (end > locked.cursors[partition].applied_lsn)
+            fresh |= here & (end > locked.positions[partition].applied_lsn)
     if seen is not None:
         fresh &= ~seen
     return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
@@ -631,23 +662,24 @@ def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[of
     ]
 
 
-def _is_ahead(task: Task, cursors: Mapping[int, offsets.Cursor]) -> bool:
+def _is_ahead(task: Task, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
     """Whether the batch before is not applied yet in a partition of the task."""
-    return any(cursors[partition].applied_lsn < lsn for partition, lsn in task.after.items())
+    return any(positions[partition].applied_lsn < lsn for partition, lsn in task.after.items())
 
 
-def _is_early(task: Range, cursors: Mapping[int, offsets.Cursor]) -> bool:
+def _is_early(task: Range, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
     """Whether somebody has not applied yet what comes before the range."""
     return any(
-        (cursor.snapshot_id or 0, cursor.polled_offset) < (task.snapshot_id, task.floors[partition])
-        for partition, cursor in cursors.items()
+        (position.snapshot_id or 0, position.polled_offset)
+        < (task.snapshot_id, task.lower_bounds[partition])
+        for partition, position in positions.items()
     )
 
 
 def _wanted(
     shares: Iterable[Share],
     unmarked: bool,
-    floors: Mapping[int, int],
+    lower_bounds: Mapping[int, int],
     noted: Mapping[int, Xids],
 ) -> Wanted:
     """What of shares is still to be applied in the partitions that have floors, in order."""
@@ -656,7 +688,7 @@ def _wanted(
         if share.unmarked != unmarked:
             continue
         masks = {
-            partition: _unread(share, floors.get(partition), noted.get(partition))
+            partition: _unread(share, lower_bounds.get(partition), noted.get(partition))
             for partition in share.partitions
         }
         first, *others = masks.values()
@@ -670,19 +702,19 @@ def _wanted(
     return Wanted(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _unread(share: Share, floor: int | None, noted: Xids | None) -> Mask:
-    if floor is None:
+def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
+    if lower_bound is None:
         return np.zeros(len(share.xids), np.bool_)
-    unread: Mask = share.positions > floor
+    unread: Mask = share.positions > lower_bound
     return unread if noted is None else unread & ~np.isin(share.xids, noted)
 
 
-def _ends(task: Range, floors: Mapping[int, int]) -> dict[int, int]:
+def _ends(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, int]:
     """The greatest position of the range's transactions in each partition."""
     ends: dict[int, int] = {}
     for share in task.shares:
         for partition in share.partitions:
-            if partition in floors:
+            if partition in lower_bounds:
                 last = int(share.positions[-1])
                 ends[partition] = max(ends.get(partition, last), last)
     return ends

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from relay.faults import Braked, describe, kind_of
-from relay.model.dispositions import Fates, is_dead
+from relay.model.dispositions import Dispositions, is_dead
 from relay.store.brakes import Streak
 
 
@@ -82,15 +82,15 @@ class Brake:
     def fault(self, handler: str, error: BaseException) -> Braked:
         """The fault of a handler that is stopped."""
         return Braked(
-            _told(handler, self._limits[handler], describe(error)), handler, kind_of(error)
+            _described(handler, self._limits[handler], describe(error)), handler, kind_of(error)
         )
 
-    def told(self, handler: str) -> str:
+    def explain(self, handler: str) -> str:
         """Why a handler is stopped, and what to do, in one line."""
-        return _told(handler, self._limits[handler], self._described[handler])
+        return _described(handler, self._limits[handler], self._described[handler])
 
 
-def _told(handler: str, limit: int, fault: str) -> str:
+def _described(handler: str, limit: int, fault: str) -> str:
     """What has happened, and what to do, in one line."""
     return (
         f"handlers.{handler}: more than {limit} transactions in a row failed with {fault}: no more of them are "
@@ -100,7 +100,7 @@ def _told(handler: str, limit: int, fault: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FailureRun:
     """How a task ended for one handler: so many transactions in a row died of a kind of fault.
 
     `begins` says that something else came before them, so that they are not added to those of earlier tasks.
@@ -111,16 +111,16 @@ class Run:
     begins: bool
 
 
-def run_of(handler: str, indices: Iterable[int], fates: Fates) -> Run:
+def run_of(handler: str, indices: Iterable[int], dispositions: Dispositions) -> FailureRun:
     """The last run of a handler over the transactions that reached it, at these indices in order."""
     fault, deaths, begins = None, 0, False
     for index in indices:
-        fate = fates.get(index)
-        if fate is None:
+        disposition = dispositions.get(index)
+        if disposition is None:
             fault, deaths, begins = None, 0, True
-        elif is_dead(fate) and fate.handler == handler:
-            kind = kind_of(fate.error)
+        elif is_dead(disposition) and disposition.handler == handler:
+            kind = kind_of(disposition.error)
             if fault is not None and kind != fault:
                 deaths, begins = 0, True
             fault, deaths = kind, deaths + 1
-    return Run(fault, deaths, begins)
+    return FailureRun(fault, deaths, begins)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import psycopg
 
-from relay.config.handlers import Handler, SinkHandler
+from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.model import ordering_keys
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
-from relay.pipeline.routing import Parts, Routing
+from relay.pipeline.routing import BatchRouter, Parts
 from relay.store import deferred
-from relay.store.deferred import Wait
+from relay.store.deferred import Deferral
 
 Connection = psycopg.Connection[Any]
 
@@ -31,7 +31,7 @@ class Ordering:
     `relay.lock_partitions` finds those of a host.
     """
 
-    def __init__(self, configured: dict[str, Handler]) -> None:
+    def __init__(self, configured: dict[str, HandlerSettings]) -> None:
         # Nothing waits for a handler that is not reliable, nor does it wait for others.
         self._order_by = {
             name: handler.order_by if handler.reliable else "none"
@@ -74,18 +74,18 @@ _FIELDS = {
 }
 
 
-class Waiting:
+class DeferralRules:
     """Decides about fresh transactions, under the lock of their partitions' offsets."""
 
-    def __init__(self, settings: Settings, routing: Routing) -> None:
+    def __init__(self, settings: Settings, router: BatchRouter) -> None:
         self._group = settings.group
-        self._routing = routing
+        self._router = router
         self._ordering = Ordering(settings.handlers)
         self._sinks = list(settings.sink_handlers)
 
     def keys(self, one: Transactions) -> frozenset[str]:
         """The ordering keys of a single transaction; none where it is not routed."""
-        return self.keys_of(one, self._routing.route(one)[1])
+        return self.keys_of(one, self._router.route(one)[1])
 
     def keys_of(self, one: Transactions, parts: Parts) -> frozenset[str]:
         """The ordering keys in the target of a single transaction that was routed: sinks have their own."""
@@ -94,68 +94,68 @@ class Waiting:
     def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
         """The ordering keys of a single delivery to a sink: it has the events that go there, and no others."""
         hosts = one.hosts[int(one.facts["hosts"][0])]
-        return self._ordering.delivery_keys(sink, hosts, self._routing.whole(one))
+        return self._ordering.delivery_keys(sink, hosts, self._router.whole(one))
 
-    def deliveries(self, one: Transactions) -> Iterator[tuple[str, Undecoded, Wait]]:
+    def deliveries(self, one: Transactions) -> Iterator[tuple[str, Undecoded, Deferral]]:
         """What of a single transaction goes to each sink that the routes name, to be delivered now."""
-        _, parts, _ = self._routing.route(one)
+        _, parts, _ = self._router.route(one)
         for name in self._sinks:
             if name in parts:
                 delivery = parts[name].transactions
-                yield name, delivery[0], Wait(self.delivery_keys(delivery, name))
+                yield name, delivery[0], Deferral(self.delivery_keys(delivery, name))
 
     def split(
         self, conn: Connection, transactions: Transactions, holding: set[str]
-    ) -> dict[int, Wait]:
+    ) -> dict[int, Deferral]:
         """The transactions that have to wait, by place. `holding` are the hosts of which one that waits holds a key.
 
         What lies behind a transaction that holds its key waits until that is gone, in order. What is to be delivered
         at a later time waits for it, and is overtaken.
         """
-        waits = self._until(transactions)
+        deferrals = self._until(transactions)
         if holding:
-            waits |= self._behind(conn, transactions, waits, holding)
-        return waits
+            deferrals |= self._blocked(conn, transactions, deferrals, holding)
+        return deferrals
 
-    def _until(self, transactions: Transactions) -> dict[int, Wait]:
+    def _until(self, transactions: Transactions) -> dict[int, Deferral]:
         """Those with an event whose time is still to come; the latest one counts. What only sinks get, they defer."""
         now = datetime.now(UTC)
         moments: dict[int, datetime] = {}
         ends = np.cumsum(transactions.facts["events"])
-        for row, value in self._routing.times(transactions):
+        for row, value in self._router.times(transactions):
             moment = moment_of(value)
             if moment > now:
-                place = int(np.searchsorted(ends, row, side="right"))
-                moments[place] = max(moment, moments.get(place, moment))
-        waits: dict[int, Wait] = {}
-        for place, moment in moments.items():
-            one = transactions.part(place, place + 1)
-            _, parts, _ = self._routing.route(one)
+                index = int(np.searchsorted(ends, row, side="right"))
+                moments[index] = max(moment, moments.get(index, moment))
+        deferrals: dict[int, Deferral] = {}
+        for index, moment in moments.items():
+            one = transactions.part(index, index + 1)
+            _, parts, _ = self._router.route(one)
             if parts.keys() - set(self._sinks):
-                waits[place] = Wait(self.keys_of(one, parts), holds=False, until=moment)
-        return waits
+                deferrals[index] = Deferral(self.keys_of(one, parts), holds=False, until=moment)
+        return deferrals
 
-    def _behind(
+    def _blocked(
         self,
         conn: Connection,
         transactions: Transactions,
-        scheduled: dict[int, Wait],
+        scheduled: dict[int, Deferral],
         holding: set[str],
-    ) -> dict[int, Wait]:
+    ) -> dict[int, Deferral]:
         suspects = np.array([not holding.isdisjoint(hosts) for hosts in transactions.hosts])
         keys = {
-            place: self.keys(transactions.part(place, place + 1))
-            for place in np.flatnonzero(suspects[transactions.facts["hosts"]]).tolist()
-            if place not in scheduled
+            index: self.keys(transactions.part(index, index + 1))
+            for index in np.flatnonzero(suspects[transactions.facts["hosts"]]).tolist()
+            if index not in scheduled
         }
         asked = frozenset[str]().union(*keys.values())
         held = deferred.held(conn, self._group, "", asked) if asked else set()
-        waits: dict[int, Wait] = {}
-        for place, own in keys.items():
+        deferrals: dict[int, Deferral] = {}
+        for index, own in keys.items():
             if not held.isdisjoint(own):
                 held |= own
-                waits[place] = Wait(own)
-        return waits
+                deferrals[index] = Deferral(own)
+        return deferrals
 
 
 def moment_of(value: str) -> datetime:

@@ -33,26 +33,26 @@ from relay.faults import (
 )
 from relay.model.dispositions import (
     NEW,
-    Behind,
+    AttemptHistory,
+    Blocked,
+    Dispositions,
     Failure,
-    Fates,
-    History,
-    has_to_wait,
+    holds_up_followers,
     is_dead,
     judge,
 )
 from relay.model.transactions import Routed, Transactions
-from relay.pipeline.activity import AtWork
+from relay.pipeline.activity import ActiveJobs
 from relay.pipeline.brake import Brake
-from relay.pipeline.deferral import Waiting
-from relay.pipeline.routing import Parts, Routing
+from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.routing import BatchRouter, Parts
 from relay.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
 
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
-Histories = Mapping[int, History]
+Histories = Mapping[int, AttemptHistory]
 """What became of transactions before, by place."""
 
 
@@ -64,21 +64,25 @@ class HandlerFailed(Exception):
         self.handler = handler
 
 
-Run = Callable[[Connection, Transactions, Parts, Brake], Fates]
+HandlingMode = Callable[[Connection, Transactions, Parts, Brake], Dispositions]
 """Runs the handlers inside the target of transactions that were routed."""
 
 
-class Handling:
+class HandlerRunner:
     """The configured handlers. Raises ConfigurationError when one cannot be built."""
 
     def __init__(
-        self, settings: Settings, routing: Routing, waiting: Waiting, connections: int
+        self,
+        settings: Settings,
+        router: BatchRouter,
+        deferral_rules: DeferralRules,
+        connections: int,
     ) -> None:
         self._settings = settings
-        self._routing = routing
-        self._waiting = waiting
+        self._router = router
+        self._deferral_rules = deferral_rules
         self._connections = connections
-        self._inside = handlers.build(
+        self._transactional = handlers.build(
             settings.handlers, settings.source.sql_types, Upcasting(registered(settings.events))
         )
         self._defers = {
@@ -88,21 +92,21 @@ class Handling:
         }
         self._may_hold = {
             name
-            for name in self._inside
+            for name in self._transactional
             if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
-        self.at_work = AtWork()
+        self.active_jobs = ActiveJobs()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The transactional handlers."""
-        return tuple(self._inside)
+        return tuple(self._transactional)
 
-    def forgive(self) -> None:
+    def note_orderly_exit(self) -> None:
         """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
         if "_suspects" in self.__dict__:
-            self._suspects.forgive()
+            self._suspects.note_orderly_exit()
 
     def close(self) -> None:
         """Let go of what the handlers hold."""
@@ -111,7 +115,7 @@ class Handling:
 
     def configure(self, conn: Connection) -> None:
         """Prepare a new connection."""
-        for handler in self._inside.values():
+        for handler in self._transactional.values():
             handler.configure(conn)
 
     @cached_property
@@ -138,113 +142,121 @@ class Handling:
         self,
         conn: Connection,
         transactions: Transactions,
-        run: Run,
+        run: HandlingMode,
         histories: Histories,
         brake: Brake,
-    ) -> Fates:
+    ) -> Dispositions:
         """Route transactions and run their transactional handlers; returns what was not applied.
 
         A transaction that is not applied has no effects in the target. Where a transactional handler lets too many
         transactions in a row die, raises Braked, or defers them if `brake` says so.
         """
-        deliverable, parts, refused = self._routing.route(transactions)
-        fates: Fates = {place: Failure(None, refusal) for place, refusal in refused.items()}
-        places = transactions.besides(refused)
-        known = {new: histories[old] for new, old in enumerate(places) if old in histories}
+        deliverable, parts, refused = self._router.route(transactions)
+        dispositions: Dispositions = {
+            index: Failure(None, refusal) for index, refusal in refused.items()
+        }
+        indices = transactions.besides(refused)
+        known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
         # All together they are applied or not, so that nothing has to be taken out.
         holds = run != self.together and not self._may_hold.isdisjoint(parts)
         if not (holds or brake.defers):
             found = run(conn, deliverable, parts, brake)
         else:
-            found = self._settle(conn, deliverable, parts, run, known, brake)
-        return fates | {places[place]: fate for place, fate in found.items()}
+            found = self._apply_reliable(conn, deliverable, parts, run, known, brake)
+        return dispositions | {indices[index]: disposition for index, disposition in found.items()}
 
-    def _settle(
+    def _apply_reliable(
         self,
         conn: Connection,
         transactions: Transactions,
         parts: Parts,
-        run: Run,
+        run: HandlingMode,
         histories: Histories,
         brake: Brake,
-    ) -> Fates:
+    ) -> Dispositions:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begins again."""
-        fates: Fates = {}
+        dispositions: Dispositions = {}
         rest, known = transactions, histories
         while True:
-            places = transactions.besides(fates)
-            if fates:
-                rest, parts, _ = self._routing.route(transactions.take(places))
-                known = {new: histories[old] for new, old in enumerate(places) if old in histories}
+            indices = transactions.besides(dispositions)
+            if dispositions:
+                rest, parts, _ = self._router.route(transactions.take(indices))
+                known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
             brake.begin()
             with conn.transaction(_savepoint()) as savepoint:
                 found = self._judged(run(conn, rest, parts, brake), known, brake)
-                behind = self._behind(rest, found)
-                found |= behind
-                if behind:
+                blocked = self._blocked(rest, found)
+                found |= blocked
+                if blocked:
                     raise psycopg.Rollback(savepoint)
-            fates |= {places[place]: fate for place, fate in found.items()}
-            if not behind:
-                return fates
+            dispositions |= {indices[index]: disposition for index, disposition in found.items()}
+            if not blocked:
+                return dispositions
 
-    def _judged(self, found: Fates, histories: Histories, brake: Brake) -> Fates:
+    def _judged(self, found: Dispositions, histories: Histories, brake: Brake) -> Dispositions:
         """Whether, and when, a handler inside the target that asks for another attempt gets one."""
         judged = dict(found)
-        for place, fate in sorted(found.items()):
-            before = histories.get(place, NEW)
-            if isinstance(fate, Failure) and fate.after is not None:
-                judged[place] = replace(fate, attempts=before.attempts + 1)
-            elif isinstance(fate, Failure) and fate.handler in self._defers:
-                verdict = judge(
-                    fate.handler,
-                    fate.error,
+        for index, disposition in sorted(found.items()):
+            before = histories.get(index, NEW)
+            if isinstance(disposition, Failure) and disposition.after is not None:
+                judged[index] = replace(disposition, attempts=before.attempts + 1)
+            elif isinstance(disposition, Failure) and disposition.handler in self._defers:
+                judgement = judge(
+                    disposition.handler,
+                    disposition.error,
                     before.attempts + 1,
                     before,
-                    self._defers[fate.handler],
-                    self._settings.handlers[fate.handler].blocks_key,
+                    self._defers[disposition.handler],
+                    self._settings.handlers[disposition.handler].blocks_key,
                 )
                 # Other deaths were counted when they happened.
-                exhausted = is_dead(verdict) and isinstance(fate.error, TransientFault)
-                if exhausted and brake.defers and brake.stops_late(fate.handler, fate.error):
-                    verdict = replace(verdict, after=LONGEST_WAIT_SECONDS, holds=False)
-                judged[place] = verdict
+                exhausted = is_dead(judgement) and isinstance(disposition.error, TransientFault)
+                if (
+                    exhausted
+                    and brake.defers
+                    and brake.stops_late(disposition.handler, disposition.error)
+                ):
+                    judgement = replace(judgement, after=LONGEST_WAIT_SECONDS, holds=False)
+                judged[index] = judgement
         return judged
 
-    def _behind(self, transactions: Transactions, fates: Fates) -> Fates:
+    def _blocked(self, transactions: Transactions, dispositions: Dispositions) -> Dispositions:
         """Those that follow on one that has to wait, with one of its keys."""
-        waiting = {place for place, fate in fates.items() if has_to_wait(fate)}
+        blocking = {
+            index for index, disposition in dispositions.items() if holds_up_followers(disposition)
+        }
         held: set[str] = set()
-        behind: Fates = {}
-        for place in range(min(waiting, default=len(transactions)), len(transactions)):
-            keys = self._waiting.keys(transactions.part(place, place + 1))
-            if place in waiting:
+        blocked: Dispositions = {}
+        for index in range(min(blocking, default=len(transactions)), len(transactions)):
+            keys = self._deferral_rules.keys(transactions.part(index, index + 1))
+            if index in blocking:
                 held |= keys
-            elif place not in fates and not held.isdisjoint(keys):
+            elif index not in dispositions and not held.isdisjoint(keys):
                 held |= keys
-                behind[place] = Behind()
-        return behind
+                blocked[index] = Blocked()
+        return blocked
 
-    def together(self, conn: Connection, _: Transactions, parts: Parts, __: Brake) -> Fates:
+    def together(self, conn: Connection, _: Transactions, parts: Parts, __: Brake) -> Dispositions:
         """Apply all of them at once, or raise."""
         self._run(conn, parts)
         return {}
 
     def guarded(
         self, conn: Connection, transactions: Transactions, _: Parts, brake: Brake
-    ) -> Fates:
+    ) -> Dispositions:
         """Apply them one by one, each under a note that a crash would leave behind."""
-        fates: Fates = {}
+        dispositions: Dispositions = {}
         former: str | None = None
         try:
-            for place, transaction in enumerate(transactions):
+            for index, transaction in enumerate(transactions):
                 name = suspects.name_of(transaction)
                 if self._suspects.note_next(former, name, self._settings.crash_limit):
                     with self._suspects.in_flight(name):
-                        one = self._route_and_run(conn, transactions.part(place, place + 1), brake)
-                    fates.update((place, fate) for fate in one.values())
+                        one = self._route_and_run(conn, transactions.part(index, index + 1), brake)
+                    dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
-                    fates[place] = Failure(None, ProcessDied(died))
+                    dispositions[index] = Failure(None, ProcessDied(died))
                 former = name
         except BaseException:
             if former is not None:
@@ -254,17 +266,17 @@ class Handling:
             raise
         if former is not None:
             self._suspects.clear(former)
-        return fates
+        return dispositions
 
-    def carefully(
+    def isolating(
         self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
-    ) -> Fates:
+    ) -> Dispositions:
         """Apply a range under a savepoint, halving it on failure; returns those that fail alone."""
         if not len(transactions):
             return {}
         try:
             with conn.transaction(_savepoint()):
-                self._run(conn, parts, settle=True)
+                self._run(conn, parts, check_constraints=True)
             brake.succeeded(parts)
             return {}
         except HandlerFailed as failure:
@@ -285,50 +297,52 @@ class Handling:
 
     def in_halves(
         self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
-    ) -> Fates:
+    ) -> Dispositions:
         """As `carefully`, where the whole range is known to take too long."""
         if len(transactions) < 2:
-            return self.carefully(conn, transactions, parts, brake)
+            return self.isolating(conn, transactions, parts, brake)
         return self._halved(conn, transactions, brake)
 
-    def _halved(self, conn: Connection, transactions: Transactions, brake: Brake) -> Fates:
+    def _halved(self, conn: Connection, transactions: Transactions, brake: Brake) -> Dispositions:
         middle = len(transactions) // 2
         first = self._route_and_run(conn, transactions.part(0, middle), brake)
         second = self._route_and_run(conn, transactions.part(middle, len(transactions)), brake)
-        return first | {middle + place: fate for place, fate in second.items()}
+        return first | {middle + index: disposition for index, disposition in second.items()}
 
-    def _route_and_run(self, conn: Connection, transactions: Transactions, brake: Brake) -> Fates:
-        deliverable, parts, _ = self._routing.route(transactions)
-        return self.carefully(conn, deliverable, parts, brake)
+    def _route_and_run(
+        self, conn: Connection, transactions: Transactions, brake: Brake
+    ) -> Dispositions:
+        deliverable, parts, _ = self._router.route(transactions)
+        return self.isolating(conn, deliverable, parts, brake)
 
-    def _run(self, conn: Connection, parts: Parts, settle: bool = False) -> None:
+    def _run(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
         To settle is to check deferred constraints now, while it is known whose doing it is.
         """
-        if settle:
+        if check_constraints:
             conn.execute("set constraints all deferred")
-        for name, handler in self._inside.items():
+        for name, handler in self._transactional.items():
             if name not in parts:
                 continue
             if not self._settings.handlers[name].reliable:
                 self._run_loosely(conn, handler, parts[name])
                 continue
             try:
-                with self.at_work.handler(name):
+                with self.active_jobs.handler(name):
                     handler.apply(conn, parts[name])
-                if settle:
-                    _settle_constraints(conn)
+                if check_constraints:
+                    _check_constraints(conn)
             except Exception as error:
-                raise HandlerFailed(handler) from _blamed(conn, error)
+                raise HandlerFailed(handler) from _cause(conn, error)
 
     def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
         """Run a handler that is not reliable: what it fails on is left out."""
         if self._survives(conn, handler, routed):
             return
         transactions = routed.transactions
-        for place in range(len(transactions)):
-            one = Routed(transactions.part(place, place + 1), routed.decoder)
+        for index in range(len(transactions)):
+            one = Routed(transactions.part(index, index + 1), routed.decoder)
             self._survives(conn, handler, one, last=True)
 
     def _survives(
@@ -337,11 +351,11 @@ class Handling:
         try:
             with conn.transaction(_savepoint()):
                 conn.execute("set constraints all deferred")
-                with self.at_work.handler(handler.name):
+                with self.active_jobs.handler(handler.name):
                     handler.apply(conn, routed)
-                _settle_constraints(conn)
+                _check_constraints(conn)
         except Exception as error:
-            reason = _blamed(conn, error)
+            reason = _cause(conn, error)
             action = action_for(reason)
             of_target = isinstance(reason, psycopg.Error) and action is Action.RETRY
             if action is Action.STOP or of_target:
@@ -371,7 +385,7 @@ def reason_of(error: BaseException) -> BaseException:
     return error.__cause__ or error if isinstance(error, HandlerFailed) else error
 
 
-def _blamed(conn: Connection, error: Exception) -> Exception:
+def _cause(conn: Connection, error: Exception) -> Exception:
     """What to blame for a handler's fault: without its connection to the target no handler can work."""
     if not conn.broken or (isinstance(error, psycopg.Error) and action_for(error) is Action.RETRY):
         return error
@@ -387,6 +401,6 @@ def _too_slow(handler: handlers.Handler) -> StatementTimeout:
     )
 
 
-def _settle_constraints(conn: Connection) -> None:
+def _check_constraints(conn: Connection) -> None:
     conn.execute("set constraints all immediate")
     conn.execute("set constraints all deferred")

@@ -28,7 +28,7 @@ from relay.pipeline.inline import Result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class BatchInFlight:
     """The later batch in flight: its tasks, and what becomes of each, in order."""
 
     batch: Batch

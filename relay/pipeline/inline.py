@@ -28,7 +28,7 @@ class InlineEngine:
     name = "inline"
 
     def __init__(self, applier: Applier, workers: int) -> None:
-        self.lanes: int | None = workers
+        self.workers: int | None = workers
         self._applier = applier
         self._threads = pool(workers, "apply")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from relay.model.batch import Batch, Range, Share, Task, Window, Work
-from relay.model.transactions import Places, Transactions
+from relay.model.transactions import Int64Array, Transactions
 
 Hash = Callable[[Sequence[str]], Sequence[int]]
 """PostgreSQL's `hashtext` of each text."""
@@ -35,13 +35,13 @@ class Planner:
         self._own = range(partitions) if own is None else own
         self._known: OrderedDict[str, int] = OrderedDict()
 
-    def work(self, batch: Batch, lanes: int | None) -> Sequence[Work]:
+    def work(self, batch: Batch, workers: int | None) -> Sequence[Work]:
         """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
         if batch.window:
             return self.ranges(batch.window)
         return [
             replace(task, source_epoch=batch.source_epoch, next_xid=batch.next_xid)
-            for task in self.plan(batch.transactions, lanes)
+            for task in self.plan(batch.transactions, workers)
         ]
 
     def ranges(self, window: Window) -> list[Range]:
@@ -55,7 +55,7 @@ class Planner:
             partitions = tuple(sorted({p for share in shares for p in share.partitions}))
             if partitions[0] not in self._own:
                 continue
-            floors = {partition: window.floors[partition] for partition in partitions}
+            lower_bounds = {partition: window.lower_bounds[partition] for partition in partitions}
             events = sum(share.events for share in shares)
             found.append(
                 Range(
@@ -63,7 +63,7 @@ class Planner:
                     window.snapshot_id,
                     window.upto,
                     shares,
-                    floors,
+                    lower_bounds,
                     events,
                     window.by_reference,
                 )
@@ -71,7 +71,7 @@ class Planner:
         random.shuffle(found)
         return found
 
-    def plan(self, transactions: Transactions, lanes: int | None = None) -> list[Task]:
+    def plan(self, transactions: Transactions, workers: int | None = None) -> list[Task]:
         """Tasks that share no partition, at most `lanes` and about equally large; within each, commit order.
 
         A transaction whose hosts lie in several partitions joins these into one task, so that both
@@ -80,16 +80,16 @@ class Planner:
         self._learn(transactions.distinct_hosts)
         there = transactions.touching
         touched: list[tuple[int, ...]] = [()] * len(transactions.hosts)
-        for place in there:
-            touched[place] = self._touched(transactions.hosts[place])
-        if lanes == 1:
+        for index in there:
+            touched[index] = self._touched(transactions.hosts[index])
+        if workers == 1:
             return [_task(transactions, touched)]
-        root = _joined([touched[place] for place in there])
+        root = _joined([touched[index] for index in there])
         roots = np.array([root(each[0]) if each else -1 for each in touched], np.int64)
         members = roots[transactions.facts["hosts"]]
         return [
-            _task(transactions.take(np.flatnonzero(np.isin(members, lane))), touched)
-            for lane in _spread(members, lanes or self._partitions)
+            _task(transactions.take(np.flatnonzero(np.isin(members, members_of_worker))), touched)
+            for members_of_worker in _distribute(members, workers or self._partitions)
         ]
 
     def _touched(self, hosts: tuple[str, ...]) -> tuple[int, ...]:
@@ -114,19 +114,19 @@ class Planner:
 
 
 def _task(transactions: Transactions, touched: Sequence[tuple[int, ...]]) -> Task:
-    partitions = set().union(*(touched[place] for place in transactions.touching))
+    partitions = set().union(*(touched[index] for index in transactions.touching))
     return Task(tuple(sorted(partitions)), transactions, touched)
 
 
-def _spread(members: Places, lanes: int) -> list[list[int]]:
+def _distribute(members: Int64Array, workers: int) -> list[list[int]]:
     """The roots that each lane takes, the one with most transactions first, each to what has the fewest then."""
     roots, counts = np.unique(members, return_counts=True)
-    joined: list[list[int]] = [[] for _ in range(min(lanes, len(roots)))]
+    joined: list[list[int]] = [[] for _ in range(min(workers, len(roots)))]
     loads = [0] * len(joined)
-    for place in np.argsort(-counts, kind="stable"):
+    for index in np.argsort(-counts, kind="stable"):
         least = loads.index(min(loads))
-        joined[least].append(int(roots[place]))
-        loads[least] += int(counts[place])
+        joined[least].append(int(roots[index]))
+        loads[least] += int(counts[index])
     return joined
 
 

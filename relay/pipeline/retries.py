@@ -8,8 +8,8 @@ from threading import Event
 
 from relay.faults import RelayError, TaskFault
 from relay.pipeline.apply import Applier, Redelivery
-from relay.pulse import Due, Pulse
-from relay.retry import say_once, until_it_works
+from relay.pulse import Due, Heartbeat
+from relay.retry import log_first, retry_until_success
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -18,13 +18,13 @@ PAUSE_SECONDS = 0.5
 """How often it is looked for what was parked meanwhile, here or by another process."""
 
 
-class Reviver:
+class RetryWorker:
     """A thread beside the batches. `failed` is called once if it meets what no other attempt mends."""
 
     def __init__(
         self,
         applier: Applier,
-        patience: float,
+        timeout: float,
         failed: Callable[[], None],
         retried: Callable[[Redelivery], None],
     ) -> None:
@@ -33,14 +33,14 @@ class Reviver:
         `retried` is called with what became of the transactions, after each commit.
         """
         self._applier = applier
-        self._patience = patience
+        self._timeout = timeout
         self._failed = failed
         self._retried = retried
         self._guarded = False
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="reviver", daemon=True)
         self.error: RelayError | None = None
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
 
     def start(self, guarded: bool) -> None:
         """Begin. Guarded, since a process has died, until nothing is left whose turn has come."""
@@ -55,7 +55,7 @@ class Reviver:
         """Stop, and wait for what is in flight."""
         self.stop()
         if self._thread.is_alive():
-            self._thread.join(self._patience)
+            self._thread.join(self._timeout)
 
     @property
     def is_alive(self) -> bool:
@@ -63,19 +63,21 @@ class Reviver:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        retrying = until_it_works(self._stopping, say_once(log, "cannot take up what waits yet"))
+        retrying = retry_until_success(
+            self._stopping, log_first(log, "cannot take up what waits yet")
+        )
         try:
             while not self._stopping.is_set():
-                self._stopping.wait(retrying(self._revive))
+                self._stopping.wait(retrying(self._retry_deferred))
         except Exception as error:
             if not self._stopping.is_set():
                 self.error = TaskFault.of(error).as_error()
                 self._failed()
 
-    def _revive(self) -> float:
+    def _retry_deferred(self) -> float:
         """Take up what there is; returns how many seconds nothing else will be due."""
-        self.pulse.beat("retries what is deferred", Due.OPEN)
-        found = self._applier.revive(self._guarded)
+        self.heartbeat.update("retries what is deferred", Due.OPEN)
+        found = self._applier.retry_deferred(self._guarded)
         tried, applied, dead, _ = found
         for each in dead:
             log.warning("dead letter", extra=each.fields)

@@ -19,7 +19,7 @@ Values = tuple[str | None, ...]
 Test = Callable[[Values], bool]
 
 
-class Router:
+class RouteRules:
     """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`.
 
     `fields` are the fields that the routes look at.
@@ -56,12 +56,12 @@ class Router:
 
 def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
     head, path = split(name)
-    place = fields.index(head)
+    index = fields.index(head)
     if not path:
-        return lambda values: any(_matches(values[place], pattern) for pattern in patterns)
+        return lambda values: any(_matches(values[index], pattern) for pattern in patterns)
 
     def test(values: Values) -> bool:
-        text = values[place]
+        text = values[index]
         if text is None:
             return False
         try:

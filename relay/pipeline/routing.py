@@ -13,9 +13,9 @@ from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.model.events import COMMIT_FIELDS, NOTE, Commit, Events, Tuples
 from relay.model.transactions import Mask, Routed, Transactions, Undecoded, text
 from relay.model.tuples import RowDecoder
-from relay.pipeline.route_rules import Router
+from relay.pipeline.route_rules import RouteRules
 
-_NOTES_TOLD = 20
+_NOTES_SHOWN = 20
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
@@ -41,15 +41,15 @@ class _Chosen:
         return (row for row, wanted in zip(self._tuples, self._chosen, strict=True) if wanted)
 
 
-class Routing:
+class BatchRouter:
     """The routes, over undecoded transactions."""
 
     def __init__(self, settings: Settings) -> None:
-        self._router = Router(settings.routes)
+        self._rules = RouteRules(settings.routes)
         self._unrouted = settings.unrouted
         self._mapping = settings.source.mapping
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
-        self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._router.fields)
+        self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._rules.fields)
 
     def route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
         """The transactions that can be routed, what of them goes to each handler, and why others cannot, by place.
@@ -58,17 +58,17 @@ class Routing:
         """
         if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
             return self._route(transactions)
-        places = transactions.besides(undecodable)
-        left, parts, refused = self._route(transactions.take(places))
-        return left, parts, undecodable | {places[at]: why for at, why in refused.items()}
+        indices = transactions.besides(undecodable)
+        left, parts, refused = self._route(transactions.take(indices))
+        return left, parts, undecodable | {indices[at]: why for at, why in refused.items()}
 
     def _route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
         if not len(transactions):
             return transactions, {}, {}
         decoder = self.decoder(transactions.columns)
-        if not self._router.fields and (names := self._router.choose(())):
+        if not self._rules.fields and (names := self._rules.choose(())):
             return transactions, dict.fromkeys(names, Routed(transactions, decoder)), {}
-        chosen = list(self._choices(transactions, decoder))
+        chosen = list(self._handlers_of_events(transactions, decoder))
         distinct = set(chosen)
         if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
             left = transactions.take(transactions.besides(refused))
@@ -82,10 +82,10 @@ class Routing:
     def reached(self, transactions: Transactions, handler: str) -> Mask:
         """Which of the transactions have an event that goes to a handler."""
         decoder = self.decoder(transactions.columns)
-        if not self._router.fields:
-            return np.full(len(transactions), handler in self._router.choose(()))
-        choices = self._choices(transactions, decoder)
-        chosen = np.fromiter((handler in names for names in choices), np.bool_)
+        if not self._rules.fields:
+            return np.full(len(transactions), handler in self._rules.choose(()))
+        handlers = self._handlers_of_events(transactions, decoder)
+        chosen = np.fromiter((handler in names for names in handlers), np.bool_)
         events = transactions.facts["events"]
         found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
         return found
@@ -111,9 +111,9 @@ class Routing:
             found = decoder.present(rows, field)
             if len(found):
                 (values,) = decoder.columns(rows.take(found), [field])
-                for place, value in zip((found + first).tolist(), values, strict=True):
+                for index, value in zip((found + first).tolist(), values, strict=True):
                     if value:
-                        yield place, text(value)
+                        yield index, text(value)
             first += len(rows)
 
     def _undecodable(self, transactions: Transactions) -> Refused:
@@ -121,26 +121,28 @@ class Routing:
         ends = np.cumsum(transactions.facts["events"])
         notes: dict[int, list[str]] = {}
         for row, note in self._present(transactions, NOTE):
-            place = int(np.searchsorted(ends, row, side="right"))
-            number = row - int(ends[place]) + int(transactions.facts["events"][place]) + 1
-            notes.setdefault(place, []).append(f"event {number}: {note}")
-        return {place: Undecodable(_few(told)) for place, told in notes.items()}
+            index = int(np.searchsorted(ends, row, side="right"))
+            number = row - int(ends[index]) + int(transactions.facts["events"][index]) + 1
+            notes.setdefault(index, []).append(f"event {number}: {note}")
+        return {index: Undecodable(_few(shown)) for index, shown in notes.items()}
 
-    def _choices(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
+    def _handlers_of_events(
+        self, transactions: Transactions, decoder: RowDecoder
+    ) -> Iterator[Names]:
         """The handlers of each event."""
-        if not self._router.fields:
+        if not self._rules.fields:
             return repeat((), transactions.events)
         if not self._by_commit:
             return self._chosen(decoder, transactions, None)
         return chain.from_iterable(
-            self._chosen(decoder, transactions.part(place, place + 1), each.commit)
-            for place, each in enumerate(transactions)
+            self._chosen(decoder, transactions.part(index, index + 1), each.commit)
+            for index, each in enumerate(transactions)
         )
 
     def _chosen(
         self, decoder: RowDecoder, transactions: Transactions, commit: Commit | None
     ) -> Iterator[Names]:
-        fields = self._router.fields
+        fields = self._rules.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
         of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
@@ -150,7 +152,7 @@ class Routing:
             for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
                 values[field] = (None if value is None else text(value) for value in column)
             yield from map(
-                self._router.choose, zip(*(values[field] for field in fields), strict=True)
+                self._rules.choose, zip(*(values[field] for field in fields), strict=True)
             )
 
     def _refused(
@@ -161,18 +163,18 @@ class Routing:
             return {}
         ends = np.cumsum(transactions.facts["events"])
         lost = np.flatnonzero([not names for names in chosen])
-        places, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
+        indices, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
         refused: Refused = {}
-        for place, row in zip(places.tolist(), lost[first].tolist(), strict=True):
-            undecoded = transactions[place]
-            within = row - int(ends[place]) + len(undecoded.tuples)
+        for index, row in zip(indices.tolist(), lost[first].tolist(), strict=True):
+            undecoded = transactions[index]
+            within = row - int(ends[index]) + len(undecoded.tuples)
             (event,) = islice(self.events(undecoded), within, within + 1)
             what = f"no route matches the event_type {event.event_type!r}"
             if self._unrouted == "fail":
                 raise Unrouted(
                     f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted"
                 )
-            refused[place] = NotRouted(what)
+            refused[index] = NotRouted(what)
         return refused
 
     def decoder(self, columns: tuple[str, ...]) -> RowDecoder:
@@ -184,9 +186,9 @@ class Routing:
 
 
 def _few(notes: Sequence[str]) -> str:
-    more = len(notes) - _NOTES_TOLD
-    told = "; ".join(notes[:_NOTES_TOLD])
-    return f"{told}; and {more} more events" if more > 0 else told
+    more = len(notes) - _NOTES_SHOWN
+    shown = "; ".join(notes[:_NOTES_SHOWN])
+    return f"{shown}; and {more} more events" if more > 0 else shown
 
 
 def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:

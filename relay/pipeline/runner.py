@@ -33,11 +33,11 @@ from relay.meter import Meter
 from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
-from relay.pipeline.in_flight import Flight, ends, following
+from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
-from relay.pulse import Due, Pulse
-from relay.retry import until_it_works
+from relay.pulse import Due, Heartbeat
+from relay.retry import retry_until_success
 from relay.store import arrays
 from relay.store.connections import open_pool
 from relay.threads import pool
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ONE_LANE_EVENTS = 100
+SINGLE_WORKER_EVENTS = 100
 """Up to so many events, a commit costs more than what runs side by side saves."""
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """How often the source is asked for the batch after the one that Spark applies."""
 
 PLANS = "plans a batch"
@@ -72,7 +72,7 @@ class Engine(Protocol):
     name: str
 
     @property
-    def lanes(self) -> int | None:
+    def workers(self) -> int | None:
         """How many tasks run side by side; None where nobody tells."""
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
@@ -89,7 +89,7 @@ class SideEngine(Engine, Protocol):
 Ahead = Callable[[int], Batch | None]
 """Asks the source for the batch after the one in flight, if it has about as many events as the argument says."""
 
-Floors = Callable[[Iterable[int]], Mapping[int, Lsn]]
+LowerBounds = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
 
 class Pipeline:
@@ -103,10 +103,10 @@ class Pipeline:
         self,
         settings: Settings,
         session: Session,
-        floors: Floors | None = None,
+        lower_bounds: LowerBounds | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._floors = floors
+        self._lower_bounds = lower_bounds
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
@@ -120,13 +120,13 @@ class Pipeline:
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
         self._threads = pool(IN_FLIGHT, "spark-batch")
-        self._later: Flight | None = None
+        self._later: BatchInFlight | None = None
         self._smooth = True
-        self._retrying = until_it_works(self._stopping, self._say)
-        self._in_hand = 0
-        self._said = ""
+        self._retrying = retry_until_success(self._stopping, self._log_wait)
+        self._in_flight = 0
+        self._last_logged = ""
         self._meter = meter or Meter()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
 
     @cached_property
     def _spark(self) -> SideEngine:
@@ -166,13 +166,13 @@ class Pipeline:
         engine: Engine = self._inline
         reason = ""
         attempt = 0
-        self.pulse.beat(PLANS, Due.LATE)
+        self.heartbeat.update(PLANS, Due.LATE)
         flight = self._landing(batch)
 
         def once() -> None:
             nonlocal todo, engine, reason, attempt, flight
             attempt += 1
-            self.pulse.beat(PLANS, Due.LATE)
+            self.heartbeat.update(PLANS, Due.LATE)
             if flight is not None:
                 landed, flight = flight, None
                 engine, reason = self._spark, LARGE
@@ -182,13 +182,13 @@ class Pipeline:
                 attempt += 1
             engine, reason = self._engine(batch)
             if todo is None:
-                lanes = 1 if batch.events <= ONE_LANE_EVENTS else engine.lanes
-                todo = self._with_floors(self._planner.work(batch, lanes))
+                workers = 1 if batch.events <= SINGLE_WORKER_EVENTS else engine.workers
+                todo = self._with_lower_bounds(self._planner.work(batch, workers))
             guarded = self._guarded_events > 0
             reason = GUARDED if guarded else reason
             name = JobName.of(self._settings.group, batch, attempt)
-            look = ahead if attempt == 1 and not guarded else None
-            results = self._results(engine, todo, guarded, name, batch, look)
+            prefetch = ahead if attempt == 1 and not guarded else None
+            results = self._results(engine, todo, guarded, name, batch, prefetch)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
             todo, faults = _sort(todo, results, done)
@@ -196,7 +196,7 @@ class Pipeline:
                 self._smooth = False
                 raise _worst(faults)
 
-        self._until_it_works(once, batch)
+        self._retry_until_success(once, batch)
         outcome = Outcome(engine.name, tuple(done), reason)
         dead = sum(dead.events for dead in outcome.dead)
         self._guarded_events -= outcome.applied + outcome.deferred + dead
@@ -215,14 +215,14 @@ class Pipeline:
     ) -> list[Result]:
         """Run the tasks; while Spark has them, start the batch after them."""
         if engine is self._inline:
-            self.pulse.beat(APPLIES_HERE)
+            self.heartbeat.update(APPLIES_HERE)
             return engine.run(tasks, guarded, name)
-        self.pulse.beat(APPLIES, Due.LATE)
+        self.heartbeat.update(APPLIES, Due.LATE)
         results = self._threads.submit(engine.run, tasks, guarded, name)
-        self._look_ahead(results, batch, tasks, ahead)
+        self._prefetch(results, batch, tasks, ahead)
         return results.result()
 
-    def _landing(self, batch: Batch) -> Flight | None:
+    def _landing(self, batch: Batch) -> BatchInFlight | None:
         """The batch as it is in flight. If another one is, it ends first."""
         flight = self._later
         if flight is None:
@@ -233,16 +233,18 @@ class Pipeline:
         self._later = None
         return flight
 
-    def _land(self, flight: Flight, done: list[TaskOutcome], ahead: Ahead | None) -> Sequence[Work]:
+    def _land(
+        self, flight: BatchInFlight, done: list[TaskOutcome], ahead: Ahead | None
+    ) -> Sequence[Work]:
         """The batch in flight is in front now: wait for its end; returns the tasks that are to run again."""
-        self._look_ahead(flight.results, flight.batch, flight.tasks, ahead)
+        self._prefetch(flight.results, flight.batch, flight.tasks, ahead)
         if flight.died:
             self.guard()
         finished, again = flight.ended()
         done += finished
-        return self._with_floors(again)
+        return self._with_lower_bounds(again)
 
-    def _look_ahead(
+    def _prefetch(
         self,
         results: Future[list[Result]],
         batch: Batch,
@@ -259,7 +261,7 @@ class Pipeline:
             if found is not None:
                 self._start_later(found, tasks)
                 break
-            wait([results], LOOK_SECONDS)
+            wait([results], POLL_SECONDS)
         wait([results])
 
     @property
@@ -273,14 +275,16 @@ class Pipeline:
         if batch.spooled or batch.events <= self._limit:
             return
         try:
-            planned = self._with_floors(self._planner.work(batch, engine.lanes))
+            planned = self._with_lower_bounds(self._planner.work(batch, engine.workers))
         except psycopg.Error as error:
             # It is planned again when it is in front, as often as that takes.
             log.debug("cannot plan ahead", extra={"batch": batch.number, "fault": describe(error)})
             return
         tasks = following(planned, ends(before))
         name = JobName.of(self._settings.group, batch, 1)
-        self._later = Flight(batch, tasks, self._threads.submit(engine.run, tasks, False, name))
+        self._later = BatchInFlight(
+            batch, tasks, self._threads.submit(engine.run, tasks, False, name)
+        )
 
     def _end_later(self) -> None:
         """Let the later batch end within the time for it; what it commits is recognised when it is delivered again."""
@@ -289,16 +293,18 @@ class Pipeline:
             self._spark.abandon(JobName.of(self._settings.group, flight.batch, 1))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _with_floors(self, tasks: Sequence[Work]) -> Sequence[Work]:
-        if self._floors is None:
+    def _with_lower_bounds(self, tasks: Sequence[Work]) -> Sequence[Work]:
+        if self._lower_bounds is None:
             return tasks
         return [
-            replace(task, floors=self._floors(task.partitions)) if isinstance(task, Task) else task
+            replace(task, lower_bounds=self._lower_bounds(task.partitions))
+            if isinstance(task, Task)
+            else task
             for task in tasks
         ]
 
-    def _until_it_works(self, attempt: Callable[[], None], batch: Batch) -> None:
-        self._in_hand, self._said = batch.number, ""
+    def _retry_until_success(self, attempt: Callable[[], None], batch: Batch) -> None:
+        self._in_flight, self._last_logged = batch.number, ""
         try:
             self._retrying(attempt)
         except Exception as error:
@@ -306,18 +312,18 @@ class Pipeline:
                 raise Interrupted from None
             raise
 
-    def _say(self, state: RetryCallState) -> None:
+    def _log_wait(self, state: RetryCallState) -> None:
         """Log why the batch in flight has to wait, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
-        self.pulse.beat(f"waits to try the batch again: {text}", Due.LATE)
-        if text != self._said:
-            self._said = text
+        self.heartbeat.update(f"waits to try the batch again: {text}", Due.LATE)
+        if text != self._last_logged:
+            self._last_logged = text
             braked = isinstance(error, Braked)
             log.log(
                 logging.ERROR if braked else logging.WARNING,
                 "a handler is stopped" if braked else "the batch waits to be tried again",
-                extra={"batch": self._in_hand, "fault": text},
+                extra={"batch": self._in_flight, "fault": text},
             )
 
     def _engine(self, batch: Batch) -> tuple[Engine, str]:
@@ -329,7 +335,7 @@ class Pipeline:
             return self._inline, "small"
         if self._limit == 0:
             while not self.session.get(timeout=0.5) and not self._stopping.is_set():
-                self.pulse.beat(WAITS_FOR_SPARK)
+                self.heartbeat.update(WAITS_FOR_SPARK)
             return self._spark, LARGE
         if self.session.get():
             return self._spark, LARGE

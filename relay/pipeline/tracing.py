@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from relay.faults import describe
-from relay.model.dispositions import Failure, Fate, is_dead
-from relay.model.trace_context import Origin, TraceContext, Traced, Trail, parse
+from relay.model.dispositions import Disposition, Failure, is_dead
+from relay.model.trace_context import PublishOrigin, TraceContext, Traced, TraceRecord, parse
 from relay.model.transactions import Transactions, text
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 
 MOST_TRACED = 1_000
 """How many business transactions of a task are traced at most."""
@@ -31,14 +31,14 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 class Tracing:
     """Finds the traced transactions among many."""
 
-    def __init__(self, routing: Routing, handlers: tuple[str, ...]) -> None:
+    def __init__(self, router: BatchRouter, handlers: tuple[str, ...]) -> None:
         """`handlers` are the transactional ones."""
-        self._routing = routing
+        self._router = router
         self._handlers = handlers
 
-    def trail(
+    def trace_record(
         self, transactions: Transactions, judge: Callable[[int], Traced | None]
-    ) -> Trail | None:
+    ) -> TraceRecord | None:
         """What became of the traced transactions, at most MOST_TRACED; None where there are none.
 
         `judge` says what became of the one at an index, None where it was not tried.
@@ -48,31 +48,33 @@ class Tracing:
             return None
         indices = list(found)
         some = transactions.take(indices)
-        reached = {name: self._routing.reached(some, name) for name in self._handlers}
+        reached = {name: self._router.reached(some, name) for name in self._handlers}
         traced = []
         for number, index in enumerate(indices):
-            verdict = judge(index)
+            judgement = judge(index)
             names = tuple(name for name, mask in reached.items() if mask[number])
             # What goes to sinks only is traced where it is delivered.
-            if verdict is None or not (names or verdict.disposition == "dead"):
+            if judgement is None or not (names or judgement.disposition == "dead"):
                 continue
             transaction_id = some.ids[number]
             traced.append(
-                verdict._replace(
+                judgement._replace(
                     origins=found[index],
                     transaction_id=None if transaction_id is None else text(transaction_id),
                     committed=int(some.facts["ts"][number]),
                     handlers=names,
                 )
             )
-        return Trail(tuple(traced), left_out) if traced else None
+        return TraceRecord(tuple(traced), left_out) if traced else None
 
-    def _origins(self, transactions: Transactions) -> tuple[dict[int, tuple[Origin, ...]], int]:
+    def _origins(
+        self, transactions: Transactions
+    ) -> tuple[dict[int, tuple[PublishOrigin, ...]], int]:
         """The sampled contexts of the first MOST_TRACED transactions that have any, and how many more there are."""
-        decoder = self._routing.decoder(transactions.columns)
+        decoder = self._router.decoder(transactions.columns)
         facts = transactions.facts["events"]
         index_of = np.repeat(np.arange(len(facts)), facts).tolist()
-        found: dict[int, dict[TraceContext, Origin]] = {}
+        found: dict[int, dict[TraceContext, PublishOrigin]] = {}
         left_out: set[int] = set()
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
@@ -91,31 +93,35 @@ class Tracing:
         return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
-def judged(fate: Fate | None, waits: bool, attempts: int = 0) -> Traced | None:
+def judged(failure: Disposition | None, is_deferred: bool, attempts: int = 0) -> Traced | None:
     """What became of a transaction; None where it was not tried, since it is still blocked."""
-    if isinstance(fate, Failure):
-        disposition = "dead" if is_dead(fate) else "deferred"
-        fault = describe(fate.error)
-        return Traced((), None, 0, (), disposition, fate.handler, fault, attempts)
-    if fate is not None and not waits:
+    if isinstance(failure, Failure):
+        disposition = "dead" if is_dead(failure) else "deferred"
+        fault = describe(failure.error)
+        return Traced((), None, 0, (), disposition, failure.handler, fault, attempts)
+    if failure is not None and not is_deferred:
         return None
-    return Traced((), None, 0, (), "deferred" if waits else "applied", attempts=attempts)
+    return Traced((), None, 0, (), "deferred" if is_deferred else "applied", attempts=attempts)
 
 
-def joined(trails: Iterable[Trail | None]) -> Trail | None:
+def joined(trace_records: Iterable[TraceRecord | None]) -> TraceRecord | None:
     """The trails of one target transaction as one."""
-    found = [trail for trail in trails if trail is not None]
+    found = [trace_record for trace_record in trace_records if trace_record is not None]
     if not found:
         return None
-    traced = tuple(one for trail in found for one in trail.traced)
-    left_out = sum(trail.left_out for trail in found) + max(0, len(traced) - MOST_TRACED)
-    return Trail(traced[:MOST_TRACED], left_out)
+    traced = tuple(one for trace_record in found for one in trace_record.traced)
+    left_out = sum(trace_record.left_out for trace_record in found) + max(
+        0, len(traced) - MOST_TRACED
+    )
+    return TraceRecord(traced[:MOST_TRACED], left_out)
 
 
-def add(origins: dict[TraceContext, Origin], context: TraceContext, event_id: str | None) -> None:
+def add(
+    origins: dict[TraceContext, PublishOrigin], context: TraceContext, event_id: str | None
+) -> None:
     """Count an event that was published in a context, unless there are too many contexts."""
     before = origins.get(context)
     if before is not None:
         origins[context] = before._replace(events=before.events + 1)
     elif len(origins) < MOST_ORIGINS:
-        origins[context] = Origin(context, 1, event_id)
+        origins[context] = PublishOrigin(context, 1, event_id)

@@ -18,10 +18,10 @@ from psycopg import sql
 from relay.config.retention import written
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import floor
 from relay.retention.attachments import Attachments, obstacles
-from relay.retention.partitions import aligned, briefly, create_ahead, retained
+from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
 from relay.store import index_builds
 
 Connection = psycopg.Connection[Any]
@@ -35,7 +35,7 @@ _MINUTE = timedelta(minutes=1)
 
 
 def convert(
-    settings: Settings, source: Connection, every: timedelta, report: Report = silent
+    settings: Settings, source: Connection, every: timedelta, report: ProgressReport = silent
 ) -> list[str]:
     """Partition the outbox, or change how long the ranges of its next partitions are; returns what was done.
 
@@ -83,7 +83,7 @@ class _Conversion:
     """One run."""
 
     def __init__(
-        self, settings: Settings, source: Connection, every: timedelta, report: Report
+        self, settings: Settings, source: Connection, every: timedelta, report: ProgressReport
     ) -> None:
         self._settings = settings
         self._report = report
@@ -98,7 +98,7 @@ class _Conversion:
     def run(self) -> list[str]:
         """Prepare the table while it is in use, then exchange it in one short transaction."""
         source, of = self._source, self._settings.source
-        briefly(source, lambda: floor.retain(source, of), _ATTEMPTS)
+        with_short_lock(source, lambda: floor.retain(source, of), _ATTEMPTS)
         key = self._primary_key()
         if key:
             with index_builds.reported(source, "building the key: pages", self._report):
@@ -108,7 +108,7 @@ class _Conversion:
             self._report("checking the range of the first partition")
             self._execute("alter table {table} validate constraint {constraint}")
             self._report("exchanging the table for its partitions")
-            briefly(source, lambda: self._exchange(key, end), _ATTEMPTS)
+            with_short_lock(source, lambda: self._exchange(key, end), _ATTEMPTS)
         except BaseException:
             # Rows after the end of the range would be refused.
             with suppress(psycopg.Error):
@@ -170,7 +170,7 @@ class _Conversion:
                 end=sql.Literal(end),
             )
 
-        briefly(self._source, add, _ATTEMPTS)
+        with_short_lock(self._source, add, _ATTEMPTS)
         return end
 
     def _exchange(self, key: tuple[str, list[str]] | None, end: datetime) -> None:

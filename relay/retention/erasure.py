@@ -23,7 +23,7 @@ _PAGES = 2_000
 
 
 @dataclass(slots=True)
-class Report:
+class ErasureReport:
     """What was removed: rows, by where they were. `left` is what relay cannot remove, in words."""
 
     removed: dict[str, int] = field(default_factory=dict)
@@ -36,8 +36,8 @@ def erase(
     target: Connection,
     host: str,
     force: bool = False,
-    tell: reporting.Report = reporting.silent,
-) -> Report:
+    progress: reporting.ProgressReport = reporting.silent,
+) -> ErasureReport:
     """Remove a host's events from the outbox and from relay's tables of the group.
 
     `source` may delete from the outbox. With `force` also what is not applied yet. Raises ConfigurationError while
@@ -47,13 +47,13 @@ def erase(
     has_table = settings.source.message_prefix is None
     if not force and has_table:
         _require_applied(settings, source, target, host)
-    report = Report()
+    report = ErasureReport()
     transactions = _transactions_of(settings, source, target, host) if has_table else []
     # The target first: what is in the outbox only can be found again if this is interrupted.
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
-        report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, tell))
+        report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, progress))
     report.left += _out_of_reach(settings)
     detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)
@@ -78,13 +78,13 @@ def _require_applied(settings: Settings, source: Connection, target: Connection,
         raise ConfigurationError(
             f"--host: events of {host} are not applied yet ({name}): let relay apply them, or give --force"
         )
-    waiting = target.execute(
+    unapplied = target.execute(
         "select count(*) from relay.deferred where group_id = %s and not blocked and %s = any (hosts)",
         (settings.group, host),
     ).fetchone()
-    if waiting and waiting[0]:
+    if unapplied and unapplied[0]:
         raise ConfigurationError(
-            f"--host: {waiting[0]} deferred transactions of {host} are not applied yet: let relay apply them, run "
+            f"--host: {unapplied[0]} deferred transactions of {host} are not applied yet: let relay apply them, run "
             "`relay deferred cancel`, or give --force"
         )
 
@@ -118,7 +118,7 @@ def _transactions_of(
 
 
 def _erase_from_target(
-    target: Connection, group: str, host: str, transactions: list[str], report: Report
+    target: Connection, group: str, host: str, transactions: list[str], report: ErasureReport
 ) -> None:
     of = {"group": group, "host": host, "transactions": transactions}
     report.removed["dead letters"] = target.execute(
@@ -160,13 +160,13 @@ def _erase_from_target(
 
 
 def _erase_from_outbox(
-    settings: Settings, source: Connection, host: str, tell: reporting.Report
+    settings: Settings, source: Connection, host: str, progress: reporting.ProgressReport
 ) -> Iterator[int]:
     """Delete range by range, so that no database transaction is open for long; yields how many rows."""
     tables = source.execute(
         """
         select n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int
-          from (select to_regclass(%(table)s)::oid as oid
+          from (select to_regclass(%(table)s)::oid
                  union select relid::oid from pg_partition_tree(to_regclass(%(table)s))) as t
           join pg_class as c on c.oid = t.oid join pg_namespace as n on n.oid = c.relnamespace
          where c.relkind = 'r' order by 1, 2
@@ -180,7 +180,7 @@ def _erase_from_outbox(
         ).format(**{**_names(settings), "table": sql.Identifier(schema, name)})
         for first in range(0, int(pages) + 1, _PAGES):
             portion = (host, f"({first},0)", f"({first + _PAGES},0)")
-            tell("looking through the outbox: pages", done + first, total)
+            progress("looking through the outbox: pages", done + first, total)
             yield source.execute(statement, portion).rowcount
         done += int(pages)
 

@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from relay.config.settings import Settings, Source
+from relay.config.settings import Settings, SourceSettings
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]
@@ -57,7 +57,7 @@ _NOTE = """
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class OutboxReader:
     """A reader of the outbox. `unread_since` is the c_ts of its oldest unread row, None where it has read all.
 
     `reader` is the name of a sink, empty for the target of the group.
@@ -142,7 +142,7 @@ def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> No
     )
 
 
-def readers(source: Connection, settings: Settings) -> list[Reader]:
+def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
     """All readers of the outbox, with what each has still to read. Needs c_ts. Raises psycopg.Error."""
     statement = sql.SQL(
         """
@@ -156,11 +156,13 @@ def readers(source: Connection, settings: Settings) -> list[Reader]:
         table=sql.Identifier(*settings.source.table_name),
         outbox=sql.Literal(settings.source.table),
     )
-    with source.cursor(row_factory=class_row(Reader)) as cursor:
+    with source.cursor(row_factory=class_row(OutboxReader)) as cursor:
         return cursor.execute(statement).fetchall()
 
 
-def lagging(found: Sequence[Reader], present: datetime, max_lag: timedelta) -> list[Reader]:
+def lagging(
+    found: Sequence[OutboxReader], present: datetime, max_lag: timedelta
+) -> list[OutboxReader]:
     """The readers that have unread rows older than `max_lag` and are not given up."""
     return [
         each
@@ -171,7 +173,7 @@ def lagging(found: Sequence[Reader], present: datetime, max_lag: timedelta) -> l
     ]
 
 
-def give_up(source: Connection, reader: Reader) -> None:
+def give_up(source: Connection, reader: OutboxReader) -> None:
     """Let a reader no longer hold rows. Raises psycopg.Error."""
     source.execute(
         "update relay.readers set given_up_at = now() where group_id = %s and target = %s and reader = %s",
@@ -208,7 +210,7 @@ def accept(
     note(source, target, settings.group, settings.source.table)
 
 
-def retain(source: Connection, of: Source) -> bool:
+def retain(source: Connection, of: SourceSettings) -> bool:
     """Let relay remove rows of the outbox that all readers are past; returns whether it might not before.
 
     Needs the rights of the table's owner. Raises psycopg.Error.

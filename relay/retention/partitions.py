@@ -62,7 +62,7 @@ class Unfinished:
 
     partition: str
     end: str
-    cure: str
+    hint: str
 
 
 def unfinished(source: Connection, table: str) -> list[Unfinished]:
@@ -109,7 +109,7 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     return [Partition(*row) for row in rows]
 
 
-def briefly(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
     """Act in a transaction that waits only shortly for locks, again and again.
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
@@ -132,7 +132,7 @@ def create_ahead(source: Connection, table: str, present: datetime, ahead: timed
     """Create the partitions that are missing up to `ahead` from now; returns their names. Raises psycopg.Error."""
     created: list[str] = []
     while True:
-        name = briefly(
+        name = with_short_lock(
             source,
             lambda: _value(
                 source, "select relay.create_ahead(%s, %s, %s)", table, present, present + ahead
@@ -143,7 +143,7 @@ def create_ahead(source: Connection, table: str, present: datetime, ahead: timed
         created.append(name)
 
 
-def heal_default(
+def repair_default(
     source: Connection, table: str, every: timedelta, present: datetime, ahead: timedelta
 ) -> str | None:
     """Make the default partition one with a range, if it has rows; returns its name. Raises psycopg.Error.
@@ -151,12 +151,12 @@ def heal_default(
     Until that is done, it takes no rows after the end of that range, which lies as far ahead as partitions do.
     """
     upto = aligned(present + ahead, every) + every
-    if not briefly(
+    if not with_short_lock(
         source, lambda: _value(source, "select relay.enclose_default(%s, %s)", table, upto)
     ):
         return None
     source.execute("select relay.validate_default(%s)", (table,))
-    name = briefly(
+    name = with_short_lock(
         source, lambda: _value(source, "select relay.exchange_default(%s, %s)", table, upto)
     )
     return str(name)
@@ -174,7 +174,7 @@ def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]
         if each.restored_at is not None and each.restored_at > older_than:
             continue
         try:
-            gone = briefly(
+            gone = with_short_lock(
                 source,
                 lambda name=each.name: _value(  # type: ignore[misc]
                     source, "select relay.drop_partition(%s, %s, %s)", table, name, older_than

@@ -20,9 +20,9 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.retention import archive
-from relay.retention.partitions import RESTORED, Connection, briefly, partitions, retained
+from relay.retention.partitions import RESTORED, Connection, partitions, retained, with_short_lock
 from relay.source.columns import columns as table_columns
 
 _TIME = "c_ts"
@@ -44,7 +44,7 @@ def restore(
     source: Connection,
     lower: datetime,
     upper: datetime,
-    report: Report = silent,
+    report: ProgressReport = silent,
 ) -> Restored:
     """Restore the events with an event_ts from `lower` to before `upper` that the table no longer has.
 
@@ -93,7 +93,7 @@ def restore(
     )
     _like(source, name, root)
     try:
-        briefly(source, lambda: _attach(source, name, root, lower, upper))
+        with_short_lock(source, lambda: _attach(source, name, root, lower, upper))
     except psycopg.errors.CheckViolation:
         source.execute(sql.SQL("drop table {}").format(name))
         raise ConfigurationError(
@@ -138,7 +138,7 @@ def _fill(
     root: sql.Identifier,
     lower: datetime,
     upper: datetime,
-    report: Report,
+    report: ProgressReport,
 ) -> int:
     """Copy the archived events; returns how many the outbox did not have any more."""
     columns: dict[str, str] = {}

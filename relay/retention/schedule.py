@@ -54,7 +54,7 @@ class Schedule:
         self._note_seconds = note_seconds
         self._rotate_seconds = rotate_seconds
         self._next_rotation = 0.0
-        self._said = ""
+        self._last_logged = ""
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="retention", daemon=True)
         self.error: RelayError | None = None
@@ -97,8 +97,8 @@ class Schedule:
             self._stopping.wait(self._note_seconds)
 
     def _say(self, fault: str) -> None:
-        if fault != self._said:
-            self._said = fault
+        if fault != self._last_logged:
+            self._last_logged = fault
             log.warning("retention is tried again later", extra={"fault": fault})
 
     def _connected(self) -> None:
@@ -109,7 +109,7 @@ class Schedule:
         ):
             while not self._stopping.is_set():
                 self.turn(source, target)
-                self._said = ""
+                self._last_logged = ""
                 self._stopping.wait(self._note_seconds)
 
     def turn(self, source: Connection, target: Connection) -> None:
@@ -139,7 +139,7 @@ class Schedule:
             return
         if given.every is not None:
             created = partitions.create_ahead(source, table, present, of.ahead)
-            healed = partitions.heal_default(source, table, given.every, present, of.ahead)
+            healed = partitions.repair_default(source, table, given.every, present, of.ahead)
             if healed:
                 log.warning(
                     "the default partition had rows, since no partition was made for their time",

@@ -12,7 +12,7 @@ from relay.store import offsets
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedPosition:
     """What is applied in a partition, or would be.
 
     All that `snapshot` sees, and up to the position `polled_offset` what the snapshot `after` sees.
@@ -26,18 +26,20 @@ class Applied:
 
 def applied_in(
     target: psycopg.Connection[Any], group: str, partition: int | None = None
-) -> list[Applied]:
+) -> list[AppliedPosition]:
     """What is applied in each partition, or in one; none where only the WAL is read. Raises psycopg.Error."""
-    cursors, links = offsets.standing(target, group)
+    positions, links = offsets.positions_and_chain(target, group)
     if not links:
         return []
-    cursors = [cursor for cursor in cursors if partition in (None, cursor.partition_id)]
+    positions = [position for position in positions if partition in (None, position.partition_id)]
     index = {link.id: number for number, link in enumerate(links)}
     found = []
-    for cursor in cursors:
-        here = index[cursor.snapshot_id or links[-1].id]
+    for position in positions:
+        here = index[position.snapshot_id or links[-1].id]
         before, after = links[here], links[min(here + 1, len(links) - 1)]
         found.append(
-            Applied(cursor.partition_id, before.snapshot, after.snapshot, cursor.polled_offset)
+            AppliedPosition(
+                position.partition_id, before.snapshot, after.snapshot, position.polled_offset
+            )
         )
     return found

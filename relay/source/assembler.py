@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from relay.model.events import Lsn, microseconds
-from relay.model.transactions import Places, Transactions
+from relay.model.transactions import Int64Array, Transactions
 from relay.model.tuples import ProtocolError
 from relay.source.emitted import Emitted
 from relay.source.grouping import ENDS, Ends, Grouping, Layout
-from relay.source.messages import BEGIN, COMMIT, INSERT, Gulp
+from relay.source.messages import BEGIN, COMMIT, INSERT, MessageBuffer
 from relay.source.pgoutput import KINDS, Relation
 from relay.source.translation import Encoding, Translation
 
@@ -27,7 +27,7 @@ _EARLIEST = microseconds(datetime.min.replace(tzinfo=UTC))
 _LATEST = microseconds(datetime.max.replace(tzinfo=UTC))
 
 
-class Begun(NamedTuple):
+class OpenCommit(NamedTuple):
     """A commit of which the stream has brought the beginning; `lsn` is where its commit record stands."""
 
     lsn: Lsn
@@ -73,9 +73,9 @@ class Assembler:
         return self._xid is not None
 
     @property
-    def begun(self) -> Begun | None:
+    def begun(self) -> OpenCommit | None:
         """The open commit; None between commits."""
-        return None if self._xid is None else Begun(self._begun_lsn, self._xid)
+        return None if self._xid is None else OpenCommit(self._begun_lsn, self._xid)
 
     @property
     def size(self) -> int:
@@ -103,16 +103,16 @@ class Assembler:
         if not messages:
             return None
         count = len(messages)
-        gulp = Gulp.of(messages, self._header)
+        buffer = MessageBuffer.of(messages, self._header)
         # They are copied; a large one is not to be in memory twice.
         messages.clear()
         passed: Lsn | None = None
         first = 0
-        for place in gulp.places(_RELATION).tolist():
-            passed = self._take(gulp.part(first, place)) or passed
-            self._learn(Relation.of(gulp[place]))
-            first = place + 1
-        rest = gulp.part(first, count) if first else gulp
+        for index in buffer.indices(_RELATION).tolist():
+            passed = self._take(buffer.part(first, index)) or passed
+            self._learn(Relation.of(buffer[index]))
+            first = index + 1
+        rest = buffer.part(first, count) if first else buffer
         return self._take(rest) or passed
 
     def fetch(self) -> list[Transactions]:
@@ -156,11 +156,11 @@ class Assembler:
     def _name(self, text: str) -> str:
         return text if self._encoding is None else self._encoding.name_of(text)
 
-    def _take(self, some: Gulp) -> Lsn | None:
+    def _take(self, some: MessageBuffer) -> Lsn | None:
         """Messages between which no table is described."""
         self._check_kinds(some.kinds)
         self._check_order(some.kinds)
-        commits = some.places(_COMMIT)
+        commits = some.indices(_COMMIT)
         ours = self._ours(some)
         ends = self._ends(some, commits)
         ends["rows"] = ours.searchsorted(commits)
@@ -183,20 +183,20 @@ class Assembler:
         if marks.startswith(b"I") or b"CI" in marks:
             raise ProtocolError("a row outside a transaction")
 
-    def _ours(self, some: Gulp) -> Places:
+    def _ours(self, some: MessageBuffer) -> Int64Array:
         """Where the inserts into the outbox are."""
-        places = some.places(_INSERT)
-        found = some.read(places, INSERT)
+        indices = some.indices(_INSERT)
+        found = some.read(indices, INSERT)
         if found["new"].tobytes().translate(None, b"N"):
             raise ProtocolError("insert without a new row")
         tables = set(found["oid"].tolist())
         if not tables <= self._described:
             raise ProtocolError("a row of a table that was not described")
-        return places if tables == {self._outbox} else places[found["oid"] == self._outbox]
+        return indices if tables == {self._outbox} else indices[found["oid"] == self._outbox]
 
-    def _ends(self, some: Gulp, commits: Places) -> Ends:
+    def _ends(self, some: MessageBuffer, commits: Int64Array) -> Ends:
         """The commits, each with the xid that its Begin has told."""
-        begins = some.read(some.places(_BEGIN), BEGIN)
+        begins = some.read(some.indices(_BEGIN), BEGIN)
         xids = begins["xid"].tolist()
         if len(begins):
             self._begun_lsn = Lsn(begins["lsn"][-1])

@@ -12,7 +12,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Xids
-from relay.source.applied import Applied
+from relay.source.applied import AppliedPosition
 from relay.source.differences import array
 
 Connection = psycopg.Connection[Any]
@@ -50,7 +50,7 @@ class Backlogs:
         self._happened = mapping["event_ts"]
         self._has_time: bool | None = None
 
-    def count(self, conn: Connection, applied: Sequence[Applied], done: Xids) -> Backlog:
+    def count(self, conn: Connection, applied: Sequence[AppliedPosition], done: Xids) -> Backlog:
         """What is not applied where the partitions stand, or where a sink stands, which is a single `applied`.
 
         `done` are transactions that are applied beyond that.
@@ -72,7 +72,7 @@ class Backlogs:
         )
 
     def _counted(
-        self, conn: Connection, applied: Sequence[Applied], done: Xids, order: LiteralString
+        self, conn: Connection, applied: Sequence[AppliedPosition], done: Xids, order: LiteralString
     ) -> list[tuple[int, int, float | None, int]]:
         """Partition, rows, the age of the oldest, and how many rows were scanned."""
         single = len(applied) == 1
@@ -109,19 +109,17 @@ class Backlogs:
         ).fetchall()
 
     def _scans(
-        self, conn: Connection, applied: Sequence[Applied], order: LiteralString
+        self, conn: Connection, applied: Sequence[AppliedPosition], order: LiteralString
     ) -> sql.Composed:
         """The rows that may not be read, each kind by the index: later ones, stragglers, and those without c_xid."""
         first = min(each.snapshot.xmax for each in applied)
-        stragglers = sorted(
-            {xid for each in applied for xid in each.snapshot.in_progress if xid < first}
-        )
+        late = sorted({xid for each in applied for xid in each.snapshot.in_progress if xid < first})
         xid = sql.Identifier(INSERTED_BY)
         kinds: list[sql.Composable] = [
             sql.SQL("{} >= {}::xid8 order by {} {}").format(xid, str(first), xid, sql.SQL(order))
         ]
-        if stragglers:
-            kinds.append(sql.SQL("{} = any({})").format(xid, array(stragglers, "xid8")))
+        if late:
+            kinds.append(sql.SQL("{} = any({})").format(xid, array(late, "xid8")))
         if any(each.snapshot.is_beginning for each in applied):
             kinds.append(sql.SQL("{} is null").format(xid))
         scan = sql.SQL(

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-from relay.config.settings import Source
+from relay.config.settings import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
@@ -24,7 +24,7 @@ PUBLISHES_GENERATED = 180000
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class OutboxColumn:
     """A column of the outbox.
 
     `type` is as it was declared; `base` and `category` are the name and the category of the type below all domains.
@@ -46,9 +46,9 @@ class Problem:
     readable: bool
 
 
-def columns(conn: Connection, table: tuple[str, str]) -> dict[str, Column]:
+def columns(conn: Connection, table: tuple[str, str]) -> dict[str, OutboxColumn]:
     """The columns of a table by name; none where there is no such table. Raises psycopg.Error."""
-    with conn.cursor(row_factory=class_row(Column)) as cursor:
+    with conn.cursor(row_factory=class_row(OutboxColumn)) as cursor:
         found = cursor.execute(
             """
             with recursive declared as (
@@ -74,7 +74,7 @@ def columns(conn: Connection, table: tuple[str, str]) -> dict[str, Column]:
         return {column.name: column for column in found}
 
 
-def is_partitioned(conn: Connection, source: Source) -> bool:
+def is_partitioned(conn: Connection, source: SourceSettings) -> bool:
     """Whether the outbox is a partitioned table. Raises psycopg.Error."""
     found = conn.execute(
         "select from pg_class c join pg_namespace n on n.oid = c.relnamespace"
@@ -84,20 +84,20 @@ def is_partitioned(conn: Connection, source: Source) -> bool:
     return found.rowcount > 0
 
 
-def mapped(conn: Connection, source: Source) -> dict[str, Column]:
+def mapped(conn: Connection, source: SourceSettings) -> dict[str, OutboxColumn]:
     """The outbox's columns that hold fields, by field. Raises psycopg.Error."""
     there = columns(conn, source.table_name)
     return {field: there[name] for field, name in source.mapping.items() if name in there}
 
 
-def require_readable(conn: Connection, source: Source) -> None:
+def require_readable(conn: Connection, source: SourceSettings) -> None:
     """Raise ConfigurationError with a line for each mapped column that relay cannot read."""
     lines = [problem.text for problem in problems(conn, source) if not problem.readable]
     if lines:
         raise ConfigurationError("\n".join(lines))
 
 
-def problems(conn: Connection, source: Source) -> Iterator[Problem]:
+def problems(conn: Connection, source: SourceSettings) -> Iterator[Problem]:
     """What relay cannot read of the mapped columns, or not in every case. Raises psycopg.Error."""
     version = conn.info.server_version
     own = columns(conn, source.table_name).get(INSERTED_BY)
@@ -119,7 +119,7 @@ def problems(conn: Connection, source: Source) -> Iterator[Problem]:
                 yield unpublished
 
 
-def _unpublished(field: str, column: Column, table: str, version: int) -> Problem | None:
+def _unpublished(field: str, column: OutboxColumn, table: str, version: int) -> Problem | None:
     """A generated column that no publication can hold, so that its values never come through the WAL."""
     if column.generated == "s" and version >= PUBLISHES_GENERATED:
         return None
@@ -137,7 +137,7 @@ def _unpublished(field: str, column: Column, table: str, version: int) -> Proble
     )
 
 
-def _type_problem(field: str, column: Column, source: Source) -> Problem | None:
+def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> Problem | None:
     wanted = source.sql_types[field]
     readable = (_IDS[wanted] if field in ID_FIELDS else _READABLE[field])(column)
     if readable is True:
@@ -158,11 +158,11 @@ def _type_problem(field: str, column: Column, source: Source) -> Problem | None:
         if castable
         else ""
     )
-    cure = f"{first}map a column of type {wanted} (columns: {{{field}: …}})"
-    return Problem(f"{has}, relay reads {wanted}: {cure}{_or_leave_out(field)}", readable=False)
+    hint = f"{first}map a column of type {wanted} (columns: {{{field}: …}})"
+    return Problem(f"{has}, relay reads {wanted}: {hint}{_or_leave_out(field)}", readable=False)
 
 
-def _cast(column: Column, wanted: str) -> str:
+def _cast(column: OutboxColumn, wanted: str) -> str:
     if wanted == "timestamptz" and column.base == "timestamp":
         return f"{column.name} at time zone 'UTC'"
     return f"{column.name}::{wanted}"
@@ -181,59 +181,59 @@ def _or_leave_out(field: str) -> str:
     )
 
 
-Verdict = bool | str
+TypeCheck = bool | str
 """Whether a type is read, or on which condition."""
 
 _INTEGERS = frozenset({"int2", "int4", "int8"})
 
 
-def _fitting_id(column: Column) -> str | None:
+def _fitting_id(column: OutboxColumn) -> str | None:
     """The type of `source.types` that a column has as it is; None if there is none."""
     return next((kind for kind, readable in _IDS.items() if readable(column) is True), None)
 
 
-def _uuid(column: Column) -> Verdict:
+def _uuid(column: OutboxColumn) -> TypeCheck:
     if column.category == "S":
         return "every value must be a UUID, unless source.types says text"
     return column.base == "uuid"
 
 
-def _text(column: Column) -> Verdict:
+def _text(column: OutboxColumn) -> TypeCheck:
     if column.base == "bpchar":
         return "values come padded with blanks, which routes compare"
     return column.category in "SE" or column.base in {"uuid", "numeric", *_INTEGERS}
 
 
-def _json(column: Column) -> Verdict:
+def _json(column: OutboxColumn) -> TypeCheck:
     if column.category == "S":
         return "every value must be JSON, since handlers and dead letters get it as jsonb"
     return column.base in {"json", "jsonb"}
 
 
-def _time(column: Column) -> Verdict:
+def _time(column: OutboxColumn) -> TypeCheck:
     if column.base == "timestamp":
         return "its times are taken as UTC"
     return column.base == "timestamptz"
 
 
-def _integer(column: Column) -> Verdict:
+def _integer(column: OutboxColumn) -> TypeCheck:
     return column.base in _INTEGERS
 
 
-def _offset(column: Column) -> Verdict:
+def _offset(column: OutboxColumn) -> TypeCheck:
     if column.base in {"int2", "int4"}:
         return "it ends while offsets go on"
     return column.base == "int8"
 
 
-_IDS: dict[str, Callable[[Column], Verdict]] = {
+_IDS: dict[str, Callable[[OutboxColumn], TypeCheck]] = {
     "uuid": _uuid,
     "bigint": _integer,
     "text": _text,
 }
 """By the types that `source.types` gives ids."""
 
-_READABLE: dict[str, Callable[[Column], Verdict]] = {
+_READABLE: dict[str, Callable[[OutboxColumn], TypeCheck]] = {
     "aggregate_id": _text,
     "aggregate_version": _integer,
     "aggregate_type": _text,

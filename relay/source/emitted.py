@@ -120,9 +120,9 @@ class Emitted:
                 # So that the dead letter has what was written.
                 row["payload"] = json.dumps(text)
             row["transaction_ordinal"], row["transaction_count"] = str(number), str(len(events))
-            if told := ([fault] if fault else faults):
+            if problems := ([fault] if fault else faults):
                 # `tuples` looks for nulls from the end of a row: a value that ends in n would look like one.
-                row[NOTE] = f"{'; '.join(told)} (message at {message.lsn})"
+                row[NOTE] = f"{'; '.join(problems)} (message at {message.lsn})"
             yield row
 
     def _read(self, content: bytes) -> tuple[str, str | None]:

@@ -10,14 +10,14 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config.settings import Source
+from relay.config.settings import SourceSettings
 from relay.faults import ConfigurationError
 from relay.source.columns import columns
 
 TRIGGER = "relay_fill_offset"
 
 
-def is_gapless(conn: psycopg.Connection[Any], source: Source) -> bool:
+def is_gapless(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
     found = conn.execute(
         """
@@ -30,7 +30,7 @@ def is_gapless(conn: psycopg.Connection[Any], source: Source) -> bool:
     return found.rowcount > 0
 
 
-def require_numbered(conn: psycopg.Connection[Any], source: Source) -> None:
+def require_numbered(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
     """Raise ConfigurationError if there is no column for numbers without gaps, and `relay init` adds none."""
     column = source.mapping["c_offset"]
     if source.offsets == "sequence" or source.mode != "wal" or source.owns_table:
@@ -44,7 +44,7 @@ def require_numbered(conn: psycopg.Connection[Any], source: Source) -> None:
         )
 
 
-def set_gapless(conn: psycopg.Connection[Any], source: Source, wanted: bool) -> bool:
+def set_gapless(conn: psycopg.Connection[Any], source: SourceSettings, wanted: bool) -> bool:
     """Let numbers come from the counter, or from the sequence; returns whether that changed anything.
 
     A change locks the outbox to the end of the transaction. Raises psycopg.Error.

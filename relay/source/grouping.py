@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS, INSERTED_BY, NOTE, Lsn
 from relay.model.spool import Spool, SpooledTuples
-from relay.model.transactions import COMMIT_FACTS, FACTS, Mask, Places, Rows, Transactions, text
+from relay.model.transactions import COMMIT_FACTS, FACTS, Int64Array, Mask, Rows, Transactions, text
 from relay.model.tuples import FEW_ROWS, ProtocolError, Walked, columns
 from relay.source.pgoutput import decode_tuple, encode_tuple
 
-_PLACED_AT_ONCE = 1_000
-_PLACED_BYTES = 1 << 18
+_GROUPED_AT_ONCE = 1_000
+_GROUPED_BYTES = 1 << 18
 """How many of a large commit's rows, and bytes of them, are placed together."""
 
 _NO_OFFSET = np.iinfo(np.int64).max
@@ -62,8 +62,8 @@ class Survey(NamedTuple):
     uniform: Sequence[bool]
     hosts: Sequence[bytes | None]
     ids: Sequence[bytes | None]
-    first_offsets: Places
-    last_offsets: Places
+    first_offsets: Int64Array
+    last_offsets: Int64Array
     old: Mask | None
 
 
@@ -75,7 +75,7 @@ class Layout:
     """
 
     columns: tuple[str, ...]
-    places: tuple[int | None, ...]
+    indices: tuple[int | None, ...]
     offset_column: str
     partitioned: bool
 
@@ -84,22 +84,22 @@ class Layout:
         cls, columns: Sequence[str], mapping: dict[str, str], table: str, partitioned: bool = False
     ) -> Layout:
         """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
-        place = {name: position for position, name in enumerate(columns)}
+        index = {name: position for position, name in enumerate(columns)}
         names = [
             mapping.get(name, name)
             for name in ("host_id", "transaction_id", "c_offset", INSERTED_BY, "user_id")
         ]
-        if names[0] not in place:
+        if names[0] not in index:
             raise ConfigurationError(
                 f"source.table: {table} no longer has the column {names[0]!r}: "
                 "restore it, or map host_id in source.columns"
             )
-        return cls(tuple(columns), tuple(map(place.get, names)), names[2], partitioned)
+        return cls(tuple(columns), tuple(map(index.get, names)), names[2], partitioned)
 
     def peek(self, rows: Rows) -> Peeked:
         """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
-        *places, user = self.places
-        hosts, ids, offsets, xids = columns(rows, places)
+        *indices, user = self.indices
+        hosts, ids, offsets, xids = columns(rows, indices)
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users, _xids(xids))
 
@@ -108,20 +108,20 @@ class Layout:
 
         None where looking at them together gains nothing: they are few, or have no transaction_id.
         """
-        host, transaction_id, offset, xid, _ = self.places
+        host, transaction_id, offset, xid, _ = self.indices
         if len(rows) < FEW_ROWS or host is None or transaction_id is None:
             return None
-        walked = Walked(rows, [place for place in self.places[:4] if place is not None])
+        walked = Walked(rows, [index for index in self.indices[:4] if index is not None])
         ends = commits["rows"]
         starts = np.concatenate(([0], ends[:-1]))
-        alike = np.ones(len(rows), np.bool_)
-        alike[1:] = walked.repeats(host) & walked.repeats(transaction_id)
-        alike[starts] = ~walked.absent(transaction_id)[starts]
+        same_transaction = np.ones(len(rows), np.bool_)
+        same_transaction[1:] = walked.repeats(host) & walked.repeats(transaction_id)
+        same_transaction[starts] = ~walked.absent(transaction_id)[starts]
         offsets = self._offsets(walked, offset, len(rows))
         known = np.where(offsets == 0, _NO_OFFSET, offsets)
         first = np.minimum.reduceat(known, starts)
         return Survey(
-            np.logical_and.reduceat(alike, starts).tolist(),
+            np.logical_and.reduceat(same_transaction, starts).tolist(),
             walked.some(host, starts),
             walked.some(transaction_id, starts),
             np.where(first == _NO_OFFSET, 0, first),
@@ -129,12 +129,14 @@ class Layout:
             self._old(walked, xid, offsets, commits),
         )
 
-    def _old(self, walked: Walked, place: int | None, offsets: Places, ends: Ends) -> Mask | None:
+    def _old(
+        self, walked: Walked, index: int | None, offsets: Int64Array, ends: Ends
+    ) -> Mask | None:
         """The rows that another transaction has inserted than the one they come with, or that come twice with it."""
-        if place is None:
+        if index is None:
             return None
-        numbers = walked.numbers(place)
-        xids = np.array(_xids(walked.values(place))) if numbers is None else numbers & _XID
+        numbers = walked.numbers(index)
+        xids = np.array(_xids(walked.values(index))) if numbers is None else numbers & _XID
         commits = np.repeat(np.arange(len(ends)), np.diff(ends["rows"], prepend=0))
         expected = ends["xid"][commits]
         old: Mask = (xids != expected) & (xids != 0) & (expected != 0)
@@ -142,11 +144,11 @@ class Layout:
             old |= _repeated(commits, np.where(old, 0, offsets))
         return old if old.any() else None
 
-    def _offsets(self, walked: Walked, place: int | None, count: int) -> Places:
-        if place is None:
+    def _offsets(self, walked: Walked, index: int | None, count: int) -> Int64Array:
+        if index is None:
             return np.zeros(count, np.int64)
-        numbers = walked.numbers(place)
-        return np.array(self._numbers(walked.values(place))) if numbers is None else numbers
+        numbers = walked.numbers(index)
+        return np.array(self._numbers(walked.values(index))) if numbers is None else numbers
 
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
@@ -162,7 +164,7 @@ def _xids(values: Sequence[bytes | None]) -> list[int]:
     return [int(value) & _XID if value else 0 for value in values]
 
 
-def _repeated(commits: Places, offsets: Places) -> Mask:
+def _repeated(commits: Int64Array, offsets: Int64Array) -> Mask:
     """The rows whose commit has had their offset before."""
     order = np.lexsort((np.arange(len(offsets)), offsets, commits))
     same = np.concatenate(
@@ -174,7 +176,7 @@ def _repeated(commits: Places, offsets: Places) -> Mask:
 
 
 @dataclass(slots=True)
-class _Group:
+class _TransactionRows:
     """The rows of one business transaction of a commit."""
 
     transaction_id: bytes | None
@@ -207,7 +209,7 @@ class _Offsets:
         return True
 
 
-class _Groups:
+class _CommitRows:
     """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway.
 
     Rows that are no new events are left out: `xid` is the commit's transaction id, or 0 where it is not known.
@@ -219,7 +221,7 @@ class _Groups:
         self._taken = _Offsets() if layout.partitioned else None
         self._columns = layout.columns
         self.foreign = 0
-        self._groups: dict[tuple[bytes | None, ...], _Group] = {}
+        self._groups: dict[tuple[bytes | None, ...], _TransactionRows] = {}
         self._spool: Spool | None = None
         self._size = 0
 
@@ -228,7 +230,7 @@ class _Groups:
         """Bytes of rows held in memory."""
         return 0 if self._spool else self._size
 
-    def place(self, layout: Layout, rows: Rows) -> None:
+    def add_rows(self, layout: Layout, rows: Rows) -> None:
         """Take rows, each to those of its business transaction."""
         reshape = layout.columns != self._columns
         if reshape:
@@ -276,8 +278,8 @@ class _Groups:
         groups = self._groups.values()
         _, *commit = end.item()
         facts = [
-            (*commit, group.first_offset, group.last_offset, group.events, group.size, place)
-            for place, group in enumerate(groups)
+            (*commit, group.first_offset, group.last_offset, group.events, group.size, index)
+            for index, group in enumerate(groups)
         ]
         spooled = tuple(group.spooled for group in groups if group.spooled is not None)
         return Transactions(
@@ -289,8 +291,10 @@ class _Groups:
             spooled or None,
         )
 
-    def _new_group(self, key: tuple[bytes | None, ...], transaction_id: bytes | None) -> _Group:
-        group = self._groups[key] = _Group(transaction_id)
+    def _new_group(
+        self, key: tuple[bytes | None, ...], transaction_id: bytes | None
+    ) -> _TransactionRows:
+        group = self._groups[key] = _TransactionRows(transaction_id)
         if self._spool is not None:
             group.spooled = SpooledTuples(self._spool)
         return group
@@ -331,7 +335,7 @@ class Grouping:
     def clear(self) -> None:
         """Forget everything taken so far."""
         self._layout: Layout | None = None
-        self._placed: _Groups | None = None
+        self._open_groups: _CommitRows | None = None
         self._xid = 0
         self._finished: list[Transactions] = []
         self._forget_kept()
@@ -345,7 +349,7 @@ class Grouping:
     @property
     def size(self) -> int:
         """Bytes that the open commit holds in memory."""
-        return self._open_size + (self._placed.size if self._placed else 0)
+        return self._open_size + (self._open_groups.size if self._open_groups else 0)
 
     def take(self, layout: Layout | None, rows: Rows, ends: Ends, xid: int = 0) -> Lsn | None:
         """Take rows, undecoded, and where commits end among them. Without rows, the layout does not matter.
@@ -360,9 +364,9 @@ class Grouping:
             return self._keep(rows, ends)
         passed: Lsn | None = None
         first = 0
-        for place, last in enumerate(ends["rows"].tolist()):
-            self._xid = int(ends["xid"][place])
-            passed = self._take_one(rows.part(first, last), ends[place : place + 1]) or passed
+        for index, last in enumerate(ends["rows"].tolist()):
+            self._xid = int(ends["xid"][index])
+            passed = self._take_one(rows.part(first, last), ends[index : index + 1]) or passed
             first = last
         self._xid = xid
         self._take_one(rows.part(first, len(rows)), ends[:0])
@@ -370,7 +374,7 @@ class Grouping:
 
     def fetch(self) -> list[Transactions]:
         """The commits that were finished since the last time. Raises ProtocolError where a row is cut short."""
-        self._look()
+        self._group_finished()
         finished, self._finished = self._finished, []
         return finished
 
@@ -384,7 +388,7 @@ class Grouping:
 
     def _fits(self, rows: Rows) -> bool:
         """Whether no commit can be too large to be looked at together with others."""
-        return self._placed is None and self._open_size + rows.size <= self._max_bytes
+        return self._open_groups is None and self._open_size + rows.size <= self._max_bytes
 
     def _take_one(self, rows: Rows, end: Ends) -> Lsn | None:
         """Take rows of one commit, and its end if it has come."""
@@ -392,11 +396,11 @@ class Grouping:
             end = end.copy()
             end["rows"] = len(rows)
             return self._keep(rows, end)
-        self._look()
-        self._place(rows)
-        if len(end) and self._placed is not None and self._layout is not None:
-            self._finish(self._layout, self._placed, end[0])
-            self._placed = None
+        self._group_finished()
+        self._group_rows(rows)
+        if len(end) and self._open_groups is not None and self._layout is not None:
+            self._finish(self._layout, self._open_groups, end[0])
+            self._open_groups = None
         return None
 
     def _keep(self, rows: Rows, ends: Ends) -> Lsn | None:
@@ -419,26 +423,26 @@ class Grouping:
 
     def _change(self, layout: Layout | None) -> None:
         """The rows that follow are of another shape."""
-        self._look()
+        self._group_finished()
         if self._kept:
-            self._place(Rows.of([]))
+            self._group_rows(Rows.of([]))
         self._layout = layout
 
-    def _place(self, rows: Rows) -> None:
+    def _group_rows(self, rows: Rows) -> None:
         """Place the rows of the open commit, those that were kept and these, one by one."""
         if self._layout is None:
             return
-        if self._placed is None:
-            self._placed = _Groups(self._mapping, self._layout, self._xid)
+        if self._open_groups is None:
+            self._open_groups = _CommitRows(self._mapping, self._layout, self._xid)
         kept = self._kept
         self._forget_kept()
         for part in (*kept, rows):
-            for some in part.portions(_PLACED_AT_ONCE, _PLACED_BYTES):
-                self._placed.place(self._layout, some)
-                if self._placed.size > self._max_bytes:
-                    self._placed.spill(self._spool_directory)
+            for some in part.portions(_GROUPED_AT_ONCE, _GROUPED_BYTES):
+                self._open_groups.add_rows(self._layout, some)
+                if self._open_groups.size > self._max_bytes:
+                    self._open_groups.spill(self._spool_directory)
 
-    def _look(self) -> None:
+    def _group_finished(self) -> None:
         """Group the rows of the commits that are finished; those of the open one stay."""
         if self._layout is None or not self._ends:
             return
@@ -454,24 +458,24 @@ class Grouping:
             rows, ends = _without(rows, ends, survey.old)
             survey = self._layout.survey(rows, ends) if len(ends) else None
         if survey is None:
-            self._place_each(self._layout, rows, ends)
+            self._group_each(self._layout, rows, ends)
             return
         commits = _as_transactions(self._layout, rows, ends, survey)
-        place = 0
+        index = 0
         for uniform, run in groupby(survey.uniform):
-            first, place = place, place + len(list(run))
+            first, index = index, index + len(list(run))
             if uniform:
-                self._finished.append(commits.part(first, place))
+                self._finished.append(commits.part(first, index))
             else:
                 start = int(ends["rows"][first - 1]) if first else 0
-                self._place_each(self._layout, rows, ends[first:place], start)
+                self._group_each(self._layout, rows, ends[first:index], start)
 
-    def _place_each(self, layout: Layout, rows: Rows, ends: Ends, start: int = 0) -> None:
+    def _group_each(self, layout: Layout, rows: Rows, ends: Ends, start: int = 0) -> None:
         """Group the rows of each commit one by one; the first commit begins at the row index `start`."""
         for end in ends:
             stop = int(end["rows"])
-            groups = _Groups(self._mapping, layout, int(end["xid"]))
-            groups.place(layout, rows.part(start, stop))
+            groups = _CommitRows(self._mapping, layout, int(end["xid"]))
+            groups.add_rows(layout, rows.part(start, stop))
             self._finish(layout, groups, end)
             start = stop
 
@@ -479,7 +483,7 @@ class Grouping:
         if not layout.partitioned:
             self._foreign += foreign
 
-    def _finish(self, layout: Layout, groups: _Groups, end: Ends) -> None:
+    def _finish(self, layout: Layout, groups: _CommitRows, end: Ends) -> None:
         self._count(layout, groups.foreign)
         commit = groups.received(end)
         if len(commit):

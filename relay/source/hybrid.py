@@ -16,13 +16,13 @@ from relay.faults import RelayError, describe
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
-from relay.pulse import Due, Pulse
-from relay.source.assembler import Begun
+from relay.pulse import Due, Heartbeat
+from relay.source.assembler import OpenCommit
 from relay.source.interval import Interval
 from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
-from relay.source.server import Sight
-from relay.source.state import ELSEWHERE, POLLS, STANDS_BY, STREAMS, SourceState
+from relay.source.server import SourcePosition
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, SourceState
 from relay.source.wal import WalSource
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Source(Protocol):
         """The position up to which PostgreSQL may recycle the WAL."""
 
     @property
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """That of the thread that takes the batches, while it waits for one."""
 
     @property
@@ -95,22 +95,22 @@ class StreamSource:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._takeovers = 0
         self._stood_by = False
         self._reason: str | None = None
         self._polls = settings.source.mode == "auto"
         self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
-        self._wal = WalSource(settings, recovery, self._interval.ring, Recognition(settings))
-        self._poller = Poller(settings, self.pulse)
+        self._wal = WalSource(settings, recovery, self._interval.wake, Recognition(settings))
+        self._poller = Poller(settings, self.heartbeat)
         self._stopping = Event()
         self._progressed = True
         self._refused = False
         self._mode = ""
         self._connections = 0
         self._incomplete = False
-        self._sight: Sight | None = None
+        self._current_position: SourcePosition | None = None
         self._ahead: Batch | None = None
         self._next_audit = 0.0
         self._next_reconnect = 0.0
@@ -128,7 +128,7 @@ class StreamSource:
         self._stopping.set()
         self._wal.stop()
         self._poller.stop()
-        self._interval.ring()
+        self._interval.wake()
 
     def close(self) -> None:
         """Report the last position and leave the slot."""
@@ -153,9 +153,9 @@ class StreamSource:
             return SourceState(POLLS, self._reason, self._takeovers, received)
         if received.connected and outage is None:
             return SourceState(STREAMS, None, self._takeovers, received)
-        if self._wal.is_standing_by:
+        if self._wal.is_standby:
             reason = "another process reads the slot"
-            return SourceState(STANDS_BY, reason, self._takeovers, received)
+            return SourceState(STANDBY, reason, self._takeovers, received)
         reason = outage.reason if outage else "not connected yet"
         return SourceState(ELSEWHERE, reason, self._takeovers, received)
 
@@ -176,7 +176,7 @@ class StreamSource:
         """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
         self._follower = follower
         while not self._stopping.is_set():
-            self.pulse.beat("waits for events")
+            self.heartbeat.update("waits for events")
             batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
             if batch is not None:
                 yield from self._missing()
@@ -187,8 +187,8 @@ class StreamSource:
                 yield from self._around(self._wal.stuck)
             elif self._wal.outage is not None:
                 yield from self._polled()
-            elif self._wal.is_standing_by:
-                self._stand_by()
+            elif self._wal.is_standby:
+                self._enter_standby()
             elif self._wal.connections:
                 yield from self._missing()
                 self._enter("wal")
@@ -203,7 +203,7 @@ class StreamSource:
             return None
         if self._wal.connections != self._connections or not self._wal.has_ready(events):
             return None
-        if self._sight is not None and self._wal.flushed >= self._sight.lsn:
+        if self._current_position is not None and self._wal.flushed >= self._current_position.lsn:
             return None
         self._ahead = self._wal.take(0.0)
         return self._ahead
@@ -211,7 +211,7 @@ class StreamSource:
     def _pause(self) -> float:
         if self._mode == "poll" and self._wal.outage is not None:
             return 0.0  # the interval between polls is the wait
-        return 0.2 if self._sight else 1.0
+        return 0.2 if self._current_position else 1.0
 
     def _streamed(self, batch: Batch) -> Iterator[Batch]:
         """A batch of the WAL; again, where a difference was open, after that is polled."""
@@ -228,12 +228,12 @@ class StreamSource:
             return
         self._connections = self._wal.connections
         incomplete = self._wal.incomplete
-        self._sight = None
+        self._current_position = None
         self._next_audit = 0.0
         if not self._polls and self._poller.last() is None:
             return
         windows = self._windows(opening=incomplete)
-        yield from self._said(windows) if incomplete else windows
+        yield from self._logged(windows) if incomplete else windows
         if not self._stopping.is_set():
             self._wal.complete(self._connections)
 
@@ -245,23 +245,23 @@ class StreamSource:
         now = time.monotonic()
         if now < self._next_audit:
             return
-        self.pulse.beat("compares the stream with the outbox", Due.LATE)
+        self.heartbeat.update("compares the stream with the outbox", Due.LATE)
         try:
-            self._sight = self._sight or self._poller.sight()
-            if self._ahead is not None or self._wal.flushed < self._sight.lsn:
+            self._current_position = self._current_position or self._poller.current_position()
+            if self._ahead is not None or self._wal.flushed < self._current_position.lsn:
                 return
-            whole = self._poller.adopt(self._sight, self._polls, self._follower.adopt)
-            self._wal.next_xid = self._sight.snapshot.xmax
+            whole = self._poller.adopt(self._current_position, self._polls, self._follower.adopt)
+            self._wal.next_xid = self._current_position.snapshot.xmax
         except psycopg.Error as error:
             self._next_audit = now + AUDIT_SECONDS
             log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
             return
-        self._sight = None
+        self._current_position = None
         self._next_audit = now + AUDIT_SECONDS
         if whole:
             return
         self._require_polling()
-        yield from self._said(self._windows(opening=False))
+        yield from self._logged(self._windows(opening=False))
         self._next_audit = 0.0
         if now >= self._next_reconnect:
             # It may go by a publication that is no longer there.
@@ -271,7 +271,7 @@ class StreamSource:
             )
             self._wal.reconnect()
 
-    def _said(self, windows: Iterator[Batch]) -> Iterator[Batch]:
+    def _logged(self, windows: Iterator[Batch]) -> Iterator[Batch]:
         """Windows, with a line in the log if there are any."""
         for number, window in enumerate(windows):
             if not number:
@@ -297,7 +297,7 @@ class StreamSource:
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
 
-    def _around(self, commit: Begun) -> Iterator[Batch]:
+    def _around(self, commit: OpenCommit) -> Iterator[Batch]:
         """What the outbox has up to a commit that cannot be received, by polling that leaves large rows where they are.
 
         Everything that came before it is applied already. Whatever commits meanwhile may come both ways.
@@ -335,7 +335,7 @@ class StreamSource:
         self._enter("poll", outage.reason)
         window = self._poller.window()
         if window is None:
-            self.pulse.beat("waits for events", Due.LATE)
+            self.heartbeat.update("waits for events", Due.LATE)
             self._interval.wait()
             return
         self._interval.shorten()
@@ -343,14 +343,14 @@ class StreamSource:
         if not self._progressed:
             self._stopping.wait(BUSY_SECONDS)
 
-    def _stand_by(self) -> None:
+    def _enter_standby(self) -> None:
         """Another process has taken the slot over, if this one has read it."""
         self._stood_by = True
         if self._mode:
             self._mode = ""
-            self._sight = None
+            self._current_position = None
             self._interval.leave()
-            self._follower.standing_by()
+            self._follower.on_standby()
 
     def _enter(self, mode: str, reason: str | None = None) -> None:
         if mode == self._mode:

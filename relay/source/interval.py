@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relay.config.settings import Settings
 from relay.source.listener import Listener
-from relay.source.wakeup import Bell
+from relay.source.wakeup import Wakeup
 
 FIRST_SECONDS = 0.01
 
@@ -20,24 +20,24 @@ class Interval:
         self._listens = settings.poll.listen
         self._longest = settings.poll.wait_period_ms / 1000
         self._next = FIRST_SECONDS
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._listener: Listener | None = None
 
     def wait(self) -> None:
         """Wait, and make the next wait longer."""
         if self._listens and self._listener is None:
-            self._listener = Listener(self._dsn, self._bell.ring)
-        if self._bell.wait(min(self._next, self._longest)):
-            self._bell.hush()
+            self._listener = Listener(self._dsn, self._wakeup.wake)
+        if self._wakeup.wait(min(self._next, self._longest)):
+            self._wakeup.clear()
         self._next = min(self._next * 2, self._longest)
 
     def shorten(self) -> None:
         """Events came: the next wait is short."""
         self._next = FIRST_SECONDS
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End the wait that is under way, or else the next one. Safe in any thread."""
-        self._bell.ring()
+        self._wakeup.wake()
 
     def leave(self) -> None:
         """Polling is over for now: nobody listens."""
@@ -50,4 +50,4 @@ class Interval:
         """Close the connection that listens."""
         if self._listener is not None:
             self._listener.close()
-        self._bell.close()
+        self._wakeup.close()

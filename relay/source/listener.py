@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psycopg
 
 from relay.faults import describe
-from relay.source.wakeup import Bell
+from relay.source.wakeup import Wakeup
 from relay.store.connections import connect
 from relay.threads import Thread
 
@@ -30,13 +30,13 @@ class Listener:
     def __init__(self, dsn: str, heard: Callable[[], None]) -> None:
         self._dsn = dsn
         self._heard = heard
-        self._stopped = Bell()
+        self._stopped = Wakeup()
         self._thread = Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Let the thread close the connection and end."""
-        self._stopped.ring()
+        self._stopped.wake()
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop, and wait until the connection is closed."""

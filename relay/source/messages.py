@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.model.transactions import Places, Rows, at_each_octet
+from relay.model.transactions import Int64Array, Rows, at_each_octet
 from relay.model.tuples import ProtocolError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SHORTEST = np.ones(256, np.int64)
 _SHORTEST[list(b"BCI")] = BEGIN.itemsize, COMMIT.itemsize, INSERT.itemsize
 
 
-class Gulp:
+class MessageBuffer:
     """Messages in the order of the stream. `kinds` has the first octet of each.
 
     Raises ProtocolError where one is cut short.
@@ -46,25 +46,25 @@ class Gulp:
     @classmethod
     def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
         """Messages that each come behind a header of so many bytes."""
-        return cls(Rows.of(messages).behind(header))
+        return cls(Rows.of(messages).without_header(header))
 
-    def __getitem__(self, place: int) -> bytes:
+    def __getitem__(self, index: int) -> bytes:
         found = self._messages
-        return found.data[found.starts[place] : found.ends[place]]
+        return found.data[found.starts[index] : found.ends[index]]
 
-    def part(self, first: int, last: int) -> Gulp:
+    def part(self, first: int, last: int) -> MessageBuffer:
         """Those from the place `first` up to `last`."""
-        return Gulp(self._messages.part(first, last))
+        return MessageBuffer(self._messages.part(first, last))
 
-    def places(self, kind: int) -> Places:
+    def indices(self, kind: int) -> Int64Array:
         """Where the messages of a kind are."""
-        found: Places = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
+        found: Int64Array = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
         return found
 
-    def read(self, places: Places, form: np.dtype[np.void]) -> NDArray[np.void]:
+    def read(self, indices: Int64Array, form: np.dtype[np.void]) -> NDArray[np.void]:
         """What messages begin with."""
-        return at_each_octet(self._messages.data, form)[self._messages.starts[places]]
+        return at_each_octet(self._messages.data, form)[self._messages.starts[indices]]
 
-    def rows(self, places: Places) -> Rows:
+    def rows(self, indices: Int64Array) -> Rows:
         """The rows of Inserts, which keep hardly any other message in memory."""
-        return self._messages.take(places).behind(INSERT.itemsize).compact()
+        return self._messages.take(indices).without_header(INSERT.itemsize).compact()

@@ -10,12 +10,12 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config.settings import Source
+from relay.config.settings import SourceSettings
 
 TRIGGER = "relay_notify_event"
 
 
-def sends_notify(conn: psycopg.Connection[Any], source: Source) -> bool:
+def sends_notify(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
     found = conn.execute(
         """
@@ -28,7 +28,7 @@ def sends_notify(conn: psycopg.Connection[Any], source: Source) -> bool:
     return found.rowcount > 0
 
 
-def set_notify(conn: psycopg.Connection[Any], source: Source, wanted: bool) -> bool:
+def set_notify(conn: psycopg.Connection[Any], source: SourceSettings, wanted: bool) -> bool:
     """Put relay's trigger on the outbox, or take it off; returns whether that changed anything.
 
     A change locks the outbox to the end of the transaction. Raises psycopg.Error.

@@ -63,10 +63,10 @@ def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
 
 
 @contextmanager
-def telling_whom_it_waits_for(dsn: str, tell: Callable[[str], None]) -> Iterator[None]:
+def reporting_blockers(dsn: str, report_blockers: Callable[[str], None]) -> Iterator[None]:
     """While this lasts, `tell` from time to time, in another thread, which transaction is the oldest."""
     ended = Event()
-    thread = Thread(target=_watch, args=(dsn, tell, ended), name="waits", daemon=True)
+    thread = Thread(target=_watch, args=(dsn, report_blockers, ended), name="waits", daemon=True)
     thread.start()
     try:
         yield
@@ -75,7 +75,7 @@ def telling_whom_it_waits_for(dsn: str, tell: Callable[[str], None]) -> Iterator
         thread.join()
 
 
-def _watch(dsn: str, tell: Callable[[str], None], ended: Event) -> None:
+def _watch(dsn: str, report_blockers: Callable[[str], None], ended: Event) -> None:
     if ended.wait(FIRST_SECONDS):
         return
     try:
@@ -83,7 +83,7 @@ def _watch(dsn: str, tell: Callable[[str], None], ended: Event) -> None:
             while not ended.is_set():
                 found = oldest_open(conn)
                 if found is not None:
-                    tell(str(found))
+                    report_blockers(str(found))
                 ended.wait(AGAIN_SECONDS)
     except psycopg.Error as error:
         log.debug("cannot tell whom the slot waits for", extra={"fault": describe(error)})

@@ -25,17 +25,17 @@ from relay.faults import ConfigurationError, RelayError, TransientFault, describ
 from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
-from relay.pulse import Due, Pulse
-from relay.retry import say_once, until_it_works
+from relay.pulse import Due, Heartbeat
+from relay.retry import log_first, retry_until_success
 from relay.source.differences import Difference
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows, Portion, prepare_reading
-from relay.source.server import Sight, durable_sight, sight
+from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.store import groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
-from relay.store.snapshots import Link
+from relay.store.snapshots import ChainLink
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,17 @@ _FAR = 1 << 24
 class _Plan:
     """A difference that is being polled: what is left of it, and up to where its portions reach in each partition."""
 
-    before: Link
-    after: Link
+    before: ChainLink
+    after: ChainLink
     portions: Iterator[Portion]
     reached: dict[int, int] = field(default_factory=dict)
 
     def window(self, portion: Portion) -> Window:
         """A portion, with what partitions must have reached before it."""
         members = {p for share in portion.shares for p in share.partitions}
-        floors = {p: self.reached.get(p, offsets.FIRST) for p in members}
+        lower_bounds = {p: self.reached.get(p, offsets.FIRST) for p in members}
         self.reached.update(dict.fromkeys(members, portion.upto))
-        return Window(self.before.id, portion.upto, portion.shares, floors, portion.left)
+        return Window(self.before.id, portion.upto, portion.shares, lower_bounds, portion.left)
 
 
 class Poller:
@@ -68,10 +68,10 @@ class Poller:
     Raises RelayError if the source is older than the group, Interrupted by `stop`.
     """
 
-    def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
+    def __init__(self, settings: Settings, heartbeat: Heartbeat | None = None) -> None:
         """`pulse` is that of the thread that polls."""
         self._settings = settings
-        self._pulse = pulse or Pulse()
+        self._heartbeat = heartbeat or Heartbeat()
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
         # One connection holds the plan of a difference, the other answers.
@@ -81,7 +81,7 @@ class Poller:
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
         self._stopping = Event()
-        self._retrying = until_it_works(self._stopping, say_once(log, "cannot poll yet"))
+        self._retrying = retry_until_success(self._stopping, log_first(log, "cannot poll yet"))
         self._windows = 0
         self._recognition = Recognition(settings)
         self._checked = False
@@ -97,18 +97,20 @@ class Poller:
         self._source.close()
         self._target.close()
 
-    def sight(self) -> Sight:
+    def current_position(self) -> SourcePosition:
         """What the source shows now. Raises psycopg.Error."""
         with self._source.connection() as conn:
-            return sight(conn)
+            return current_position(conn)
 
-    def last(self) -> Link | None:
+    def last(self) -> ChainLink | None:
         """The group's last snapshot; None where only the WAL is read. Raises psycopg.Error."""
         with self._target.connection() as conn:
             links = snapshots.chain(conn, self._settings.group)
         return links[-1] if links else None
 
-    def adopt(self, seen: Sight, opening: bool, adopted: Callable[[Sight], None]) -> bool:
+    def adopt(
+        self, seen: SourcePosition, opening: bool, adopted: Callable[[SourcePosition], None]
+    ) -> bool:
         """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
 
         False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
@@ -116,11 +118,11 @@ class Poller:
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
-            cursors, links = offsets.standing(target, group)
+            positions, links = offsets.positions_and_chain(target, group)
             if not links:
                 return True
             last = links[-1]
-            if any(cursor.snapshot_id != last.id for cursor in cursors):
+            if any(position.snapshot_id != last.id for position in positions):
                 return False
             if not seen.snapshot.covers(last.snapshot):
                 return True
@@ -152,7 +154,7 @@ class Poller:
     def _window(self, opening: bool, by_reference: bool) -> Batch | None:
         try:
             while not self._stopping.is_set():
-                self._pulse.beat("polls the outbox", Due.LATE)
+                self._heartbeat.update("polls the outbox", Due.LATE)
                 plan = self._plan or self._begin(opening)
                 if plan is None:
                     return None
@@ -186,14 +188,14 @@ class Poller:
         """Plan the first difference that is open, or open one."""
         group = self._settings.group
         with self._target.connection() as target:
-            cursors, links = offsets.standing(target, group)
+            positions, links = offsets.positions_and_chain(target, group)
             origin = groups.origin(target, group)
         if not links:
             raise _unchained(self._settings)
         with self._source.connection() as source:
             self._recognition.follow_polled(source, origin)
             self._require_own_xids(source)
-        own = [c.snapshot_id or 0 for c in cursors if c.partition_id in self._own]
+        own = [c.snapshot_id or 0 for c in positions if c.partition_id in self._own]
         before = links[_index(links, min(own))]
         if before == links[-1]:
             opened = self._open(before) if opening else None
@@ -201,26 +203,28 @@ class Poller:
                 return None
             links.append(opened)
         after = links[_index(links, before.id) + 1]
-        polled = min(c.polled_offset for c in cursors if c.snapshot_id == before.id)
+        polled = min(c.polled_offset for c in positions if c.snapshot_id == before.id)
         return _Plan(before, after, self._portions(before, after, polled))
 
-    def _portions(self, before: Link, after: Link, polled: int) -> Iterator[Portion]:
+    def _portions(self, before: ChainLink, after: ChainLink, polled: int) -> Iterator[Portion]:
         between = Difference(before.snapshot, after.snapshot)
         with self._source.connection() as conn:
             yield from self._rows.plan(conn, between, polled)
 
-    def _open(self, last: Link) -> Link | None:
+    def _open(self, last: ChainLink) -> ChainLink | None:
         """Add what the source shows now to the chain; None if it shows nothing new, or not enough yet."""
         with self._source.connection() as source:
-            if not self._is_newer(source, sight(source), last):
+            if not self._is_newer(source, current_position(source), last):
                 return None
-            seen = durable_sight(source)
+            seen = durable_position(source)
         with self._target.connection() as target:
             group = self._settings.group
             # None if another instance has just gone on: what it has added is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
 
-    def _is_newer(self, source: psycopg.Connection[Any], seen: Sight, last: Link) -> bool:
+    def _is_newer(
+        self, source: psycopg.Connection[Any], seen: SourcePosition, last: ChainLink
+    ) -> bool:
         # A standby may lag.
         return seen.snapshot.covers(last.snapshot) and not self._rows.is_empty(
             source, Difference(last.snapshot, seen.snapshot)
@@ -262,10 +266,10 @@ class Follower(Protocol):
     def polling(self) -> None:
         """The outbox is polled from now on."""
 
-    def standing_by(self) -> None:
+    def on_standby(self) -> None:
         """Another process reads the WAL from now on; all that it has brought here was yielded."""
 
-    def adopt(self, seen: Sight) -> None:
+    def adopt(self, seen: SourcePosition) -> None:
         """The WAL has brought everything that a sight shows, and all of it is confirmed."""
 
 
@@ -277,8 +281,8 @@ class PollSource:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.pulse = Pulse()
-        self._poller = Poller(settings, self.pulse)
+        self.heartbeat = Heartbeat()
+        self._poller = Poller(settings, self.heartbeat)
         self._interval = Interval(settings)
         self._stopping = Event()
         self._progressed = True
@@ -296,7 +300,7 @@ class PollSource:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
         self._poller.stop()
-        self._interval.ring()
+        self._interval.wake()
 
     def close(self) -> None:
         """Close the connections."""
@@ -317,7 +321,7 @@ class PollSource:
         while not self._stopping.is_set():
             batch = self._poller.window()
             if batch is None:
-                self.pulse.beat("waits for events", Due.LATE)
+                self.heartbeat.update("waits for events", Due.LATE)
                 self._interval.wait()
                 continue
             self._interval.shorten()
@@ -354,7 +358,7 @@ def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
         log.debug("cannot note the way of reading", extra={"fault": describe(error)})
 
 
-def _index(links: Sequence[Link], number: int) -> int:
+def _index(links: Sequence[ChainLink], number: int) -> int:
     """The index of the snapshot with that number. Raises RelayError if there is none."""
     for index, link in enumerate(links):
         if link.id == number:

@@ -68,7 +68,7 @@ class Progress:
             return self._received
 
     @property
-    def settled(self) -> bool:
+    def all_acknowledged(self) -> bool:
         """Whether every commit that was received is acknowledged."""
         with self._lock:
             return self._flushed >= self._last_commit

@@ -20,13 +20,13 @@ from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
 from relay.pulse import Due
-from relay.source.assembler import Assembler, Begun
+from relay.source.assembler import Assembler, OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted
 from relay.source.progress import Progress
 from relay.source.replication import Replication
-from relay.source.suspects import Casualties, Undigestible, is_out_of_memory
-from relay.source.wakeup import Bell
+from relay.source.suspects import FatalCommit, ReceiverSuspects, is_out_of_memory
+from relay.source.wakeup import Wakeup
 from relay.source.walsender import Stream, end_of_stream
 from relay.threads import Thread
 
@@ -39,11 +39,11 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
 OPEN_COMMIT_SHARE = 0.5
 """The share of `source.buffer_bytes` that the rows of an open commit may take before they spill to a file."""
-GULP_BYTES = 2 * 1024 * 1024
+READ_BYTES = 2 * 1024 * 1024
 """How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
 BUSY_BYTES = 128 * 1024
 """A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
-NAP_SECONDS = 0.01
+PAUSE_SECONDS = 0.01
 """How long the stream is left alone at most, while it is behind and while a batch is in flight."""
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
@@ -68,13 +68,13 @@ class Receiver:
         self._replication = replication
         self._queue = queue
         self._progress = progress
-        self.pulse = replication.pulse
+        self.heartbeat = replication.heartbeat
         self._closing = replication.closing
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._resumed = Condition()
         # Written by the receiver's thread, read by others.
         self.last_heard: float | None = None
-        self.stuck: Begun | None = None
+        self.stuck: OpenCommit | None = None
         # Set by the service's thread.
         self._suspected = False
         # The receiver's thread alone. Others read the assembler's size.
@@ -89,7 +89,7 @@ class Receiver:
             _DATA_START,
             _emitted(settings),
         )
-        self._casualties = Casualties(settings)
+        self._receiver_suspects = ReceiverSuspects(settings)
         self._reported = Lsn(0)
         self._fruitless = 0
         self._heard = False
@@ -119,15 +119,15 @@ class Receiver:
 
     def guard(self) -> None:
         """Note which commit is open, since a process may have died of it. Before `start`."""
-        self._casualties.guard()
+        self._receiver_suspects.guard()
 
     def wake(self) -> None:
         """Something was acknowledged, or is to be done. Safe in any thread."""
-        self._bell.ring()
+        self._wakeup.wake()
 
-    def pass_over(self, commit: Begun) -> None:
+    def pass_over(self, commit: OpenCommit) -> None:
         """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
-        self._casualties.forget(commit)
+        self._receiver_suspects.forget(commit)
         # The server leaves out what commits before the position that it is asked for.
         self._progress.nothing_until(Lsn(commit.lsn + 1))
         with self._resumed:
@@ -138,19 +138,19 @@ class Receiver:
     def reconnect(self) -> None:
         """Begin to stream again, after a look at slot and publication."""
         self._suspected = True
-        self._bell.ring()
+        self._wakeup.wake()
 
     def close(self, timeout: float) -> None:
         """Report the last position and leave the slot, in about `timeout` seconds at most."""
         self._closing.set()
-        self._bell.ring()
+        self._wakeup.wake()
         deadline = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.1)
             self._replication.cancel_opening()
         if not self._thread.is_alive():
-            self._casualties.close()
-            self._bell.close()
+            self._receiver_suspects.close()
+            self._wakeup.close()
 
     # The receiver's thread.
 
@@ -178,18 +178,18 @@ class Receiver:
         stream = self._replication.connect()
         if stream is None:
             return
-        ended: psycopg.Error | MemoryError | Undigestible | None = None
+        ended: psycopg.Error | MemoryError | FatalCommit | None = None
         try:
             self._receive(stream)
-        except (psycopg.Error, MemoryError, Undigestible) as error:
+        except (psycopg.Error, MemoryError, FatalCommit) as error:
             # Without its traceback, which would keep what was being received in memory.
             ended = error.with_traceback(None)
         finally:
             self.last_heard = None
             stream.conn.close()
         if ended is None:
-            self._casualties.survived()
-        elif isinstance(ended, Undigestible):
+            self._receiver_suspects.survived()
+        elif isinstance(ended, FatalCommit):
             self._stop_before(ended)
         else:
             self._lose(ended)
@@ -199,25 +199,25 @@ class Receiver:
         """The connection is of no use any more. Raises RelayError where another one would be of none either."""
         if isinstance(error, MemoryError) or is_out_of_memory(error):
             # No outage: polling would read the same row.
-            self._casualties.died(self._assembler.begun)
+            self._receiver_suspects.died(self._assembler.begun)
         else:
-            self._casualties.survived()
+            self._receiver_suspects.survived()
             self._replication.lost(error)
         log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
 
-    def _stop_before(self, error: Undigestible) -> None:
+    def _stop_before(self, error: FatalCommit) -> None:
         self.stuck = error.commit
         reason = f"receiving the commit at {error.commit.lsn} failed {error.deaths} times for want of memory"
         log.error(reason, extra={"xid": error.commit.xid})
         self._replication.unavailable(reason, certain=True)
 
     def _wait_to_pass_over(self) -> None:
-        self.pulse.beat("waits until a commit is polled that it cannot receive")
+        self.heartbeat.update("waits until a commit is polled that it cannot receive")
         with self._resumed:
             self._resumed.wait_for(lambda: self.stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
-        self.pulse.beat("waits to connect again", Due.LATE)
+        self.heartbeat.update("waits to connect again", Due.LATE)
         first, longest = RECONNECT_SECONDS
         self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
         self._fruitless += 1
@@ -231,12 +231,12 @@ class Receiver:
         self._suspected = self._heard = steady = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
-            selector.register(self._bell, selectors.EVENT_READ, "bell")
+            selector.register(self._wakeup, selectors.EVENT_READ, "wakeup")
             reading = True
             # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
-            asked = self._gulp(pgconn)
+            asked = self._read_socket(pgconn)
             while not self._closing.is_set() and not self._suspected:
-                self.pulse.beat("receives")
+                self.heartbeat.update("receives")
                 # What is not read is no silence.
                 self.last_heard = last_heard if reading else time.monotonic()
                 if not steady and self._is_steady(stream, time.monotonic() - began):
@@ -253,15 +253,15 @@ class Receiver:
                 owing = self._progress.flushed > self._reported
                 wait = 0.0 if asked else IDLE_REPORT_SECONDS if owing else 1.0
                 ready = {key.data for key, _ in selector.select(wait)}
-                rung = "bell" in ready
-                if rung:
-                    self._bell.hush()
+                woken = "wakeup" in ready
+                if woken:
+                    self._wakeup.clear()
                 if "stream" in ready:
                     last_heard = time.monotonic()
-                    asked = self._gulp(pgconn) or asked
-                    if not self._progress.settled:
+                    asked = self._read_socket(pgconn) or asked
+                    if not self._progress.all_acknowledged:
                         # What comes now is not needed before, and to take it in would keep the service waiting.
-                        self._bell.wait(NAP_SECONDS)
+                        self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
                 silent = now - last_heard if reading else 0.0
                 if silent > stream.dead_after:
@@ -270,7 +270,7 @@ class Receiver:
                     owing and now - last_sent > IDLE_REPORT_SECONDS
                 )
                 asks = min(silent, now - last_asked) > min(ASK_SECONDS, stream.status_every / 2)
-                if asked or rung or due or asks:
+                if asked or woken or due or asks:
                     self._report(pgconn, reply=asks)
                     last_sent, asked = now, False
                     last_asked = now if asks else last_asked
@@ -287,7 +287,7 @@ class Receiver:
         self._fruitless = 0
         self._replication.recovered()
 
-    def _gulp(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
+    def _read_socket(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
         """Empty the socket, then take in what came; returns whether the server asks for a status.
 
         Waking the walsender's reader for every message is what slows the walsender down. So while the stream is behind,
@@ -303,8 +303,8 @@ class Receiver:
                 return asked
             if self._progress.flushed > self._reported:
                 self._report(pgconn)
-            if size < GULP_BYTES:
-                time.sleep(NAP_SECONDS)
+            if size < READ_BYTES:
+                time.sleep(PAUSE_SECONDS)
 
     def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
         """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
@@ -313,7 +313,7 @@ class Receiver:
         reached = Lsn(0)
         messages: list[Buffer] = []
         # A guarded commit is noted before more is read.
-        limit = 1 if self._casualties.guarding else GULP_BYTES
+        limit = 1 if self._receiver_suspects.guarding else READ_BYTES
         try:
             # Until a look at the socket brings nothing more.
             while length == 0 and before < size < limit:
@@ -342,7 +342,7 @@ class Receiver:
         self._finished(
             self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
         )
-        self._casualties.took(size, self._assembler.begun)
+        self._receiver_suspects.count_received(size, self._assembler.begun)
         if foreign := self._assembler.foreign():
             log.warning(
                 "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "

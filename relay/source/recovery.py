@@ -13,9 +13,9 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good
 from relay.model.events import Lsn
-from relay.source.open_transactions import oldest_open, telling_whom_it_waits_for
+from relay.source.open_transactions import oldest_open, reporting_blockers
 from relay.source.rows import OutboxRows
-from relay.source.server import server_of, sight
+from relay.source.server import current_position, server_of
 from relay.source.slot import (
     create_slot,
     drop_slot,
@@ -23,7 +23,7 @@ from relay.source.slot import (
     require_ours,
     slot_state,
 )
-from relay.source.timelines import History
+from relay.source.timelines import TimelineHistory
 from relay.source.walsender import System, identify, open_replication
 from relay.store import groups, streams
 from relay.store.connections import connect
@@ -40,11 +40,11 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class SourceComparison:
     """The source as it is, and where the group's positions belong to: read before, so that they lag, never lead."""
 
     group: str
-    origin: groups.Origin
+    origin: groups.SourceOrigin
     system: System
     table: str = ""
     restored: bool = False
@@ -122,8 +122,8 @@ class Sighting:
         )
 
 
-def _known(origin: groups.Origin) -> History:
-    return History.parse(origin.timeline or 1, origin.history or "")
+def _known(origin: groups.SourceOrigin) -> TimelineHistory:
+    return TimelineHistory.parse(origin.timeline or 1, origin.history or "")
 
 
 class Recognition:
@@ -132,24 +132,26 @@ class Recognition:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def look(self, conn: Connection) -> Sighting:
+    def inspect(self, conn: Connection) -> SourceComparison:
         """Compare a replication connection's server with what the group remembers. Changes nothing.
 
         Raises psycopg.Error if one of them does not answer.
         """
         with connect(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
-        return self._sighting(conn, origin, identify(conn))
+        return self._compare(conn, origin, identify(conn))
 
-    def _sighting(self, conn: Connection, origin: groups.Origin, system: System) -> Sighting:
+    def _compare(
+        self, conn: Connection, origin: groups.SourceOrigin, system: System
+    ) -> SourceComparison:
         settings = self._settings
-        found = Sighting(settings.group, origin, system)
+        found = SourceComparison(settings.group, origin, system)
         if not found.foreign or not origin.xmax:
             return found
         restored = OutboxRows(settings).are_restored(conn)
         return replace(found, table=settings.source.table, restored=restored)
 
-    def follow(self, sighting: Sighting, incomplete: bool) -> int:
+    def follow(self, comparison: SourceComparison, incomplete: bool) -> int:
         """Remember the source that was seen, for who holds its slot; returns the group's epoch.
 
         On another timeline LSNs stay valid up to where it was left. On another server, which pg_upgrade has made of the
@@ -157,34 +159,34 @@ class Recognition:
         nobody says otherwise. Raises RelayError if events that were applied are lost, and psycopg.Error if the target
         does not answer.
         """
-        epoch = self._remember(sighting)
+        epoch = self._remember(comparison)
         with connect(self._settings.target_dsn) as target:
-            groups.note_confirmed(target, sighting.group, Lsn(0) if incomplete else None)
+            groups.note_confirmed(target, comparison.group, Lsn(0) if incomplete else None)
         return epoch
 
-    def follow_polled(self, source: Connection, origin: groups.Origin) -> None:
+    def follow_polled(self, source: Connection, origin: groups.SourceOrigin) -> None:
         """Remember the source that a connection polls, as `follow` does; `origin` was read before.
 
         Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that cannot be
         told.
         """
-        sighting = self._polled(source, origin)
-        if sighting is None:
+        comparison = self._polled(source, origin)
+        if comparison is None:
             return
         try:
-            self._remember(sighting)
+            self._remember(comparison)
         except Unavailable as error:
             raise TransientFault(str(error)) from None
 
-    def has_lost(self, source: Connection, origin: groups.Origin) -> bool:
+    def has_lost(self, source: Connection, origin: groups.SourceOrigin) -> bool:
         """Whether the source that a connection polls has lost events that were applied, polled or delivered.
 
         Changes nothing. Raises TransientFault or psycopg.Error while that cannot be told.
         """
         try:
-            sighting = self._polled(source, origin)
-            if sighting is not None:
-                sighting.require_valid()
+            comparison = self._polled(source, origin)
+            if comparison is not None:
+                comparison.require_valid()
         except Unavailable:
             return False
         except TransientFault:
@@ -193,21 +195,23 @@ class Recognition:
             return True
         return False
 
-    def _polled(self, source: Connection, origin: groups.Origin) -> Sighting | None:
+    def _polled(self, source: Connection, origin: groups.SourceOrigin) -> SourceComparison | None:
         """The source that a connection polls; None for a standby, which may lag: that the snapshots tell."""
         identifier, timeline, standby = server_of(source)
         known, ours = _known(origin), identifier == origin.identifier
         if ours and standby and timeline in known.timelines:
             return None
-        seen = sight(source)
-        history = known if ours and timeline == known.timeline else History(timeline)
+        seen = current_position(source)
+        history = known if ours and timeline == known.timeline else TimelineHistory(timeline)
         system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
-        sighting = self._sighting(source, origin, system)
-        if not sighting.same and timeline > 1:
-            sighting = replace(sighting, system=replace(system, history=self._told(sighting)))
-        return sighting
+        comparison = self._compare(source, origin, system)
+        if not comparison.same and timeline > 1:
+            comparison = replace(
+                comparison, system=replace(system, history=self._with_history(comparison))
+            )
+        return comparison
 
-    def _told(self, sighting: Sighting) -> History:
+    def _with_history(self, comparison: SourceComparison) -> TimelineHistory:
         """The history of a polled server's timeline, which only a replication connection tells.
 
         Its last timeline only if the role may not have one, and there is nothing yet to compare it with.
@@ -218,33 +222,33 @@ class Recognition:
         except psycopg.OperationalError as error:
             if not refused_for_good(error):
                 raise
-            if sighting.origin.identifier is None:
-                return sighting.system.history
+            if comparison.origin.identifier is None:
+                return comparison.system.history
             raise RelayError(
                 "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
                 f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
                 "attribute, or decide with `relay offsets seek`"
             ) from None
         # A standby that has just followed its primary tells the former timeline for a while.
-        if not found.standby and found.history.timeline != sighting.system.history.timeline:
+        if not found.standby and found.history.timeline != comparison.system.history.timeline:
             raise TransientFault("source.dsn: the servers behind it are on different timelines")
         return found.history
 
-    def _remember(self, sighting: Sighting) -> int:
+    def _remember(self, comparison: SourceComparison) -> int:
         """Let the group's LSNs belong to the source that was seen; returns the group's epoch."""
-        sighting.require_valid()
-        if sighting.same:
-            return sighting.origin.epoch
-        system = sighting.system
+        comparison.require_valid()
+        if comparison.same:
+            return comparison.origin.epoch
+        system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
             # Meanwhile others may have applied what they still had of the former history, or followed already.
-            now = replace(sighting, origin=groups.origin(target, sighting.group, lock=True))
+            now = replace(comparison, origin=groups.origin(target, comparison.group, lock=True))
             if now.same:
                 return now.origin.epoch
             now.require_valid()
             epoch = groups.follow(
                 target,
-                sighting.group,
+                comparison.group,
                 system.identifier,
                 system.history.timeline,
                 str(system.history),
@@ -252,7 +256,7 @@ class Recognition:
             )
             if now.foreign or (now.origin.identifier is None and now.origin.confirmed is None):
                 # Whatever the slot has, it may lack something.
-                groups.note_confirmed(target, sighting.group, Lsn(0))
+                groups.note_confirmed(target, comparison.group, Lsn(0))
         if now.foreign:
             log.warning("the source is another server: snapshots decide what is new")
         elif now.origin.identifier is not None:
@@ -314,7 +318,7 @@ class Recovery:
                     drop_slot(conn, source.slot)
                 oldest = oldest_open(conn)
                 creating(None if oldest is None else str(oldest))
-                with telling_whom_it_waits_for(self._settings.source_dsn, creating):
+                with reporting_blockers(self._settings.source_dsn, creating):
                     create_slot(conn, source.slot)
                 # A role of an administrator's own making need not have the right.
                 with suppress(psycopg.errors.InsufficientPrivilege):

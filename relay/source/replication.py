@@ -33,13 +33,13 @@ from relay.faults import (
     is_transient,
 )
 from relay.model.events import Lsn
-from relay.pulse import Due, Pulse
+from relay.pulse import Due, Heartbeat
 from relay.source.columns import is_partitioned
 from relay.source.progress import Progress
 from relay.source.recovery import (
     Recognition,
     Recovery,
-    Sighting,
+    SourceComparison,
     Unavailable,
 )
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 Connection = psycopg.Connection[Any]
 
 ACTIVE_WAIT_SECONDS = 1.0
-SETTLE_SECONDS = 0.1
+APPLIED_POLL_SECONDS = 0.1
 STATUS_SHARE = 0.6
 
 
@@ -96,12 +96,12 @@ class Replication:
         self._recovery = recovery
         self._recognition = recognition
         self._tell = changed
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.closing = Event()
         # Written by the receiver's thread, read by the service's and those of metrics and health.
         self.connections = 0
         self.outage: Outage | None = None
-        self.standing_by = False
+        self.on_standby = False
         self.epoch: int | None = None
         # Written by both.
         self.next_xid = 0
@@ -176,18 +176,18 @@ class Replication:
     def _open(self) -> Stream:
         if self.closing.is_set():
             raise _SlotActive
-        self.pulse.beat("connects", Due.LATE)
+        self.heartbeat.update("connects", Due.LATE)
         conn = self._opening = open_replication(self._settings)
         try:
             pin_text_form(conn)
             return self._start(conn)
         except BaseException as error:
-            stranger = (
-                self._stranger(conn) if isinstance(error, psycopg.errors.ObjectInUse) else None
+            other_reader = (
+                self._other_reader(conn) if isinstance(error, psycopg.errors.ObjectInUse) else None
             )
             conn.close()
             if isinstance(error, psycopg.errors.ObjectInUse):
-                raise (Unavailable(stranger) if stranger else _SlotActive()) from error
+                raise (Unavailable(other_reader) if other_reader else _SlotActive()) from error
             if isinstance(error, psycopg.Error) and not is_transient(error):
                 explained = _explained(error, self._settings)
                 if self._recovery is None:
@@ -197,7 +197,7 @@ class Replication:
         finally:
             self._opening = None
 
-    def _stranger(self, conn: Connection) -> str | None:
+    def _other_reader(self, conn: Connection) -> str | None:
         """Who reads the slot, in words, if it is somebody else than a relay that may be waited for."""
         if self._recovery is None:
             return None
@@ -211,29 +211,29 @@ class Replication:
 
     def _note_why(self) -> Callable[[RetryCallState], None]:
         """A callback that logs each change of the reason for waiting, once, and keeps it as the outage."""
-        said: list[str] = [""]
+        last_logged: list[str] = [""]
 
         def note(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             if error is None:
                 return
-            self.pulse.beat("waits to connect again", Due.LATE)
-            self.standing_by = isinstance(error, _SlotActive)
-            if self.standing_by:
+            self.heartbeat.update("waits to connect again", Due.LATE)
+            self.on_standby = isinstance(error, _SlotActive)
+            if self.on_standby:
                 self.outage = None
                 reason = "another process reads the slot; standing by"
             else:
                 certain = isinstance(error, Unavailable)
                 reason = f"cannot stream yet: {error if certain else describe(error)}"
                 self.unavailable(reason, certain)
-            if reason != said[0]:
-                said[0] = reason
+            if reason != last_logged[0]:
+                last_logged[0] = reason
                 log.warning(reason)
 
         return note
 
     def _creating(self, waits_for: str | None) -> None:
-        self.pulse.beat("recreates the slot", Due.OPEN)
+        self.heartbeat.update("recreates the slot", Due.OPEN)
         oldest = f"; the oldest is {waits_for}" if waits_for else ""
         self.unavailable(
             f"the slot is recreated, which waits for all transactions that run{oldest}",
@@ -246,10 +246,10 @@ class Replication:
 
     def _start(self, conn: Connection) -> Stream:
         slot = self._settings.source.slot
-        system, sighting = self._look(conn)
-        if sighting is not None and not _is_read(conn, slot):
+        system, comparison = self._inspect(conn)
+        if comparison is not None and not _is_read(conn, slot):
             # A lost slot is not recreated where the stream would be refused.
-            sighting.require_valid()
+            comparison.require_valid()
         recreated = False
         if self._recovery is not None:
             recreated = self._recovery.restore(conn, self._undecodable, self._creating)
@@ -261,14 +261,14 @@ class Replication:
             raise ConfigurationError(
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
             )
-        self.pulse.beat("starts to stream", Due.LATE)
+        self.heartbeat.update("starts to stream", Due.LATE)
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
         timeout = sender_timeout(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         partitioned = is_partitioned(conn, self._settings.source)
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
-        incomplete = recreated or self._is_incomplete(sighting, confirmed)
+        incomplete = recreated or self._is_incomplete(comparison, confirmed)
         if incomplete and self._recovery is None:
             raise RelayError(
                 f"the slot {slot!r} does not go on where group {self._settings.group!r} has left it: somebody has "
@@ -280,47 +280,47 @@ class Replication:
         start = max(confirmed, self._progress.received)
         start_replication(conn, self._settings.source, start, encoding)
         with self._completing:
-            if self._recognition is not None and sighting is not None:
+            if self._recognition is not None and comparison is not None:
                 # Only who holds the slot touches the group's state.
                 self.incomplete |= incomplete
-                self.epoch = self._recognition.follow(sighting, self.incomplete)
+                self.epoch = self._recognition.follow(comparison, self.incomplete)
             self.next_xid = system.next_xid
             self._progress.start(confirmed)
             self._system = system
-            self.standing_by = False
+            self.on_standby = False
             self.connections += 1
         self._tell()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
 
-    def _is_incomplete(self, sighting: Sighting | None, confirmed: Lsn) -> bool:
+    def _is_incomplete(self, comparison: SourceComparison | None, confirmed: Lsn) -> bool:
         """Whether the slot may lack commits: it is new to the group, another server's, or somebody has advanced it."""
-        if sighting is None:
+        if comparison is None:
             return False
-        left_at = sighting.origin.confirmed
+        left_at = comparison.origin.confirmed
         if left_at is None and self.connections:
             left_at = self._progress.flushed
         if not left_at:
             # Nobody knows: whoever has read it was killed, which alone leaves nothing out. Without polling, a group
             # begins with its slot.
-            doubtful = left_at is not None or sighting.origin.identifier is None
-            return sighting.foreign or (doubtful and self._recovery is not None)
+            uncertain = left_at is not None or comparison.origin.identifier is None
+            return comparison.foreign or (uncertain and self._recovery is not None)
         if confirmed > left_at:
             log.warning(
                 "somebody else has advanced the slot; what it lacks is polled",
                 extra={"from": str(left_at), "to": str(confirmed)},
             )
-        return sighting.foreign or confirmed > left_at
+        return comparison.foreign or confirmed > left_at
 
-    def _look(self, conn: Connection) -> tuple[System, Sighting | None]:
-        sighting = self._recognition.look(conn) if self._recognition else None
-        system = sighting.system if sighting else identify(conn)
+    def _inspect(self, conn: Connection) -> tuple[System, SourceComparison | None]:
+        comparison = self._recognition.inspect(conn) if self._recognition else None
+        system = comparison.system if comparison else identify(conn)
         if self._system in (None, system):
-            return system, sighting
-        self._settle()
+            return system, comparison
+        self._await_applied()
         self._system = None
         # More was applied meanwhile.
-        return self._look(conn)
+        return self._inspect(conn)
 
     def _require_published(self, conn: Connection) -> None:
         """Rather no stream than one that leaves out columns: their values would be null, silently."""
@@ -331,12 +331,12 @@ class Replication:
                 raise
             raise Unavailable(str(error)) from None
 
-    def _settle(self) -> None:
+    def _await_applied(self) -> None:
         """Another server or timeline: what was received from the former is applied before positions begin again."""
         log.warning("the source is another server or timeline; what was received before is applied")
-        while not self._progress.settled and not self.closing.is_set():
-            self.pulse.beat("waits until what was received before is applied")
-            self.closing.wait(SETTLE_SECONDS)
+        while not self._progress.all_acknowledged and not self.closing.is_set():
+            self.heartbeat.update("waits until what was received before is applied")
+            self.closing.wait(APPLIED_POLL_SECONDS)
         self._progress.reset()
 
 

@@ -22,12 +22,12 @@ from relay.faults import ConfigurationError, RelayError, TransientFault, first_l
 from relay.model.batch import Share
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
-from relay.model.transactions import Places, Rows, Transactions
-from relay.source.applied import Applied
+from relay.model.transactions import Int64Array, Rows, Transactions
+from relay.source.applied import AppliedPosition
 from relay.source.differences import Difference, array, condition
 from relay.source.grouping import Grouping, Layout, polled
 from relay.source.pgoutput import encode_tuple
-from relay.source.server import sight
+from relay.source.server import current_position
 from relay.source.translation import Encoding, Translation
 from relay.store.connections import pin_text_form
 from relay.store.sinks import Position
@@ -63,8 +63,8 @@ class Wanted(NamedTuple):
     """Transactions to be read, in order: `partitions` has -1 where the rows of all partitions are wanted."""
 
     xids: Xids
-    positions: Places
-    partitions: Places
+    positions: Int64Array
+    partitions: Int64Array
 
 
 class _Raw(Loader):
@@ -362,7 +362,7 @@ class OutboxRows:
         )
 
     def unread(
-        self, conn: Connection, applied: Sequence[Applied], noted: Xids
+        self, conn: Connection, applied: Sequence[AppliedPosition], noted: Xids
     ) -> dict[int, tuple[int, datetime | None]]:
         """How many rows of each partition that has any are not applied, and the least event_ts of them."""
         rows = conn.execute(
@@ -385,7 +385,7 @@ class OutboxRows:
         From its position on, but those of transactions that are done.
         """
         assert position.snapshot is not None  # noqa: S101
-        now = sight(conn).snapshot
+        now = current_position(conn).snapshot
         xid = sql.Identifier(INSERTED_BY)
         if not now.covers(position.snapshot):
             return 0, None
@@ -421,7 +421,11 @@ class OutboxRows:
         return int(count), oldest
 
     def moved(
-        self, conn: Connection, before: Sequence[Applied], noted: Xids, after: Sequence[Applied]
+        self,
+        conn: Connection,
+        before: Sequence[AppliedPosition],
+        noted: Xids,
+        after: Sequence[AppliedPosition],
     ) -> tuple[int, int]:
         """How many rows that are applied would not be after a move, and how many would be that are not."""
         nothing = np.zeros(0, np.int64)
@@ -442,7 +446,7 @@ class OutboxRows:
         return found[0], found[1]
 
     def _states(
-        self, conn: Connection, applied: Sequence[Applied], noted: Xids, oldest: int
+        self, conn: Connection, applied: Sequence[AppliedPosition], noted: Xids, oldest: int
     ) -> sql.Composed:
         """Rows of transactions from `oldest` on, each with its partition and whether it is applied."""
         return sql.SQL(
@@ -537,13 +541,13 @@ class OutboxRows:
         grouping = Grouping(self._mapping, limits.max_bytes, limits.spool_directory)
         last: tuple[int, bytes | None] | None = None
         name = self._mapping["transaction_id"]
-        place = columns.index(name) if name in columns else None
+        index = columns.index(name) if name in columns else None
         rows: list[bytes] = []
         size = 0
         ends: list[tuple[int, int]] = []
         statement = self._reading(columns, wanted, unmarked, by_reference)
         for inserted_by, *cells in self._read(conn, statement, len(columns), encoding):
-            this = int(inserted_by or 0), None if place is None else cells[place]
+            this = int(inserted_by or 0), None if index is None else cells[index]
             if last is not None and not _goes_on(last, this):
                 ends.append((len(rows), last[0]))
             last = this
@@ -652,7 +656,7 @@ class OutboxRows:
 
 def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
     """Raise TransientFault if the connection's server does not show yet what another connection has seen."""
-    found = sight(conn).snapshot
+    found = current_position(conn).snapshot
     seen = found.covers(wanted) if isinstance(wanted, Snapshot) else found.sees(wanted).all()
     if not seen:
         raise TransientFault(
@@ -660,7 +664,7 @@ def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
         )
 
 
-def _oldest(applied: Sequence[Applied]) -> int:
+def _oldest(applied: Sequence[AppliedPosition]) -> int:
     """The least transaction that may not be applied."""
     return min(each.snapshot.xmin for each in applied)
 

@@ -18,7 +18,7 @@ _PAGE_HEADER, _SEGMENT_HEADER = 24, 40
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class SourcePosition:
     """What was visible at a moment, and a position of the WAL that all of it lies below.
 
     `durable` says that a crash of the server would not take any of it back.
@@ -29,7 +29,7 @@ class Sight:
     durable: bool
 
 
-def sight(conn: Connection) -> Sight:
+def current_position(conn: Connection) -> SourcePosition:
     """What sessions see now. Raises psycopg.Error.
 
     Of a hot standby only what is certain: its snapshot has no list of the transactions in progress.
@@ -46,16 +46,16 @@ def sight(conn: Connection) -> Sight:
     text, standby, position, flushed, segment = found
     snapshot, lsn = Snapshot.parse(text), end_before(Lsn.parse(position or "0/0"), segment)
     if standby:
-        return Sight(snapshot.settled(), lsn, durable=True)
-    return Sight(snapshot, lsn, Lsn.parse(flushed) >= lsn)
+        return SourcePosition(snapshot.certain(), lsn, durable=True)
+    return SourcePosition(snapshot, lsn, Lsn.parse(flushed) >= lsn)
 
 
-def durable_sight(conn: Connection) -> Sight:
+def durable_position(conn: Connection) -> SourcePosition:
     """What sessions see now, and the server has on its disk. The connection is in no transaction. Raises psycopg.Error.
 
     With synchronous_commit off, a crash would take back what is visible, and give its xid again.
     """
-    seen = sight(conn)
+    seen = current_position(conn)
     if not seen.durable:
         _flush(conn)
     return seen

@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import args_row, class_row, scalar_row
 
-from relay.config.settings import Source
+from relay.config.settings import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.source.columns import PUBLISHES_GENERATED, mapped
@@ -152,18 +152,18 @@ def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | Non
     ).fetchone()
     if row is None:
         return None
-    told = conn.info.server_version >= 150000
+    lists_columns = conn.info.server_version >= 150000
     tables = conn.execute(
         sql.SQL(
             "select schemaname || '.' || tablename, {} from pg_publication_tables where pubname = %s"
-        ).format(sql.SQL("attnames::text[]" if told else "null")),
+        ).format(sql.SQL("attnames::text[]" if lists_columns else "null")),
         (name,),
     )
     inserts, through_root = row
     return _Publication(inserts, through_root, dict(tables.fetchall()))
 
 
-def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
+def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
     """Raise ConfigurationError unless the publication has the outbox's inserts, whole, under the outbox's name."""
     found = _publication(conn, source.publication)
     if found is None:
@@ -205,7 +205,7 @@ def require_published(conn: psycopg.Connection[Any], source: Source) -> None:
 
 
 def _refuse_leaves(
-    conn: psycopg.Connection[Any], source: Source, publication: _Publication
+    conn: psycopg.Connection[Any], source: SourceSettings, publication: _Publication
 ) -> None:
     """Raise ConfigurationError if the publication names the partitions of the outbox instead of the outbox."""
     if publication.through_root:
@@ -222,7 +222,7 @@ def _refuse_leaves(
         )
 
 
-def ensure_publication(conn: psycopg.Connection[Any], source: Source) -> bool:
+def ensure_publication(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Create the publication of the outbox's inserts if it is not there; returns whether it was created.
 
     Only inserts are published, so that pruning the outbox makes no noise, and through the root of a partitioned table.

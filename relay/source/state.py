@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relay.model.events import Lsn
 
-STREAMS, POLLS, STANDS_BY, ELSEWHERE = "wal", "poll", "standby", ""
+STREAMS, POLLS, STANDBY, ELSEWHERE = "wal", "poll", "standby", ""
 """What it does: it reads the slot, polls, waits for another process that reads the slot, or cannot read now."""
 
 

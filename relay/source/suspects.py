@@ -11,22 +11,22 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import describe
-from relay.source.assembler import Begun
+from relay.source.assembler import OpenCommit
 from relay.store.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
 
-class Undigestible(Exception):
+class FatalCommit(Exception):
     """Receiving a commit has ended in a death `deaths` times."""
 
-    def __init__(self, commit: Begun, deaths: int) -> None:
+    def __init__(self, commit: OpenCommit, deaths: int) -> None:
         super().__init__(commit, deaths)
         self.commit = commit
         self.deaths = deaths
 
 
-class Casualties:
+class ReceiverSuspects:
     """The receiver's notes in `relay.suspects`: while it is guarded, the commit that is open has one.
 
     A note that is found again is a death. Guarding begins after a crash or when memory ran out, and ends when more was
@@ -36,7 +36,7 @@ class Casualties:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._left = 0
-        self._noted: Begun | None = None
+        self._noted: OpenCommit | None = None
 
     @cached_property
     def _suspects(self) -> Suspects:
@@ -57,7 +57,7 @@ class Casualties:
         """A process may have died of what comes now."""
         self._left = 2 * self._settings.source.buffer_bytes
 
-    def took(self, size: int, begun: Begun | None) -> None:
+    def count_received(self, size: int, begun: OpenCommit | None) -> None:
         """So many bytes were taken in, and a commit is open now. Raises Undigestible before its next row."""
         if self._noted is None and not self.guarding:
             return
@@ -70,12 +70,12 @@ class Casualties:
             noted = self._suspects.note_next(former, _name(begun), limit)
             self._noted = begun if noted else None
             if not noted:
-                raise Undigestible(begun, limit)
+                raise FatalCommit(begun, limit)
         elif former is not None:
             self._suspects.clear(former)
             self._noted = None
 
-    def died(self, begun: Begun | None) -> None:
+    def died(self, begun: OpenCommit | None) -> None:
         """Memory ran out while a commit was open. This process lives on, but got no further."""
         if begun is not None and self._noted is None:
             with _tolerating():
@@ -90,7 +90,7 @@ class Casualties:
                 self._suspects.take_back(_name(self._noted))
             self._noted = None
 
-    def forget(self, begun: Begun) -> None:
+    def forget(self, begun: OpenCommit) -> None:
         """The commit is done with."""
         self._suspects.clear(_name(begun))
 
@@ -116,5 +116,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _name(commit: Begun) -> str:
+def _name(commit: OpenCommit) -> str:
     return f"receiving {commit.lsn}"

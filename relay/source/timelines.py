@@ -15,7 +15,7 @@ _SWITCH = re.compile(r"\s*(\d+)\s+([0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8})(?:\s|$)", 
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class TimelineSwitch:
     """A timeline that another one followed, and the position at which it was left."""
 
     timeline: int
@@ -23,14 +23,14 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TimelineHistory:
     """A server's timeline and those that led to it, the oldest first."""
 
     timeline: int
-    switches: tuple[Switch, ...] = ()
+    switches: tuple[TimelineSwitch, ...] = ()
 
     @classmethod
-    def parse(cls, timeline: int, text: str) -> History:
+    def parse(cls, timeline: int, text: str) -> TimelineHistory:
         """Read a timeline's history file: parent, switch point and reason in a line, blank lines and # comments.
 
         Raises ValueError if it is not one.
@@ -51,12 +51,12 @@ class History:
         """Every timeline of the history."""
         return frozenset(each.timeline for each in self.switches) | {self.timeline}
 
-    def since(self, timeline: int) -> History:
+    def since(self, timeline: int) -> TimelineHistory:
         """The same from a timeline on, where nothing is known of what led to that."""
         kept = tuple(each for each in self.switches if each.timeline >= timeline)
-        return History(self.timeline, kept)
+        return TimelineHistory(self.timeline, kept)
 
-    def shared_until(self, other: History) -> Lsn | None:
+    def shared_until(self, other: TimelineHistory) -> Lsn | None:
         """The position up to which both histories have the same WAL; None if one is not left by the other at all."""
         shared = Lsn(0)
         for ours, theirs in zip(self._stretches(), other._stretches(), strict=False):
@@ -72,8 +72,8 @@ class History:
         return [*((each.timeline, each.position) for each in self.switches), (self.timeline, None)]
 
 
-def _switch(line: str) -> Switch:
+def _switch(line: str) -> TimelineSwitch:
     found = _SWITCH.match(line)
     if found is None:
         raise ValueError(f"{line!r} is not a line of a timeline's history")
-    return Switch(int(found[1]), Lsn.parse(found[2]))
+    return TimelineSwitch(int(found[1]), Lsn.parse(found[2]))

@@ -22,7 +22,7 @@ from relay.source.pgoutput import decode_tuple, encode_tuple
 TIMESTAMPTZ = 1184
 """The oid of `timestamptz`."""
 
-_TOLD_AT_MOST = 20
+_MOST_SHOWN = 20
 _COUNT = Struct(">H")
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 _TIMES = ("event_ts", "deliver_at")
@@ -62,7 +62,7 @@ class Translation:
         self._naive = frozenset(naive)
         self._read = frozenset(mapping.values())
         self._json = frozenset(mapping[field] for field in _JSON)
-        self._naive_places = [place for place, name in enumerate(names) if name in self._naive]
+        self._naive_indices = [index for index, name in enumerate(names) if name in self._naive]
         self.columns = [*names, NOTE] if encoding is not None else list(names)
 
     @classmethod
@@ -81,7 +81,7 @@ class Translation:
 
     def rows(self, rows: Rows) -> Rows:
         """Many rows, translated. Raises ProtocolError where one is cut short."""
-        found = None if self._encoding is not None else zoned(rows, self._naive_places)
+        found = None if self._encoding is not None else zoned(rows, self._naive_indices)
         return Rows.of([self.row(row) for row in rows]) if found is None else found
 
     def row(self, data: bytes) -> bytes:
@@ -113,14 +113,14 @@ class Translation:
 
 
 def _note(name: str, text: str, encoding: Encoding, count: int) -> str:
-    told = [
+    shown = [
         f"0x{_byte(byte[0]):02x} at byte "
         f"{len(text[: byte.start()].encode(encoding.codec, 'surrogateescape'))}"
-        for byte in islice(_UNDECODABLE.finditer(text), _TOLD_AT_MOST)
+        for byte in islice(_UNDECODABLE.finditer(text), _MOST_SHOWN)
     ]
-    more = f" and {count - len(told)} more" if count > len(told) else ""
+    more = f" and {count - len(shown)} more" if count > len(shown) else ""
     form = "UTF-8" if encoding.name == "SQL_ASCII" else encoding.name
-    return f"{name} is not {form}: {', '.join(told)}{more}"
+    return f"{name} is not {form}: {', '.join(shown)}{more}"
 
 
 def _byte(surrogate: str) -> int:

@@ -9,24 +9,24 @@ import socket
 log = logging.getLogger(__name__)
 
 
-class Bell:
+class Wakeup:
     """Register it with a selector; it is readable from a ring until it is hushed. Safe in any thread."""
 
     def __init__(self) -> None:
-        self._clapper, self._sound = socket.socketpair()
-        self._clapper.setblocking(False)
-        self._sound.setblocking(False)
-        self._ear = select.poll()
-        self._ear.register(self._sound, select.POLLIN)
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._receiver, select.POLLIN)
 
     def fileno(self) -> int:
         """What a selector watches."""
-        return self._sound.fileno()
+        return self._receiver.fileno()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End the wait that is under way, or else the next one."""
         try:
-            self._clapper.send(b"!")
+            self._sender.send(b"!")
         except BlockingIOError:
             pass  # it is ringing already
         except OSError:
@@ -34,13 +34,13 @@ class Bell:
 
     def wait(self, timeout: float) -> bool:
         """Until it has rung, or some seconds have passed; returns whether it has rung."""
-        return bool(self._ear.poll(timeout * 1000))
+        return bool(self._poll.poll(timeout * 1000))
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """However often it rang, it was heard."""
-        self._sound.recv(4096)
+        self._receiver.recv(4096)
 
     def close(self) -> None:
         """Nobody waits any more."""
-        self._clapper.close()
-        self._sound.close()
+        self._sender.close()
+        self._receiver.close()

@@ -15,7 +15,7 @@ from relay.config.settings import Settings
 from relay.model.batch import Batch
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
-from relay.source.assembler import Begun
+from relay.source.assembler import OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.progress import Progress
 from relay.source.receiver import Receiver
@@ -50,7 +50,7 @@ class WalSource:
         self._queue = CommitQueue(settings.batch)
         self._replication = Replication(settings, self._progress, recovery, recognition, changed)
         self._receiver = Receiver(settings, self._replication, self._queue, self._progress)
-        self.pulse = self._receiver.pulse
+        self.heartbeat = self._receiver.heartbeat
 
     def start(self) -> None:
         """Begin to receive."""
@@ -84,11 +84,11 @@ class WalSource:
         self._receiver.guard()
 
     @property
-    def stuck(self) -> Begun | None:
+    def stuck(self) -> OpenCommit | None:
         """The commit that receiving ended in deaths of, `crash_limit` times; the stream stands before it."""
         return self._receiver.stuck
 
-    def pass_over(self, commit: Begun) -> None:
+    def pass_over(self, commit: OpenCommit) -> None:
         """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
         self._receiver.pass_over(commit)
 
@@ -122,9 +122,9 @@ class WalSource:
         return self._replication.outage
 
     @property
-    def is_standing_by(self) -> bool:
+    def is_standby(self) -> bool:
         """Whether another process reads the slot."""
-        return self._replication.standing_by
+        return self._replication.on_standby
 
     @property
     def connections(self) -> int:

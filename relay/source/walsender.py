@@ -19,10 +19,10 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
 
-from relay.config.settings import Settings, Source
+from relay.config.settings import Settings, SourceSettings
 from relay.faults import RelayError, server_error
 from relay.model.events import Lsn
-from relay.source.timelines import History
+from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
 from relay.store import groups
 
@@ -38,7 +38,7 @@ class System:
     """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
 
     identifier: str
-    history: History
+    history: TimelineHistory
     position: Lsn = field(compare=False)
     standby: bool = field(compare=False)
     next_xid: int = field(compare=False)
@@ -111,22 +111,24 @@ def identify(conn: Connection) -> System:
     return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
 
 
-def _history(conn: Connection, timeline: int) -> History:
+def _history(conn: Connection, timeline: int) -> TimelineHistory:
     """The timelines that led to this one; none where the server has no file that tells them.
 
     Source: PostgreSQL documentation, "Streaming Replication Protocol", TIMELINE_HISTORY.
     """
     if timeline == 1:
-        return History(timeline)
+        return TimelineHistory(timeline)
     # Servers before PostgreSQL 15 give the file's bytes the type bytea, and send them as they are.
     result = conn.pgconn.exec_(f"TIMELINE_HISTORY {timeline}".encode())
     if result.status != ExecStatus.TUPLES_OK:
         error = server_error(result)
         if isinstance(error, psycopg.errors.UndefinedFile):
-            return History(timeline)
+            return TimelineHistory(timeline)
         raise error
     try:
-        return History.parse(timeline, (result.get_value(0, 1) or b"").decode(errors="replace"))
+        return TimelineHistory.parse(
+            timeline, (result.get_value(0, 1) or b"").decode(errors="replace")
+        )
     except ValueError as error:
         raise RelayError(f"source.dsn: {error}: mend the file in the server's pg_wal") from None
 
@@ -141,7 +143,7 @@ def sender_timeout(conn: Connection) -> float:
 
 
 def start_replication(
-    conn: Connection, source: Source, start: Lsn, encoding: Encoding | None
+    conn: Connection, source: SourceSettings, start: Lsn, encoding: Encoding | None
 ) -> None:
     """Begin to stream the slot's commits that end after `start`. Raises psycopg.Error."""
     command = sql.SQL(

@@ -27,7 +27,7 @@ from relay.model.batch import JobName, Task, Work
 from relay.model.events import Lsn
 from relay.pipeline.inline import Result
 from relay.spark.executor import CODEC, apply_rows
-from relay.spark.faults import told
+from relay.spark.faults import safe_description
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,7 +69,7 @@ class SparkEngine:
         self._schema = StructType().add("task", "integer").add("result", "binary")
 
     @property
-    def lanes(self) -> int | None:
+    def workers(self) -> int | None:
         """How many tasks the session runs side by side."""
         return self._session.slots
 
@@ -90,7 +90,9 @@ class SparkEngine:
                 result for task in tasks for result in self._run_job(session, [task], guarded, name)
             ]
         except Exception as error:
-            fault = TaskFault(Action.RETRY, f"the Spark job failed: {told(error)}", died=True)
+            fault = TaskFault(
+                Action.RETRY, f"the Spark job failed: {safe_description(error)}", died=True
+            )
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
         finally:
@@ -157,8 +159,8 @@ def _packed(number: int, task: Work) -> pa.RecordBatch:
     work = sink.getvalue()
     ends = pa.py_buffer(struct.pack("=ii", 0, work.size))
     column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, work])
-    told = [number, list(task.partitions), *_span(task), task.events, work.size]
-    columns = [pa.array([value], field.type) for value, field in zip(told, TASKS, strict=False)]
+    metadata = [number, list(task.partitions), *_span(task), task.events, work.size]
+    columns = [pa.array([value], field.type) for value, field in zip(metadata, TASKS, strict=False)]
     return pa.RecordBatch.from_arrays([*columns, column], schema=TASKS)
 
 

@@ -12,7 +12,7 @@ import relay
 from relay.config.settings import Settings
 from relay.faults import RelayError, TaskFault
 from relay.logs import quiet_libraries
-from relay.memory import collect_seldom, return_arrow_blocks, return_large_blocks
+from relay.memory import collect_rarely, return_arrow_blocks, return_large_blocks
 from relay.model.batch import Work
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
@@ -29,7 +29,7 @@ def _applier(configuration: bytes) -> Applier:
     applier = _appliers.get(configuration)
     if applier is None:
         quiet_libraries()
-        collect_seldom()
+        collect_rarely()
         return_large_blocks()
         return_arrow_blocks()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
@@ -46,7 +46,7 @@ def prepare(configuration: bytes) -> None:
 def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Load what applying a task needs, and connect."""
     # A worker looks for garbage after each task, in all that it has loaded.
-    collect_seldom()
+    collect_rarely()
     for batch in batches:
         if configuration and batch.column("connects")[0].as_py():
             prepare(configuration)

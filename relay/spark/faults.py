@@ -32,7 +32,7 @@ _RELAY = str(Path(__file__).parents[1])
 _LIBRARIES = ("/pyspark/", "/py4j/", "/pyspark.zip/")
 
 
-def told(error: BaseException, quoted: bool = True) -> str:
+def safe_description(error: BaseException, quoted: bool = True) -> str:
     """The fault in words that are safe in a log: its kind, Spark's error condition and SQLSTATE.
 
     `quoted`: of an error of a query's analysis the first line too, which names columns, tables and positions. Not so
@@ -60,7 +60,9 @@ def of_function(key: str) -> Iterator[None]:
     except RelayError:
         raise
     except Exception as error:
-        raise RelayError(f"{key}: {told(error, quoted=False)}{_where(error)}") from error
+        raise RelayError(
+            f"{key}: {safe_description(error, quoted=False)}{_where(error)}"
+        ) from error
 
 
 def _spark_error(error: Any) -> str:

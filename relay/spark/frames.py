@@ -13,17 +13,17 @@ import psycopg
 from psycopg import sql
 
 from relay.config.handlers import SPARK_COLUMNS
-from relay.config.settings import Settings, Source
+from relay.config.settings import Settings, SourceSettings
 from relay.faults import Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
-from relay.pipeline.route_rules import Router, Values
+from relay.pipeline.route_rules import RouteRules, Values
 from relay.source.differences import XID, Difference, array, condition
 from relay.spark import planning
-from relay.spark.reading import PARTITION, Portion, Table, map_type, read
+from relay.spark.reading import PARTITION, OutboxTable, TaskPortion, map_type, read
 from relay.spark.writers import BATCH_COLUMN
 from relay.store.sinks import BEFORE_FIRST
-from relay.store.spark_batches import Begun, Contents
+from relay.store.spark_batches import Contents, OpenBatch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,7 +48,7 @@ _TYPES = {
 }
 
 
-def columns(source: Source) -> tuple[str, ...]:
+def columns(source: SourceSettings) -> tuple[str, ...]:
     """The columns of a frame: `headers` is there if the source has any."""
     return (*SPARK_COLUMNS, headers.FIELD) if source.headers else SPARK_COLUMNS
 
@@ -74,7 +74,7 @@ def frame(
     conn: psycopg.Connection[Any],
     settings: Settings,
     sink: str,
-    batch: Begun,
+    batch: OpenBatch,
 ) -> DataFrame:
     """The frame of a batch: `columns` and `relay_batch`. `conn` is one to the source. Raises psycopg.Error."""
     from pyspark.sql import functions
@@ -82,7 +82,7 @@ def frame(
     contents = batch.contents
     tasks = min(slots or _SLOTS, 1 + contents.rows // TASK_EVENTS)
     between = Difference(contents.before, contents.after)
-    portions: list[Portion] = []
+    portions: list[TaskPortion] = []
     if contents.rows:
         portions = planning.by_xid(conn, _table(settings), between, tasks)
     plain = replace(contents, data=None)
@@ -99,7 +99,7 @@ def frame(
     return found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
 
-def left_out(table: Table, contents: Contents) -> sql.Composable | None:
+def left_out(table: OutboxTable, contents: Contents) -> sql.Composable | None:
     """The condition on rows of a batch's difference that the sink has not had before; None where it had none."""
     offset = sql.Identifier(table.mapping["c_offset"])
     wanted: list[sql.Composable] = []
@@ -148,8 +148,8 @@ def _unpacked(data: bytes) -> pa.Table:
         return stream.read_all()
 
 
-def _table(settings: Settings) -> Table:
-    return Table(settings.source.table_name, settings.source.mapping)
+def _table(settings: Settings) -> OutboxTable:
+    return OutboxTable(settings.source.table_name, settings.source.mapping)
 
 
 # On the executors.
@@ -163,7 +163,7 @@ class _Task:
     sink: str
     host_buckets: int
     contents: Contents
-    portions: tuple[Portion, ...]
+    portions: tuple[TaskPortion, ...]
 
     def __repr__(self) -> str:
         return f"_Task(sink={self.sink})"
@@ -192,7 +192,7 @@ class _Routes:
 
     def __init__(self, settings: Settings, sink: str) -> None:
         self._sink = sink
-        self._router = Router(settings.routes)
+        self._rules = RouteRules(settings.routes)
         self._unrouted = settings.unrouted
         self._is_total = any(not route.match for route in settings.routes)
 
@@ -226,11 +226,11 @@ class _Routes:
             )
 
     def _handlers(self, batch: pa.RecordBatch) -> list[tuple[str, ...]]:
-        if not self._router.fields:
-            return [self._router.choose(())] * len(batch)
-        values = [_texts(batch, field) for field in self._router.fields]
+        if not self._rules.fields:
+            return [self._rules.choose(())] * len(batch)
+        values = [_texts(batch, field) for field in self._rules.fields]
         rows: Iterator[Values] = zip(*values, strict=True)
-        return [self._router.choose(row) for row in rows]
+        return [self._rules.choose(row) for row in rows]
 
 
 def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:

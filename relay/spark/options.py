@@ -11,11 +11,11 @@ from typing import Any, Literal, NoReturn
 from psycopg import sql
 from pydantic import ValidationError
 
-from relay.config.settings import Source
+from relay.config.settings import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.spark.reading import Table
+from relay.spark.reading import OutboxTable
 
 NAMES = (
     *("dsn", "dsn.env", "dsn.file", "table", "columns", "headers", "partitions", "ordered"),
@@ -42,7 +42,7 @@ class Options:
     dsn: str
     names_server: bool
     """Whether `dsn` was given; else libpq's variables lead to a server."""
-    table: Table
+    table: OutboxTable
     partitions: int
     ordered: bool
     push_filters: bool
@@ -96,7 +96,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
     return Options(
         dsn=source.dsn.get_secret_value(),
         names_server=any(name in options for name in ("dsn", "dsn.env", "dsn.file")),
-        table=Table(
+        table=OutboxTable(
             source.table_name, source.mapping, frozenset(filter(None, source.columns.values()))
         ),
         partitions=_number(options, "partitions") or _DEFAULT_PARTITIONS,
@@ -111,7 +111,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
     )
 
 
-def _source(options: Mapping[str, str]) -> Source:
+def _source(options: Mapping[str, str]) -> SourceSettings:
     values: dict[str, Any] = {}
     given = [name for name in ("dsn", "dsn.env", "dsn.file") if name in options]
     if len(given) > 1:
@@ -132,7 +132,7 @@ def _source(options: Mapping[str, str]) -> Source:
         except ValueError:
             _refuse("headers", 'is not JSON; write ["region"] or {"region": "tenant_region"}')
     try:
-        return Source.model_validate(values)
+        return SourceSettings.model_validate(values)
     except ValidationError as error:
         # Pydantic's own text would show the value, which may hold a password.
         first = error.errors(include_input=False, include_url=False)[0]

@@ -22,7 +22,7 @@ from relay.config.event_types import EventTypeSettings
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 
 FOLDER = "executors"
 """The folder on an executor into which Spark unpacks the archive."""
@@ -50,7 +50,7 @@ class Package:
         }
 
 
-def build(settings: Settings, file: Path, report: Report = silent) -> Package:
+def build(settings: Settings, file: Path, report: ProgressReport = silent) -> Package:
     """Write the archive; of the same files it has the same bytes. It serves Pythons and machines like this one.
 
     Raises ConfigurationError for a module that cannot be found, OSError where the file cannot be written.
@@ -161,7 +161,7 @@ def _files_of(distribution: Distribution) -> dict[str, Path]:
     }
 
 
-def _write(file: Path, files: dict[str, Path], report: Report) -> None:
+def _write(file: Path, files: dict[str, Path], report: ProgressReport) -> None:
     total, done = sum(each.stat().st_size for each in files.values()), 0
     with (
         file.open("wb") as raw,

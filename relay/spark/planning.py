@@ -8,35 +8,39 @@ import psycopg
 from psycopg import sql
 
 from relay.source.differences import XID, Difference, condition
-from relay.spark.reading import Portion, Table
+from relay.spark.reading import OutboxTable, TaskPortion
 
 Connection = psycopg.Connection[Any]
 
 
-def by_host(between: Difference, tasks: int) -> list[Portion]:
+def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
     """A portion for each residue of the hosts' hashes: the events of one host are in one portion."""
     if tasks == 1:
-        return [Portion(between)]
-    return [Portion(between, hosts=(tasks, residue)) for residue in range(tasks)]
+        return [TaskPortion(between)]
+    return [TaskPortion(between, hosts=(tasks, residue)) for residue in range(tasks)]
 
 
-def by_xid(conn: Connection, table: Table, between: Difference, tasks: int) -> list[Portion]:
+def by_xid(
+    conn: Connection, table: OutboxTable, between: Difference, tasks: int
+) -> list[TaskPortion]:
     """Portions of adjacent transaction ids: each row is read from the index once, by one task.
 
     Rows without c_xid, from before relay, are a portion of their own. Raises psycopg.Error.
     """
     first, last = _ends(conn, table, between)
-    portions = [Portion(between, xids=(0, 1))] if between.before.is_beginning else []
+    portions = [TaskPortion(between, xids=(0, 1))] if between.before.is_beginning else []
     if first is None or last is None:
         return portions
     step = -(-(last + 1 - first) // tasks)
     return portions + [
-        Portion(between, xids=(low, min(low + step, last + 1)), unmarked=False)
+        TaskPortion(between, xids=(low, min(low + step, last + 1)), unmarked=False)
         for low in range(first, last + 1, step)
     ]
 
 
-def _ends(conn: Connection, table: Table, between: Difference) -> tuple[int | None, int | None]:
+def _ends(
+    conn: Connection, table: OutboxTable, between: Difference
+) -> tuple[int | None, int | None]:
     """The least and the greatest c_xid of a difference."""
     end = (
         "(select x::text from (select {xid} as x from {table} where {xid} is not null and {between}"

@@ -9,7 +9,7 @@ from psycopg import sql
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, In, IsNotNull, LessThan
 
 from relay.model.events import SQL_TYPES
-from relay.spark.reading import Table
+from relay.spark.reading import OutboxTable
 
 # What PostgreSQL compares as Spark does: not jsonb, whose text Spark sees, and not the order of texts, which depends on
 # the collation.
@@ -17,7 +17,7 @@ _EQUAL = ("text", "uuid", "bigint", "int")
 _ORDERED = ("bigint", "int")
 
 
-def condition_of(filters: Iterable[Filter], table: Table) -> sql.Composable | None:
+def condition_of(filters: Iterable[Filter], table: OutboxTable) -> sql.Composable | None:
     """The filters that PostgreSQL can apply, as one condition on the outbox; None without any.
 
     Spark applies all of them again, so a filter that is left out costs time only.
@@ -26,7 +26,7 @@ def condition_of(filters: Iterable[Filter], table: Table) -> sql.Composable | No
     return sql.SQL(" and ").join(found) if found else None
 
 
-def _condition(each: Filter, table: Table) -> sql.Composable | None:
+def _condition(each: Filter, table: OutboxTable) -> sql.Composable | None:
     attribute: tuple[str, ...] = getattr(each, "attribute", ())
     field = attribute[0] if len(attribute) == 1 else ""
     column = table.mapping.get(field)

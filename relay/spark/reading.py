@@ -43,7 +43,7 @@ _DELIMITER, _QUOTE = "\x01", "\x02"
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class TaskPortion:
     """Rows of a difference that one task reads.
 
     `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last. `unmarked`
@@ -57,7 +57,7 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Table:
+class OutboxTable:
     """An outbox: schema and name, and the column of each field, headers too; "" for a field that it does not have."""
 
     name: tuple[str, str]
@@ -98,7 +98,11 @@ def arrow_schema() -> pa.Schema:
 
 
 def read(
-    dsn: str, table: Table, portion: Portion, partitions: int, conditions: sql.Composable | None
+    dsn: str,
+    table: OutboxTable,
+    portion: TaskPortion,
+    partitions: int,
+    conditions: sql.Composable | None,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
 
@@ -138,7 +142,7 @@ def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
     require_visible(conn, snapshot)
 
 
-def columns(conn: Connection, table: Table) -> frozenset[str]:
+def columns(conn: Connection, table: OutboxTable) -> frozenset[str]:
     """The columns that an outbox has. Raises psycopg.Error, and RelayError where it cannot be read."""
     name = ".".join(table.name)
     try:
@@ -168,9 +172,9 @@ def columns(conn: Connection, table: Table) -> frozenset[str]:
 
 
 def _statement(
-    table: Table,
+    table: OutboxTable,
     known: Collection[str],
-    portion: Portion,
+    portion: TaskPortion,
     partitions: int,
     conditions: sql.Composable | None,
 ) -> sql.Composed:
@@ -203,7 +207,7 @@ def _statement(
     )
 
 
-def partition_of(table: Table, partitions: int) -> sql.Composed:
+def partition_of(table: OutboxTable, partitions: int) -> sql.Composed:
     """The partition of a row's host, as the pipeline counts them."""
     return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
         sql.Identifier(table.mapping["host_id"]), sql.Literal(partitions)

@@ -11,7 +11,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.spark.frames import columns, pack
 from relay.store import deferred, spark_batches
 
@@ -42,7 +42,7 @@ def packed(
     """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
     limits = settings.batch
     transactions = deferred.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
-    routed = Routed(transactions, Routing(settings).decoder(transactions.columns))
+    routed = Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
     events = [event for transaction in routed for event in transaction.events]
     hosts = {event.text("host_id") or "" for event in events}
     hashes = spark_batches.hashes(conn, sorted(hosts))

@@ -22,7 +22,7 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.config.settings import Settings, Spark
+from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
 from relay.memory import return_arrow_blocks
 from relay.spark.gateway import start_gateway
@@ -89,7 +89,7 @@ class Session:
     It starts in the background, so that batches do not wait for the JVM.
     """
 
-    def __init__(self, settings: Spark, tasks: Settings | None = None) -> None:
+    def __init__(self, settings: SparkSettings, tasks: Settings | None = None) -> None:
         """`tasks` is the configuration whose tasks the executors are made ready for."""
         self._settings = settings
         self._configuration = pickle.dumps(tasks) if tasks else b""
@@ -97,14 +97,14 @@ class Session:
         self._session: SparkSession | None = None
         self._slots: int | None = None
         self._counted = 0.0
-        self._settled = Event()
+        self._attempted = Event()
         self._closing = Event()
         self._builder: Thread | None = None
         self._starting = Lock()
         self._replacing = Lock()
         self._error: ConfigurationError | None = None
         self._failed_since: float | None = None
-        self.trouble: str | None = None
+        self.fault: str | None = None
         """Why there is no session yet, where an attempt to build one has failed."""
 
     @property
@@ -144,15 +144,13 @@ class Session:
         with self._starting:
             if self._session or (self._builder is not None and self._builder.is_alive()):
                 return
-            self._settled.clear()
-            self._builder = Thread(
-                target=self._build_until_it_works, name="spark-start", daemon=True
-            )
+            self._attempted.clear()
+            self._builder = Thread(target=self._retry_build, name="spark-start", daemon=True)
             self._builder.start()
 
     def get(self, timeout: float = 0.0) -> SparkSession | None:
         """The session, or None while it is being built. Raises ConfigurationError if there can never be one."""
-        self._settled.wait(timeout)
+        self._attempted.wait(timeout)
         if self._error is not None:
             raise self._error
         return self._session
@@ -182,7 +180,7 @@ class Session:
             self._builder.join(1)
         self._discard()
 
-    def _build_until_it_works(self) -> None:
+    def _retry_build(self) -> None:
         retrying = Retrying(
             retry=retry_if_not_exception_type(ConfigurationError),
             wait=wait_exponential_jitter(multiplier=1.0, max=30.0),
@@ -195,7 +193,7 @@ class Session:
             retrying(self._build)
         except ConfigurationError as error:
             self._error = error
-            self._settled.set()
+            self._attempted.set()
         except Exception as error:
             log.debug(
                 "gave up building the Spark session", extra={"fault": kind_and_first_line(error)}
@@ -226,8 +224,8 @@ class Session:
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
         self._failed_since = None
-        self.trouble = None
-        self._settled.set()
+        self.fault = None
+        self._attempted.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
 
     def _note_failure(self, state: RetryCallState) -> None:
@@ -235,12 +233,12 @@ class Session:
             self._failed_since = time.monotonic()
         error = state.outcome.exception() if state.outcome else None
         if error is not None:
-            self.trouble = _why_not_built(error)
-            log.warning("the Spark session cannot be built yet", extra={"fault": self.trouble})
+            self.fault = _why_not_built(error)
+            log.warning("the Spark session cannot be built yet", extra={"fault": self.fault})
 
     def _discard(self) -> None:
         session, self._session = self._session, None
-        self._settled.clear()
+        self._attempted.clear()
         if session is None:
             return
         try:
@@ -250,7 +248,7 @@ class Session:
         _clear_remains()
 
 
-def _open(spark: Spark) -> SparkSession:
+def _open(spark: SparkSettings) -> SparkSession:
     from pyspark.sql import SparkSession
 
     builder: Any = SparkSession.builder
@@ -285,7 +283,7 @@ def _remember_classes(session: SparkSession) -> None:
         vars(jvm)[name] = getattr(jvm, name)
 
 
-def _classic_conf(spark: Spark) -> dict[str, str]:
+def _classic_conf(spark: SparkSettings) -> dict[str, str]:
     master = spark.master
     os.environ["JAVA_HOME"] = str(java_home())
     # Where PySpark looks for it: of the configuration, only spark-submit reads it.

@@ -26,16 +26,16 @@ from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
-from relay.source.server import durable_sight
+from relay.source.server import durable_position
 from relay.spark import frames, replays
-from relay.spark.faults import of_function, told
-from relay.spark.reading import Table
+from relay.spark.faults import of_function, safe_description
+from relay.spark.reading import OutboxTable
 from relay.spark.session import Session
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import connect
-from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, State
-from relay.store.spark_batches import Begun, Contents
+from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, SinkState
+from relay.store.spark_batches import Contents, OpenBatch
 from relay.threads import Thread
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _view = Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingBatch:
     """What the next batch would have."""
 
     contents: Contents
@@ -75,7 +75,7 @@ class SparkWorker:
         self._meter = meter or Meter()
         self._settings = settings
         self._handler: SparkHandler = settings.spark_handlers[name]
-        self._table = Table(settings.source.table_name, settings.source.mapping)
+        self._table = OutboxTable(settings.source.table_name, settings.source.mapping)
         self._transform = (
             load(f"handlers.{name}.transform", self._handler.transform)
             if self._handler.transform
@@ -105,14 +105,14 @@ class SparkWorker:
         """Another process may have left the sink: try to claim it now."""
         self._woken.set()
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """Stop, and wait for the batch in flight, for so many seconds; else the next process writes it."""
         self.stop()
         if self._thread.is_alive():
-            self._thread.join(patience)
+            self._thread.join(timeout)
 
     def _run(self) -> None:
-        wait, said = FIRST_WAIT_SECONDS, ""
+        wait, last_logged = FIRST_WAIT_SECONDS, ""
         while not self._stopping.is_set():
             try:
                 if not self._claim.take():
@@ -120,16 +120,16 @@ class SparkWorker:
                     continue
                 while not self._stopping.is_set():
                     self.work()
-                    wait, said = FIRST_WAIT_SECONDS, ""
+                    wait, last_logged = FIRST_WAIT_SECONDS, ""
             except Moved:
                 log.info("a sink goes on from what is stored", extra={"handler": self._name})
             except Exception as error:
                 # A function may have written values into its query.
-                fault = told(error, quoted=self._transform is None)
+                fault = safe_description(error, quoted=self._transform is None)
                 if self._stopping.is_set():
                     break
-                if fault != said:
-                    said = fault
+                if fault != last_logged:
+                    last_logged = fault
                     log.warning(
                         f"handlers.{self._name}: cannot write with Spark yet",
                         extra={"handler": self._name, "fault": fault},
@@ -170,7 +170,7 @@ class SparkWorker:
         else:
             self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
-    def _load(self) -> State:
+    def _load(self) -> SinkState:
         conn, group, start = self._claim.conn, self._settings.group, self._handler.start
         state = self._claim.load()
         if state is None:
@@ -184,7 +184,7 @@ class SparkWorker:
             raise Moved
         return state
 
-    def _begun(self, state: State) -> Begun | None:
+    def _begun(self, state: SinkState) -> OpenBatch | None:
         """The batch that is begun for the destination, unless somebody has moved the sink since."""
         conn, group = self._claim.conn, self._settings.group
         batch = spark_batches.begun(conn, group, self._name, self._handler.target)
@@ -199,24 +199,24 @@ class SparkWorker:
 
     # Beginning a batch
 
-    def _begin(self, state: State) -> Begun | None:
+    def _begin(self, state: SinkState) -> OpenBatch | None:
         """Begin a batch if one is due. Raises Moved and psycopg.Error."""
-        waiting = self._waiting(state)
-        if waiting is None:
+        pending = self._pending(state)
+        if pending is None:
             self._since = None
             return None
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if not waiting.is_full and now - self._since < self._handler.every:
+        if not pending.is_full and now - self._since < self._handler.every:
             return None
         self._since = None
         conn, group, each = self._claim.conn, self._settings.group, self._handler
-        contents = waiting.contents
-        if waiting.due:
+        contents = pending.contents
+        if pending.due:
             contents = replace(
                 contents,
-                deferred=[row.id for row in waiting.due],
-                data=replays.packed(conn, self._settings, waiting.due, each.host_buckets),
+                deferred=[row.id for row in pending.due],
+                data=replays.packed(conn, self._settings, pending.due, each.host_buckets),
             )
         layout = each.partition_by, each.host_buckets
         before = state.position
@@ -232,13 +232,13 @@ class SparkWorker:
             spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
         return spark_batches.begun(conn, group, self._name, each.target)
 
-    def _waiting(self, state: State) -> _Waiting | None:
+    def _pending(self, state: SinkState) -> _PendingBatch | None:
         """What the next batch would have; None if there is nothing. An empty difference is passed at once."""
         position = state.position
         if position.snapshot is None:
             return None
         conn = self._connected()
-        seen = durable_sight(conn)
+        seen = durable_position(conn)
         end = position.following or seen.snapshot
         if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
             # A standby may lag.
@@ -263,7 +263,7 @@ class SparkWorker:
         if not contents.rows and not count:
             contents = replace(contents, after=position.snapshot, left_out=())
         is_full = count >= most or position.following is not None
-        return _Waiting(contents, due, is_full)
+        return _PendingBatch(contents, due, is_full)
 
     def _has_rows(self, conn: Connection, contents: Contents) -> bool:
         """Whether a difference has rows that the sink has not had before."""
@@ -288,7 +288,7 @@ class SparkWorker:
 
     # Writing it
 
-    def _write(self, batch: Begun, tried: bool = True) -> None:
+    def _write(self, batch: OpenBatch, tried: bool = True) -> None:
         """Write a batch and move past it; `tried`: an earlier attempt may have written something of it."""
         session = self._ready_session()
         started = time.monotonic()
@@ -327,7 +327,7 @@ class SparkWorker:
         return self._thread.is_alive()
 
     @contextmanager
-    def _frame(self, session: SparkSession, batch: Begun) -> Iterator[DataFrame]:
+    def _frame(self, session: SparkSession, batch: OpenBatch) -> Iterator[DataFrame]:
         """The frame that is written; while it is used, no other sink gives the view another meaning."""
         from pyspark.sql import functions
 
@@ -364,7 +364,9 @@ class SparkWorker:
         try:
             return session.sql(query)
         except AnalysisException as error:
-            raise ConfigurationError(f"handlers.{self._name}.sql: {told(error)}") from error
+            raise ConfigurationError(
+                f"handlers.{self._name}.sql: {safe_description(error)}"
+            ) from error
 
     def _transformed(self, frame: DataFrame) -> DataFrame:
         from pyspark.sql import DataFrame
@@ -387,7 +389,7 @@ class SparkWorker:
             if self._stopping.is_set():
                 raise TransientFault("stopping")
             if time.monotonic() - began >= BUILD_SECONDS:
-                why = self._session.trouble
+                why = self._session.fault
                 fault = f"the Spark session is being built{f': {why}' if why else ''}"
                 if fault != noted:
                     self._claim.note_fault(fault)
@@ -396,7 +398,7 @@ class SparkWorker:
             session = self._session.get(timeout=0.5)
         return session
 
-    def _finish(self, batch: Begun) -> None:
+    def _finish(self, batch: OpenBatch) -> None:
         """Move the position past a batch that is written. Raises Moved and psycopg.Error."""
         state = self._load()
         if state.epoch != batch.epoch:
@@ -410,7 +412,7 @@ class SparkWorker:
             if taken:
                 replayed = spark_batches.dead_transactions(conn, taken)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")
-                deferred.settle(conn, taken)
+                deferred.remove(conn, taken)
             self._claim.note_fault(None)
         log.info(
             "written with Spark",
@@ -422,7 +424,7 @@ class SparkWorker:
             },
         )
 
-    def _store(self, state: State, contents: Contents) -> None:
+    def _store(self, state: SinkState, contents: Contents) -> None:
         """Stand at the end of what was read. Raises Moved and psycopg.Error."""
         before = state.position
         is_over = before.following is None or contents.after == before.following

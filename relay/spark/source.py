@@ -45,11 +45,11 @@ from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.retention.floor import note_reader
 from relay.source.differences import Difference, cut
-from relay.source.server import durable_sight
+from relay.source.server import durable_position
 from relay.spark import planning
 from relay.spark.options import Options, parse
 from relay.spark.pushdown import condition_of
-from relay.spark.reading import COLUMNS, Portion, columns, read
+from relay.spark.reading import COLUMNS, TaskPortion, columns, read
 from relay.store.connections import connect
 
 if TYPE_CHECKING:
@@ -99,21 +99,21 @@ class OutboxDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = parse(self.options, "batch")
-        return FilteringReader(options) if options.push_filters else Reader(options)
+        return FilteringReader(options) if options.push_filters else DifferenceReader(options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         return StreamReader(parse(self.options, "stream"))
 
 
-class Rows(InputPartition):
+class RowsPartition(InputPartition):
     """What one task reads."""
 
-    def __init__(self, portion: Portion) -> None:
+    def __init__(self, portion: TaskPortion) -> None:
         super().__init__(None)
         self.portion = portion
 
 
-class Reader(DataSourceReader):
+class DifferenceReader(DataSourceReader):
     """Reads one difference, from `fromSnapshot` to `toSnapshot` or to what is visible when the query begins."""
 
     def __init__(self, options: Options) -> None:
@@ -127,14 +127,14 @@ class Reader(DataSourceReader):
             connect(options.dsn, application_name="relay spark") as conn,
         ):
             columns(conn, options.table)
-            seen = durable_sight(conn).snapshot
+            seen = durable_position(conn).snapshot
             after = options.to_snapshot or seen
             _require_seen(seen, options.from_snapshot)
             _require_seen(seen, after)
             return _partitions(conn, options, Difference(options.from_snapshot, after))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Rows)  # noqa: S101
+        assert isinstance(partition, RowsPartition)  # noqa: S101
         options = self._options
         wanted = [each for each in (options.conditions, self._filter) if each is not None]
         return read(
@@ -146,7 +146,7 @@ class Reader(DataSourceReader):
         )
 
 
-class FilteringReader(Reader):
+class FilteringReader(DifferenceReader):
     """Lets PostgreSQL leave out rows that Spark would leave out."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
@@ -203,7 +203,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return _partitions(self._connected(), self._options, Difference(before, after))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Rows)  # noqa: S101
+        assert isinstance(partition, RowsPartition)  # noqa: S101
         options = self._options
         return read(options.dsn, options.table, partition.portion, options.partitions, None)
 
@@ -236,11 +236,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _seen(self) -> Snapshot:
         with _one_line(self._options):
             try:
-                return durable_sight(self._connected()).snapshot
+                return durable_position(self._connected()).snapshot
             except psycopg.OperationalError:
                 # The server ended the session since the last trigger.
                 self.stop()
-                return durable_sight(self._connected()).snapshot
+                return durable_position(self._connected()).snapshot
 
 
 @contextmanager
@@ -249,19 +249,19 @@ def _one_line(options: Options) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        said = (
+        what = (
             first_line(error)
             .removeprefix("connection failed: ")
             .removeprefix("connection is bad: ")
         )
         if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
-            cure = (
+            hint = (
                 "name a server and a role that can log in"
                 if options.names_server
                 else "set the option dsn, dsn.env or dsn.file, without which libpq's PG* variables count"
             )
-            raise RelayError(f"option dsn: no connection: {said}: {cure}") from None
-        raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {said}") from None
+            raise RelayError(f"option dsn: no connection: {what}: {hint}") from None
+        raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {what}") from None
 
 
 def _offset(snapshot: Snapshot) -> dict[str, str]:
@@ -285,4 +285,4 @@ def _partitions(
         portions = planning.by_host(between, options.partitions)
     else:
         portions = planning.by_xid(conn, options.table, between, options.partitions)
-    return [Rows(portion) for portion in portions]
+    return [RowsPartition(portion) for portion in portions]

@@ -39,13 +39,14 @@ def load(conn: Connection, file: Path) -> None:
     conn.execute("analyze pg_temp.relay_edits")
 
 
-def load_one(conn: Connection, letter: int, payload: str) -> None:
+def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
     """As `load`, the payload of one event. Raises ConfigurationError for what is not JSON."""
     _create(conn)
     try:
         with conn.transaction():
             conn.execute(
-                "insert into pg_temp.relay_edits values (1, %s, %s::jsonb)", (letter, payload)
+                "insert into pg_temp.relay_edits values (1, %s, %s::jsonb)",
+                (dead_letter_id, payload),
             )
     except psycopg.DataError as error:
         what = error.diag.message_primary or "is not text that PostgreSQL takes"

@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 
 Connection = psycopg.Connection[Any]
 
@@ -60,7 +60,7 @@ class ActedOnDead(Acted):
 
 
 def listed(
-    conn: Connection, group: str, wanted: Filter, limit: int, before: int | None = None
+    conn: Connection, group: str, wanted: DeadLetterSelection, limit: int, before: int | None = None
 ) -> list[Listed]:
     """Dead transactions with an event that the filter selects, newest first; those `before` a number."""
     where, parameters = wanted.where()
@@ -115,7 +115,7 @@ def kinds(conn: Connection, group: str, limit: int) -> list[Kind]:
         ).fetchall()
 
 
-def letters(conn: Connection, number: int, limit: int, after: int = 0) -> list[dict[str, Any]]:
+def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[dict[str, Any]]:
     """Events of a dead transaction in order, after the dead letter of that id, each with its columns.
 
     Of long values only the beginning; `payload_bytes` has the size of the whole.
@@ -151,12 +151,12 @@ def _laid_out(column: str) -> sql.Composed:
     ).format(sql.Identifier("d", column), SHOWN_CHARACTERS)
 
 
-def payload(conn: Connection, group: str, letter: int) -> str | None:
+def payload(conn: Connection, group: str, dead_letter_id: int) -> str | None:
     """The whole payload of a dead letter as JSON text; None where there is none."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select payload::text from relay.dead_letter_queue where group_id = %s and id = %s",
-            (group, letter),
+            (group, dead_letter_id),
         ).fetchone()
 
 

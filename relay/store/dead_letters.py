@@ -45,9 +45,9 @@ STORED = tuple(_FROM_EVENT)
 FIELD_OF = _FROM_EVENT
 """The field that each of them holds."""
 
-Values = tuple[str | None, ...]
+ColumnValues = tuple[str | None, ...]
 """The values of `STORED` as text."""
-Letter = dict[str, str | None]
+DeadLetterRow = dict[str, str | None]
 """The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
 _COLUMNS = (
@@ -74,7 +74,7 @@ _REFUSALS = (
 """What a value is refused with: by its type, by its size or depth, by the encoding of the target."""
 
 
-def bury(
+def insert(
     conn: psycopg.Connection[Any],
     group: str,
     events: Iterable[Event],
@@ -115,7 +115,9 @@ def _write(conn: psycopg.Connection[Any], rows: Sequence[Sequence[Any]]) -> None
         cursor.executemany(_INSERT, rows)
 
 
-def _degraded(conn: psycopg.Connection[Any], rows: Sequence[Values]) -> Iterator[Values]:
+def _degraded(
+    conn: psycopg.Connection[Any], rows: Sequence[ColumnValues]
+) -> Iterator[ColumnValues]:
     """The rows with what their columns take, each behind the JSON object of the values that they refuse."""
     taken = [
         _accepted(conn, sql_type, values)
@@ -175,7 +177,7 @@ def _ascii(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class DeadLetterSelection:
     """Which dead transactions: those with an event that all of this holds of. None says nothing.
 
     `event_type`, `handler` and `sink` ('' for the target) are exact, `exception` is a part of the text, `kind` what
@@ -242,10 +244,10 @@ class DeadTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundDeadLetters:
     """The dead transactions that a filter selects, of some statuses; none that are dead-lettered later."""
 
-    wanted: Filter
+    wanted: DeadLetterSelection
     statuses: Sequence[str]
     last_id: int
     transactions: int
@@ -266,7 +268,7 @@ class Dead:
     undelivered: bool
 
 
-class Done(Acted):
+class DeadLetterAction(Acted):
     """Something that was done about a dead transaction."""
 
     __slots__ = ()
@@ -310,7 +312,7 @@ def transactions(
     conn: psycopg.Connection[Any],
     group: str,
     limit: int,
-    wanted: Filter,
+    wanted: DeadLetterSelection,
     statuses: Sequence[str] | None = None,
 ) -> list[DeadTransaction]:
     """Dead transactions, whole, newest first; of any status where none is given."""
@@ -344,8 +346,8 @@ def transactions(
 
 
 def find(
-    conn: psycopg.Connection[Any], group: str, wanted: Filter, statuses: Sequence[str]
-) -> Found:
+    conn: psycopg.Connection[Any], group: str, wanted: DeadLetterSelection, statuses: Sequence[str]
+) -> FoundDeadLetters:
     """Count the dead transactions of some statuses that a filter selects."""
     where, parameters = wanted.where()
     last_id, found, events = conn.execute(
@@ -359,10 +361,10 @@ def find(
         ).format(where=where),
         {**parameters, "group": group, "statuses": list(statuses)},
     ).fetchall()[0]
-    return Found(wanted, tuple(statuses), last_id, found, events)
+    return FoundDeadLetters(wanted, tuple(statuses), last_id, found, events)
 
 
-def numbers(conn: psycopg.Connection[Any], group: str, found: Found) -> Iterator[Dead]:
+def numbers(conn: psycopg.Connection[Any], group: str, found: FoundDeadLetters) -> Iterator[Dead]:
     """The transactions that were found, in the order in which they were published. Needs a database transaction."""
     where, parameters = found.wanted.where()
     with conn.cursor("dead_transactions", row_factory=class_row(Dead)) as cursor:
@@ -392,18 +394,20 @@ def numbers(conn: psycopg.Connection[Any], group: str, found: Found) -> Iterator
         yield from cursor
 
 
-def failed_handlers(conn: psycopg.Connection[Any], group: str, found: Found) -> dict[str, int]:
+def failed_handlers(
+    conn: psycopg.Connection[Any], group: str, found: FoundDeadLetters
+) -> dict[str, int]:
     """The handlers of the target that the transactions failed in, and how many of them in each."""
     return _by_name(conn, group, found, sql.SQL("case when d.sink = '' then d.handler end"))
 
 
-def sinks(conn: psycopg.Connection[Any], group: str, found: Found) -> dict[str, int]:
+def sinks(conn: psycopg.Connection[Any], group: str, found: FoundDeadLetters) -> dict[str, int]:
     """The sinks that the transactions could not be delivered to, and how many of them to each."""
     return _by_name(conn, group, found, sql.SQL("nullif(d.sink, '')"))
 
 
 def _by_name(
-    conn: psycopg.Connection[Any], group: str, found: Found, name: sql.SQL
+    conn: psycopg.Connection[Any], group: str, found: FoundDeadLetters, name: sql.SQL
 ) -> dict[str, int]:
     where, parameters = found.wanted.where()
     rows = conn.execute(
@@ -424,7 +428,9 @@ def _by_name(
     return dict(rows.fetchall())
 
 
-def exported(conn: psycopg.Connection[Any], group: str, wanted: Filter) -> Iterator[str]:
+def exported(
+    conn: psycopg.Connection[Any], group: str, wanted: DeadLetterSelection
+) -> Iterator[str]:
     """Every event of the dead transactions that a filter selects, each as the text of a JSON object.
 
     In the order of publishing, read one after the other. PostgreSQL writes the JSON: numbers keep every digit, and
@@ -449,16 +455,16 @@ def exported(conn: psycopg.Connection[Any], group: str, wanted: Filter) -> Itera
         yield from cursor.stream(query, {**parameters, "group": group})
 
 
-def transaction_of(conn: psycopg.Connection[Any], group: str, letter_id: int) -> int | None:
+def transaction_of(conn: psycopg.Connection[Any], group: str, dead_letter_id: int) -> int | None:
     """The number of the dead transaction that holds a letter; None where there is no such letter in the group."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select dead_transaction from relay.dead_letter_queue where group_id = %s and id = %s",
-            (group, letter_id),
+            (group, dead_letter_id),
         ).fetchone()
 
 
-def letters_as_json(conn: psycopg.Connection[Any], number: int) -> Iterator[str]:
+def events_as_json(conn: psycopg.Connection[Any], number: int) -> Iterator[str]:
     """Every event of a dead transaction as the text of a JSON object, in order."""
     query = sql.SQL(
         """
@@ -470,7 +476,9 @@ def letters_as_json(conn: psycopg.Connection[Any], number: int) -> Iterator[str]
         yield from cursor.stream(query, (number,))
 
 
-def letters_as_text(conn: psycopg.Connection[Any], number: int, pretty: bool) -> Iterator[Letter]:
+def events_as_text(
+    conn: psycopg.Connection[Any], number: int, pretty: bool
+) -> Iterator[DeadLetterRow]:
     """Every event of a dead transaction, each field as PostgreSQL prints it, in order; `pretty` lays JSON out."""
     columns = [
         _laid_out(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
@@ -507,7 +515,7 @@ def _laid_out(name: str) -> sql.Composed:
 
 def stored(
     conn: psycopg.Connection[Any], dead: Sequence[int], at_once: int
-) -> Iterator[tuple[int, Letter]]:
+) -> Iterator[tuple[int, DeadLetterRow]]:
     """The events of dead transactions as they were published, with the numbers of these, in order.
 
     A value that its column refused comes as it was. Fetches `at_once` rows. Needs a database transaction.
@@ -566,7 +574,7 @@ def mark(
     note(conn, group, dead, action, reason)
 
 
-def bury_again(
+def mark_dead_again(
     conn: psycopg.Connection[Any],
     group: str,
     number: int,
@@ -643,9 +651,9 @@ def note(
     )
 
 
-def actions(conn: psycopg.Connection[Any], number: int) -> list[Done]:
+def actions(conn: psycopg.Connection[Any], number: int) -> list[DeadLetterAction]:
     """What was done about a dead transaction, oldest first."""
-    with conn.cursor(row_factory=class_row(Done)) as cursor:
+    with conn.cursor(row_factory=class_row(DeadLetterAction)) as cursor:
         return cursor.execute(
             """
             select action, reason, acted_by, operator, acted_at from relay.dead_letter_actions

@@ -27,22 +27,22 @@ from relay.model.events import Lsn, Tuples
 from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import FACTS, Rows, Transactions, Undecoded
 from relay.store import advisory_locks, arrays
-from relay.store.deferred_copy import COLUMNS, END, START, Encoder
+from relay.store.deferred_copy import COLUMNS, END, START, DeferredEncoder
 from relay.store.encodings import codec_of, writable
 
 Connection = psycopg.Connection[Any]
 
-_PARKED_AT_ONCE = 5_000
+_DEFERRED_AT_ONCE = 5_000
 _PORTION_EVENTS = 10_000
 _PORTION_BYTES = 1024 * 1024
 _ROUNDS = 20
 """How often a claim goes on where all that it has looked at is behind others."""
-_LOOKED_AT = 10_000
+_EXAMINED_KEYS = 10_000
 """How many keys a claim looks at, about, for what follows on the first of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Deferral:
     """What a transaction waits for.
 
     `after` is in how many seconds it may be tried, `until` a time instead. It has failed `attempts` times, the first of
@@ -134,14 +134,14 @@ def any_held(conn: Connection, group: str, sink: str) -> bool:
     return found.rowcount > 0
 
 
-def park(
-    conn: Connection, group: str, waiting: Iterable[tuple[Undecoded, Wait]], sink: str = ""
+def defer(
+    conn: Connection, group: str, entries: Iterable[tuple[Undecoded, Deferral]], sink: str = ""
 ) -> None:
     """Defer transactions, in this order, after all that are deferred already."""
-    rest = iter(waiting)
+    rest = iter(entries)
     holders: dict[str, int] = {}
     with conn.cursor(row_factory=tuple_row) as cursor:
-        while some := list(islice(rest, _PARKED_AT_ONCE)):
+        while some := list(islice(rest, _DEFERRED_AT_ONCE)):
             ids, now = cursor.execute(
                 """
                 select array_agg(nextval('relay.deferred_id_seq')),
@@ -150,16 +150,16 @@ def park(
                 """,
                 (len(some),),
             ).fetchall()[0]
-            encoder = Encoder(group, sink, conn.info.encoding, now, codec_of(conn))
+            encoder = DeferredEncoder(group, sink, conn.info.encoding, now, codec_of(conn))
             large: list[tuple[int, Tuples]] = []
             with cursor.copy(_COPY) as copy:
                 portion = bytearray(START)
-                for number, (transaction, wait) in zip(ids, some, strict=True):
+                for number, (transaction, deferral) in zip(ids, some, strict=True):
                     rows = _inline(transaction)
                     if rows is None:
                         large.append((number, transaction.tuples))
-                    predecessor = _predecessor(holders, number, wait)
-                    portion += encoder.row(number, transaction, wait, predecessor, rows)
+                    predecessor = _predecessor(holders, number, deferral)
+                    portion += encoder.row(number, transaction, deferral, predecessor, rows)
                     if len(portion) > _COPIED_AT_ONCE:
                         copy.write(portion)
                         portion = bytearray()
@@ -168,14 +168,14 @@ def park(
                 _write_rows(conn, number, tuples)
 
 
-def _predecessor(holders: dict[str, int], number: int, wait: Wait) -> int | None:
+def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> int | None:
     """The last row of a call that holds one of the keys. `holders` has these by key; the next one is `number`."""
     predecessor = None
-    for key in wait.keys:
+    for key in deferral.keys:
         before = holders.get(key)
         if before is not None and (predecessor is None or before > predecessor):
             predecessor = before
-        if wait.holds:
+        if deferral.holds:
             holders[key] = number
     return predecessor
 
@@ -340,7 +340,7 @@ def _following(
         {
             "chosen": arrays.of_numbers(chosen),
             "known": arrays.of_numbers(known),
-            "each": min(room, max(math.ceil(room / keys), _LOOKED_AT // keys)),
+            "each": min(room, max(math.ceil(room / keys), _EXAMINED_KEYS // keys)),
             "room": room,
         },
     )
@@ -413,9 +413,9 @@ def transactions(
                 each.last_offset,
                 each.events,
                 each.size,
-                place,
+                index,
             )
-            for place, each in enumerate(due)
+            for index, each in enumerate(due)
         ],
         FACTS,
     )
@@ -473,7 +473,7 @@ def _stored(
                 start += size
 
 
-def settle(conn: Connection, ids: Collection[int]) -> set[int]:
+def remove(conn: Connection, ids: Collection[int]) -> set[int]:
     """Transactions are deferred no longer; returns those that still were, by id: somebody may have cancelled others."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
@@ -484,12 +484,12 @@ def settle(conn: Connection, ids: Collection[int]) -> set[int]:
         return set(cursor)
 
 
-def wait_again(conn: Connection, waits: Collection[tuple[int, Wait]]) -> set[int]:
+def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -> set[int]:
     """Transactions, by id, have failed once more: they keep their turn, and what follows on them waits on.
 
     Returns those that are still deferred. Their keys stay what they are.
     """
-    if not waits:
+    if not deferrals:
         return set()
     conn.execute(
         """
@@ -499,10 +499,12 @@ def wait_again(conn: Connection, waits: Collection[tuple[int, Wait]]) -> set[int
         insert into relay.deferred_keys (group_id, sink, key, deferred_id)
         select d.group_id, d.sink, own.key, d.id from newly as d, unnest(d.keys) as own (key)
         """,
-        (arrays.of_numbers(number for number, wait in waits if wait.holds),),
+        (arrays.of_numbers(number for number, deferral in deferrals if deferral.holds),),
         prepare=False,
     )
-    columns = zip(*(_again(number, wait) for number, wait in waits), strict=True)
+    columns = zip(
+        *(_deferred_again(number, deferral) for number, deferral in deferrals), strict=True
+    )
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """
@@ -522,18 +524,18 @@ def wait_again(conn: Connection, waits: Collection[tuple[int, Wait]]) -> set[int
         return set(cursor)
 
 
-def _again(number: int, wait: Wait) -> tuple[object, ...]:
+def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
     """The values for a row that is tried again."""
     return (
         number,
-        wait.blocked,
-        wait.after,
-        wait.until,
-        wait.attempts,
-        wait.first_failed_at,
-        wait.handler,
-        wait.reason,
-        wait.dead_transaction,
+        deferral.blocked,
+        deferral.after,
+        deferral.until,
+        deferral.attempts,
+        deferral.first_failed_at,
+        deferral.handler,
+        deferral.reason,
+        deferral.dead_transaction,
     )
 
 
@@ -603,7 +605,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class DeferredSummary:
     """How many transactions of a group are deferred, how many of these are dead letters, and the commonest reasons."""
 
     transactions: int
@@ -615,7 +617,7 @@ _REASONS = 20
 """How many reasons are told."""
 
 
-def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
+def deferred_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
     """How many transactions of the target wait because of a handler that is not among these, by its name."""
     return dict(
         conn.execute(
@@ -628,7 +630,7 @@ def waiting_for_others(conn: Connection, group: str, handlers: Collection[str]) 
     )
 
 
-def waiting_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
+def deferred_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
     """How many transactions are deferred for a sink that is not among these, by its name."""
     return dict(
         conn.execute(
@@ -690,7 +692,7 @@ def forget(conn: Connection, group: str, sink: str) -> int:
     ).rowcount
 
 
-def count(conn: Connection, group: str) -> Waiting:
+def count(conn: Connection, group: str) -> DeferredSummary:
     """How many transactions of the group are deferred, and why. Reads all of them."""
     with conn.cursor(row_factory=class_row(Reason)) as cursor:
         found = cursor.execute(
@@ -709,7 +711,7 @@ def count(conn: Connection, group: str) -> Waiting:
             ).format(kind=KIND),
             (group,),
         ).fetchall()
-    return Waiting(
+    return DeferredSummary(
         sum(each.transactions for each in found),
         sum(each.transactions for each in found if each.kind == "holding"),
         tuple(found[:_REASONS]),

@@ -15,7 +15,7 @@ from relay.store.encodings import writable
 
 if TYPE_CHECKING:
     from relay.model.transactions import Undecoded
-    from relay.store.deferred import Wait
+    from relay.store.deferred import Deferral
 
 COLUMNS = (
     *("id", "holds", "blocked", "retry_at", "attempts", "undelivered", "commit_lsn", "end_lsn"),
@@ -40,7 +40,7 @@ _INT4_OID = 23
 _EPOCH = POSTGRES_EPOCH.timestamp()
 
 
-class Encoder:
+class DeferredEncoder:
     """Encodes transactions of one group and sink for a connection with this encoding (as Python names it).
 
     `now` is the server's time, in microseconds since POSTGRES_EPOCH, `codec` the encoding of its database where that
@@ -63,19 +63,31 @@ class Encoder:
         self,
         number: int,
         transaction: Undecoded,
-        wait: Wait,
+        deferral: Deferral,
         predecessor: int | None,
         rows: Sequence[bytes] | None,
     ) -> bytes:
         """The row with this id; `rows` are those of the transaction, None where they are stored elsewhere."""
-        retry_at = self._now + round(wait.after * 1_000_000)
-        if wait.until is not None:
-            retry_at = microseconds(wait.until)
-        failed = wait.first_failed_at
+        retry_at = self._now + round(deferral.after * 1_000_000)
+        if deferral.until is not None:
+            retry_at = microseconds(deferral.until)
+        failed = deferral.first_failed_at
         lsn, end_lsn, ts, xid = transaction.commit
         head = _HEAD.pack(
-            *(_COUNT, 8, number, 1, wait.holds, 1, wait.blocked, 8, retry_at, 4, wait.attempts),
-            *(1, wait.undelivered, 8, lsn, 8, end_lsn, 8, ts, 8, xid),
+            *(
+                _COUNT,
+                8,
+                number,
+                1,
+                deferral.holds,
+                1,
+                deferral.blocked,
+                8,
+                retry_at,
+                4,
+                deferral.attempts,
+            ),
+            *(1, deferral.undelivered, 8, lsn, 8, end_lsn, 8, ts, 8, xid),
             *(8, transaction.first_offset, 8, transaction.last_offset),
             *(8, len(transaction.tuples), 8, transaction.size),
         )
@@ -84,11 +96,11 @@ class Encoder:
                 head,
                 _number(predecessor),
                 _number(None if failed is None else round((failed - _EPOCH) * 1_000_000)),
-                _number(wait.dead_transaction),
+                _number(deferral.dead_transaction),
                 self._owner,
-                self._texts(sorted(wait.keys)),
-                self._known_text(wait.handler),
-                self._known_text(wait.reason),
+                self._texts(sorted(deferral.keys)),
+                self._known_text(deferral.handler),
+                self._known_text(deferral.reason),
                 self._text(transaction.transaction_id),
                 self._known_texts(transaction.hosts),
                 self._known_names(transaction.columns),

@@ -19,7 +19,7 @@ KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class DeferredSelection:
     """Which deferred transactions: those that all of this holds of. None says nothing.
 
     `sink` is '' for the target. `kind` is as in `relay.store.deferred.Reason`, `handler` the one that failed last,
@@ -78,10 +78,10 @@ class Deferred:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundDeferred:
     """The transactions that a filter selects, none that are deferred later; `holding` are dead letters, not counted."""
 
-    wanted: Filter
+    wanted: DeferredSelection
     last_id: int
     transactions: int
     events: int
@@ -89,7 +89,7 @@ class Found:
 
 
 def listed(
-    conn: Connection, group: str, wanted: Filter, limit: int, after: int = 0
+    conn: Connection, group: str, wanted: DeferredSelection, limit: int, after: int = 0
 ) -> list[Deferred]:
     """Deferred transactions, oldest first; those after the one of that id."""
     where, parameters = wanted.where()
@@ -107,7 +107,7 @@ def listed(
         ).fetchall()
 
 
-def find(conn: Connection, group: str, wanted: Filter) -> Found:
+def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferred:
     """Count the transactions that a filter selects."""
     where, parameters = wanted.where()
     last_id, found, events, holding = conn.execute(
@@ -120,10 +120,10 @@ def find(conn: Connection, group: str, wanted: Filter) -> Found:
         ).format(where=where),
         {**parameters, "group": group},
     ).fetchall()[0]
-    return Found(wanted, last_id, found, events, holding)
+    return FoundDeferred(wanted, last_id, found, events, holding)
 
 
-def some(conn: Connection, group: str, found: Found, limit: int) -> list[tuple[str, Due]]:
+def some(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list[tuple[str, Due]]:
     """The oldest of the transactions that were found and are still deferred, each with its sink."""
     where, parameters = found.wanted.where()
     rows = conn.execute(
@@ -138,7 +138,7 @@ def some(conn: Connection, group: str, found: Found, limit: int) -> list[tuple[s
     return [(sink, Due(*due)) for sink, *due in rows]
 
 
-def make_due(conn: Connection, group: str, found: Found) -> dict[str, int]:
+def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, int]:
     """Let the time of the transactions that were found come now; returns how many of each sink."""
     where, parameters = found.wanted.where()
     return dict(

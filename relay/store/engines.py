@@ -14,7 +14,7 @@ Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class EngineTotals:
     """What an engine has applied since a time, of the batches that it was chosen for by one reason."""
 
     engine: str
@@ -44,9 +44,9 @@ def add(
         )
 
 
-def read(conn: Connection, group: str) -> list[Applied]:
+def read(conn: Connection, group: str) -> list[EngineTotals]:
     """What the engines of a group have applied, by engine and reason."""
-    with conn.cursor(row_factory=class_row(Applied)) as cursor:
+    with conn.cursor(row_factory=class_row(EngineTotals)) as cursor:
         return cursor.execute(
             "select engine, reason, batches, events, transactions, since from relay.engines"
             " where group_id = %s order by 1, 2",

@@ -22,7 +22,7 @@ APPLICATION_NAME = PREFIX + INSTANCE
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupState:
     """How events come to a group, since when, why, and to which instance.
 
     `epoch` counts the histories of the source that it has followed, `timeline` is that of the present one.
@@ -40,9 +40,9 @@ class Group:
         return self.instance if self.instance in running else None
 
 
-def read(conn: psycopg.Connection[Any], group: str) -> Group | None:
+def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
     """The group as its instances last described it; None before the first run."""
-    with conn.cursor(row_factory=class_row(Group)) as cursor:
+    with conn.cursor(row_factory=class_row(GroupState)) as cursor:
         return cursor.execute(
             """
             select source_mode, source_reason, source_since, instance, coalesce(source_epoch, 0) as epoch, timeline
@@ -123,7 +123,7 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SourceOrigin:
     """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
 
     `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
@@ -142,7 +142,7 @@ class Origin:
     confirmed: Lsn | None
 
 
-def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Origin:
+def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> SourceOrigin:
     """Where the group's LSNs belong to. `lock` lets tasks and sinks store nothing until the transaction ends."""
     if lock:
         conn.execute(
@@ -173,7 +173,7 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Ori
         {"group": group},
     )
     identifier, timeline, history, epoch, applied, polled, xmax, confirmed = found
-    return Origin(
+    return SourceOrigin(
         identifier,
         timeline,
         history,

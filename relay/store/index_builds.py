@@ -15,16 +15,16 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import describe
-from relay.reporting import Report, silent
+from relay.reporting import ProgressReport, silent
 from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @contextmanager
-def reported(conn: psycopg.Connection[Any], what: str, report: Report) -> Iterator[None]:
+def reported(conn: psycopg.Connection[Any], what: str, report: ProgressReport) -> Iterator[None]:
     """Report the blocks that are read while `conn` builds an index, in another thread; nothing where nobody asks."""
     if report is silent:
         yield
@@ -43,10 +43,10 @@ def reported(conn: psycopg.Connection[Any], what: str, report: Report) -> Iterat
         thread.join()
 
 
-def _watch(dsn: str, pid: int, what: str, report: Report, ended: Event) -> None:
+def _watch(dsn: str, pid: int, what: str, report: ProgressReport, ended: Event) -> None:
     try:
         with connect(dsn) as conn:
-            while not ended.wait(_LOOK_SECONDS):
+            while not ended.wait(_POLL_SECONDS):
                 row = conn.execute(
                     "select blocks_done, blocks_total from pg_stat_progress_create_index where pid = %s",
                     (pid,),

@@ -142,17 +142,17 @@ def _require_compatible(
 
 
 @contextmanager
-def alone(conn: psycopg.Connection[Any], waits: Callable[[], None]) -> Iterator[None]:
+def alone(conn: psycopg.Connection[Any], on_wait: Callable[[], None]) -> Iterator[None]:
     """Wait until nobody else installs or uninstalls in the database, and let nobody begin meanwhile.
 
     `waits` is called once if there is somebody. Raises psycopg.Error.
     """
-    said = False
+    waited = False
     # A session that waited in the server would be waited for by CREATE INDEX CONCURRENTLY.
     while not _try_lock(conn):
-        if not said:
-            said = True
-            waits()
+        if not waited:
+            waited = True
+            on_wait()
         time.sleep(WAIT_SECONDS)
     try:
         yield

@@ -18,7 +18,7 @@ from relay.model.snapshots import Snapshot, Xids
 from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
 from relay.store.encodings import codec_of, writable
-from relay.store.snapshots import Link
+from relay.store.snapshots import ChainLink
 
 TOPIC = 1
 """The one topic that the outbox is."""
@@ -29,7 +29,7 @@ FIRST = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class PartitionPosition:
     """How far one partition is: see the comments on the table's columns."""
 
     partition_id: int
@@ -48,17 +48,17 @@ class Locked:
     `relay.groups`, None for a group that has never run.
     """
 
-    cursors: Mapping[int, Cursor]
-    last: Link | None
+    positions: Mapping[int, PartitionPosition]
+    last: ChainLink | None
     holding: set[str]
     streaks: dict[str, Streak]
     source_epoch: int | None
 
     @property
-    def settled(self) -> bool:
+    def has_no_open_difference(self) -> bool:
         """Whether no difference is open: what the partitions lack is in the WAL."""
         newest = self.last.id if self.last else None
-        return all(cursor.snapshot_id == newest for cursor in self.cursors.values())
+        return all(each.snapshot_id == newest for each in self.positions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ _POLLED = (
 )
 
 
-def _cursors(rows: Iterable[tuple[Any, ...]]) -> list[Cursor]:
+def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
     """Of rows that begin with a cursor's columns."""
     return [
-        Cursor(partition, Lsn.parse(lsn), snapshot, polled, following)
+        PartitionPosition(partition, Lsn.parse(lsn), snapshot, polled, following)
         for partition, lsn, snapshot, polled, following, *_ in rows
     ]
 
@@ -143,14 +143,14 @@ def lock(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(asked)),
     )
-    found = {cursor.partition_id: cursor for cursor in _cursors(rows)}
+    found = {each.partition_id: each for each in _positions(rows)}
     missing = [partition for partition in partitions if partition not in found]
     if missing:
         raise ConfigurationError(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
             "or restore the number of partitions that the group began with"
         )
-    newest = None if last is None else Link(last, Snapshot.parse(snapshot))
+    newest = None if last is None else ChainLink(last, Snapshot.parse(snapshot))
     return Locked(
         found, newest, {asked[host] for host in holding or ()}, streaks_of(streaks), epoch
     )
@@ -158,7 +158,7 @@ def lock(
 
 def claim(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
-) -> Mapping[int, Cursor] | None:
+) -> Mapping[int, PartitionPosition] | None:
     """Lock the partitions' rows to the end of the transaction if nobody else holds one of them; else None."""
     rows = conn.execute(
         _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
@@ -166,7 +166,7 @@ def claim(
     ).fetchall()
     if len(rows) < len(partitions):
         return None
-    return {cursor.partition_id: cursor for cursor in _cursors(rows)}
+    return {each.partition_id: each for each in _positions(rows)}
 
 
 def advance(
@@ -252,7 +252,7 @@ def complete(
     ).rowcount
 
 
-def place(
+def move(
     conn: psycopg.Connection[Any],
     group: str,
     partitions: Sequence[int],
@@ -279,7 +279,9 @@ def place(
     )
 
 
-def settle(conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int) -> None:
+def set_wal_position(
+    conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int
+) -> None:
     """Let all partitions have the same position in the WAL."""
     conn.execute(
         "update relay.consumer_offsets set applied_lsn = %s, next_offset = %s where group_id = %s and topic_id = %s",
@@ -299,7 +301,9 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
     )
 
 
-def standing(conn: psycopg.Connection[Any], group: str) -> tuple[list[Cursor], list[Link]]:
+def positions_and_chain(
+    conn: psycopg.Connection[Any], group: str
+) -> tuple[list[PartitionPosition], list[ChainLink]]:
     """Every partition and every snapshot of the group, both in order, as they were at one moment."""
     rows = conn.execute(
         """
@@ -311,13 +315,13 @@ def standing(conn: psycopg.Connection[Any], group: str) -> tuple[list[Cursor], l
         """,
         {"group": group, "topic": TOPIC},
     ).fetchall()
-    links = [Link(row[2], Snapshot.parse(row[5])) for row in rows if row[0] is None]
-    return _cursors(row for row in rows if row[0] is not None), links
+    links = [ChainLink(row[2], Snapshot.parse(row[5])) for row in rows if row[0] is None]
+    return _positions(row for row in rows if row[0] is not None), links
 
 
-def initialised(conn: psycopg.Connection[Any], group: str) -> list[Cursor]:
+def initialised(conn: psycopg.Connection[Any], group: str) -> list[PartitionPosition]:
     """Every partition of the group, in order. Raises ConfigurationError if it has none."""
-    found = _cursors(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
+    found = _positions(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
     if not found:
         raise not_initialised(group)
     return found
@@ -330,7 +334,7 @@ def not_initialised(group: str) -> ConfigurationError:
 
 def with_wal_position(
     conn: psycopg.Connection[Any], group: str
-) -> tuple[Mapping[int, Cursor], str]:
+) -> tuple[Mapping[int, PartitionPosition], str]:
     """Every partition of the group, and a position of the target's WAL that their commits lie below."""
     rows = conn.execute(
         """
@@ -341,7 +345,7 @@ def with_wal_position(
         (group, TOPIC),
     ).fetchall()
     position = max((row[-1] for row in rows), key=Lsn.parse, default="0/0")
-    return {cursor.partition_id: cursor for cursor in _cursors(rows)}, position
+    return {each.partition_id: each for each in _positions(rows)}, position
 
 
 def is_flushed(conn: psycopg.Connection[Any], position: str) -> bool:

@@ -46,7 +46,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SinkState:
     """A sink as it is stored: its position, the transactions done beyond it, what an operator wants.
 
     `lags`: the process that worked it last was not at the head of the log. `epoch` counts how often an operator has
@@ -96,7 +96,7 @@ class Claim:
             self._conn.close()
             self._conn = None
 
-    def load(self) -> State | None:
+    def load(self) -> SinkState | None:
         """The sink's state, which this instance continues from; None if it has none yet."""
         row = self.conn.execute(
             """
@@ -110,7 +110,7 @@ class Claim:
             return None
         *position, paused, lags, epoch, left_out_since = row
         group, sink = self._of["group"], self._of["sink"]
-        return State(
+        return SinkState(
             _position(*position),
             done(self.conn, group, sink),
             paused,
@@ -285,7 +285,7 @@ GONE = "not configured"
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
+class StoredSink:
     """A sink for a person. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
 
     `lags` is that of State, whatever `state` is.
@@ -307,7 +307,7 @@ class Sink:
         return self.state == ATTACHED and self.fault is None and self.instance in running
 
 
-def read(conn: Connection, group: str, configured: Collection[str]) -> list[Sink]:
+def read(conn: Connection, group: str, configured: Collection[str]) -> list[StoredSink]:
     """The configured sinks of a group, and those that have a position and are no longer configured, by name."""
     rows = conn.execute(
         """
@@ -318,10 +318,10 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Sink
         """,
         (list(configured), GONE, group),
     )
-    found = [Sink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
+    found = [StoredSink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
     begun = {each.sink for each in found}
     nowhere = (Position(None), None, None, None, None, None, None, False)
-    found += [Sink(name, NEW, *nowhere) for name in configured if name not in begun]
+    found += [StoredSink(name, NEW, *nowhere) for name in configured if name not in begun]
     return sorted(found, key=lambda each: each.sink)
 
 

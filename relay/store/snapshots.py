@@ -19,19 +19,19 @@ Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """A snapshot of the chain."""
 
     id: int
     snapshot: Snapshot
 
 
-def chain(conn: Connection, group: str) -> list[Link]:
+def chain(conn: Connection, group: str) -> list[ChainLink]:
     """The group's snapshots, oldest first; none where only the WAL is read."""
     rows = conn.execute(
         "select id, snapshot::text from relay.snapshots where group_id = %s order by id", (group,)
     )
-    return [Link(number, Snapshot.parse(text)) for number, text in rows]
+    return [ChainLink(number, Snapshot.parse(text)) for number, text in rows]
 
 
 def begin(
@@ -39,7 +39,7 @@ def begin(
     group: str,
     snapshots: Sequence[Snapshot],
     polled_lsn: Lsn = Lsn(0),  # noqa: B008
-) -> list[Link]:
+) -> list[ChainLink]:
     """Begin a chain, in place of the one that there was; what was noted stays.
 
     The commits that were polled lie below the position `polled_lsn`; 0/0 where none were.
@@ -55,8 +55,8 @@ def remove(conn: Connection, group: str) -> None:
 
 
 def append(
-    conn: Connection, group: str, last: Link, snapshot: Snapshot, polled_lsn: Lsn
-) -> Link | None:
+    conn: Connection, group: str, last: ChainLink, snapshot: Snapshot, polled_lsn: Lsn
+) -> ChainLink | None:
     """Add a snapshot after the last; None if somebody has added or replaced one meanwhile.
 
     The difference will be polled; everything that the snapshot sees lies below the position `polled_lsn`.
@@ -67,7 +67,7 @@ def append(
         return _insert(conn, group, snapshot, polled_lsn)
 
 
-def replace(conn: Connection, group: str, last: Link, snapshot: Snapshot) -> bool:
+def replace(conn: Connection, group: str, last: ChainLink, snapshot: Snapshot) -> bool:
     """Replace the last snapshot by a newer one, up to which everything is applied; forget the notes of what it sees.
 
     False, and nothing is changed, if a partition has not come to the last, or somebody has added or replaced one.
@@ -158,7 +158,7 @@ def xids_of(sent: bytes | None) -> Xids:
     return np.frombuffer(sent or b"", ">i8").astype(np.int64)
 
 
-def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -> Link:
+def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -> ChainLink:
     (found,) = conn.execute(
         """
         insert into relay.snapshots (group_id, id, snapshot, polled_lsn)
@@ -166,10 +166,10 @@ def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -
         """,
         (group, str(snapshot), str(polled_lsn)),
     )
-    return Link(found[0], snapshot)
+    return ChainLink(found[0], snapshot)
 
 
-def _locked(conn: Connection, group: str) -> Link | None:
+def _locked(conn: Connection, group: str) -> ChainLink | None:
     """The last snapshot, with the chain locked to the end of the transaction."""
     conn.execute("select from relay.snapshots where group_id = %s order by id for update", (group,))
     # Somebody may have added one while this was waiting.
@@ -177,7 +177,7 @@ def _locked(conn: Connection, group: str) -> Link | None:
     return links[-1] if links else None
 
 
-def _is_reached(conn: Connection, group: str, last: Link) -> bool:
+def _is_reached(conn: Connection, group: str, last: ChainLink) -> bool:
     found = conn.execute(
         "select from relay.consumer_offsets where group_id = %s and snapshot_id is distinct from %s limit 1",
         (group, last.id),

@@ -39,7 +39,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class OpenBatch:
     """A batch that is stored and not finished: the same rows and the same layout, however often it is written.
 
     `application` and `number` identify it at its destination, and so does `id` alone.
@@ -54,7 +54,7 @@ class Begun:
     contents: Contents
 
 
-def begun(conn: Connection, group: str, sink: str, target: str) -> Begun | None:
+def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | None:
     """The batch of a sink that is begun for a destination, if any. Raises psycopg.Error."""
     row = conn.execute(
         """
@@ -79,7 +79,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> Begun | None:
         deferred,
         data,
     )
-    return Begun(application, number, identifier, epoch, partition_by, host_buckets, contents)
+    return OpenBatch(application, number, identifier, epoch, partition_by, host_buckets, contents)
 
 
 def begin(

@@ -14,7 +14,7 @@ Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StreamRecord:
     """A slot, its group, and its publication where relay made that one."""
 
     slot: str
@@ -22,12 +22,12 @@ class Stream:
     publication: str | None
 
 
-def all_streams(conn: Connection) -> list[Stream] | None:
+def all_streams(conn: Connection) -> list[StreamRecord] | None:
     """Every stream of this source; None where it has a schema of an edition that did not record them."""
     row = conn.execute("select to_regclass('relay.streams') is not null").fetchone()
     if not row or not row[0]:
         return None
-    with conn.cursor(row_factory=class_row(Stream)) as cursor:
+    with conn.cursor(row_factory=class_row(StreamRecord)) as cursor:
         return cursor.execute(
             "select slot, group_id, publication from relay.streams order by slot"
         ).fetchall()

@@ -69,7 +69,7 @@ class Suspects:
         finally:
             self._in_flight.discard(name)
 
-    def forgive(self) -> None:
+    def note_orderly_exit(self) -> None:
         """The process ends itself now: that is no death over what it has in flight. Raises psycopg.Error."""
         for name in tuple(self._in_flight):
             self.take_back(name)

@@ -19,7 +19,7 @@ import psycopg
 
 from relay.faults import RelayError, TaskFault, TransientFault
 from relay.model.events import Lsn
-from relay.retry import say_once, until_it_works
+from relay.retry import log_first, retry_until_success
 from relay.store import offsets
 from relay.store.connections import connect
 from relay.threads import Thread
@@ -32,11 +32,13 @@ CLOSE_SECONDS = 2.0
 """How long an end waits for the last commits; what is not confirmed then is delivered again and recognised."""
 
 
-def require_kept(floors: Mapping[int, Lsn], cursors: Mapping[int, offsets.Cursor]) -> None:
+def require_kept(
+    lower_bounds: Mapping[int, Lsn], positions: Mapping[int, offsets.PartitionPosition]
+) -> None:
     """Raise RelayError if a partition has an older position than this process left it at."""
-    for partition, floor in floors.items():
-        cursor = cursors.get(partition)
-        if cursor is None or cursor.applied_lsn < floor:
+    for partition, lower_bound in lower_bounds.items():
+        position = positions.get(partition)
+        if position is None or position.applied_lsn < lower_bound:
             raise RelayError(
                 "target.synchronous_commit: off: the target has crashed and lost commits that were not on its disk "
                 "yet; nothing of them was confirmed: start relay again, and the slot delivers them again"
@@ -83,7 +85,7 @@ class Unflushed:
             self._pending.append((end, reached))
             self._changed.notify_all()
 
-    def floors(self, partitions: Iterable[int]) -> dict[int, Lsn]:
+    def lower_bounds(self, partitions: Iterable[int]) -> dict[int, Lsn]:
         """How far the partitions have to be, of those that a crash could have set back."""
         with self._changed:
             last: dict[int, Lsn] = {}
@@ -92,8 +94,8 @@ class Unflushed:
         return {partition: last[partition] for partition in partitions if partition in last}
 
     def _run(self) -> None:
-        retrying = until_it_works(
-            self._stopping, say_once(log, "cannot see yet what the target has on its disk")
+        retrying = retry_until_success(
+            self._stopping, log_first(log, "cannot see yet what the target has on its disk")
         )
         try:
             while self._wait_for_work():
@@ -121,9 +123,9 @@ class Unflushed:
             pending = list(self._pending)
         try:
             self._conn = self._conn or connect(self._dsn)
-            cursors, position = offsets.with_wal_position(self._conn, self._group)
+            positions, position = offsets.with_wal_position(self._conn, self._group)
             for _, reached in pending:
-                require_kept(reached, cursors)
+                require_kept(reached, positions)
             while not offsets.is_flushed(self._conn, position):
                 if self._stopping.wait(CHECK_SECONDS):
                     raise TransientFault("stopping")

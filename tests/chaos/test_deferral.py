@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relay.admin.dead_letters import DeadLetters
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import APPEND, Outbox, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
@@ -17,7 +17,7 @@ from tests.webhook import Answer, Webhook
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("stays_live")]
 
 CHANCE = random.Random()
-HASTY = {"wait": 0.3, "max_wait": 1.0, "jitter": 0.2, "defer_after": 0}
+SHORT_INTERVALS = {"wait": 0.3, "max_wait": 1.0, "jitter": 0.2, "defer_after": 0}
 
 
 @pytest.mark.rare
@@ -30,7 +30,11 @@ def test_ten_thousand_deferred_over_a_thousand_keys_killed_ten_times(
     outbox.conn.execute("insert into busy select generate_series(1, 5)")
     handlers = {
         "projection": {"type": "sql", "statement": APPEND},
-        "slow": {"type": "python", "callable": "tests.callables:unless_busy", "retry": HASTY},
+        "slow": {
+            "type": "python",
+            "callable": "tests.callables:unless_busy",
+            "retry": SHORT_INTERVALS,
+        },
     }
     config = outbox.config_file(
         tmp_path / "relay.yaml",
@@ -75,7 +79,7 @@ def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_pa
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 3_000
     outbox.conn.execute("alter table projection drop constraint odd")
     letters = DeadLetters(outbox.settings(), outbox.conn)
-    assert len(letters.replay(letters.find(Filter()), "mended")) == 1_000
+    assert len(letters.replay(letters.find(DeadLetterSelection()), "mended")) == 1_000
 
     outbox.conn.execute(
         """
@@ -85,16 +89,16 @@ def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_pa
         """
     )
 
-    for place in (200, 1_400, 2_800):
-        outbox.conn.execute("select pg_advisory_lock(%s)", [place])
+    for index in (200, 1_400, 2_800):
+        outbox.conn.execute("select pg_advisory_lock(%s)", [index])
         with running(config) as service:
             wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") > 0)
             service.kill()
         assert outbox.value("select count(*) from relay.deferred") > 0
-        outbox.conn.execute("select pg_advisory_unlock(%s)", [place])
+        outbox.conn.execute("select pg_advisory_unlock(%s)", [index])
     with running(config):
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
-    assert letters.purge(letters.find(Filter(), ("replayed",)), None) == 3_000
+    assert letters.purge(letters.find(DeadLetterSelection(), ("replayed",)), None) == 3_000
     assert outbox.value("select count(*) from projection") == 3_000
     outbox.assert_exact()
 
@@ -122,7 +126,7 @@ def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
             "type": "http",
             "url": webhook.url,
             "timeout": 1,
-            "retry": HASTY,
+            "retry": SHORT_INTERVALS,
             "concurrency": 8,
         }
         handlers = {"projection": {"type": "sql", "statement": APPEND}, "hook": hook}
@@ -169,7 +173,12 @@ def test_a_host_that_hangs_delays_no_other(outbox: Outbox) -> None:
         return Answer(200, after=30 if str(host(1)).encode() in body else 0)
 
     with Webhook(answers) as webhook:
-        hook = {"type": "http", "url": webhook.url, "timeout": 3, "retry": {**HASTY, "wait": 1}}
+        hook = {
+            "type": "http",
+            "url": webhook.url,
+            "timeout": 3,
+            "retry": {**SHORT_INTERVALS, "wait": 1},
+        }
         settings = outbox.settings(
             handlers={"hook": hook}, routes=[{"handlers": ["hook"]}], batch={"max_events": 20}
         )

@@ -19,7 +19,7 @@ from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
 from relay.store import spark_batches
-from relay.store.spark_batches import Begun, Contents
+from relay.store.spark_batches import Contents, OpenBatch
 from tests.outbox import (
     PROJECTION,
     Outbox,
@@ -379,7 +379,7 @@ def test_a_batch_of_spark_is_not_taken_for_one_that_a_restored_server_began() ->
     assert first.application != second.application
 
 
-def _next_batch(target: Outbox) -> Begun:
+def _next_batch(target: Outbox) -> OpenBatch:
     """Begin a batch of a sink, and end it."""
     contents = Contents(Snapshot(1, 1), Snapshot(5, 5))
     spark_batches.begin(target.conn, "default", "lake", "delta x", 1, ([], 8), contents)

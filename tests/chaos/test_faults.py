@@ -59,8 +59,8 @@ def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
     # It dies on the way, and goes on where it was.
     with running(config) as service:
         wait_until(lambda: progress(outbox) > 20_000, 120)
-        for victim, goal in (("pyspark.daemon", 60_000), ("java", 120_000)):
-            kill_children(service.process.pid, victim)
+        for program, goal in (("pyspark.daemon", 60_000), ("java", 120_000)):
+            kill_children(service.process.pid, program)
             wait_until(lambda goal=goal: progress(outbox) > goal, 120)  # type: ignore[misc]
         service.kill()
     with running(config) as service:
@@ -177,9 +177,9 @@ def test_spark_workers_and_the_jvm_are_killed(outbox: Outbox, tmp_path: Path) ->
     outbox.fill(4_000)
     with running(config) as service:
         service.wait_said("batch", 120)
-        for victim in ("pyspark.daemon", "java", "pyspark.daemon"):
+        for program in ("pyspark.daemon", "java", "pyspark.daemon"):
             seen = progress(outbox)
-            kill_children(service.process.pid, victim)
+            kill_children(service.process.pid, program)
             wait_until(lambda seen=seen: progress(outbox) > seen + 1_000, 120)  # type: ignore[misc]
         outbox.wait_drained(120)
         assert service.terminate() == 0

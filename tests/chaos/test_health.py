@@ -29,9 +29,9 @@ released = threading.Event()
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """relay is looked at more often than in production, and the server asked sooner."""
-    monkeypatch.setattr(observer, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(observer, "PROBE_SECONDS", 0.3)
     monkeypatch.setattr(databases, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(receiver, "ASK_SECONDS", 1.0)
 
@@ -69,7 +69,7 @@ def handling(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_a_handler_that_hangs(outbox: Outbox) -> None:
     released.clear()
     with asked(outbox, **handling("hang")) as poller:
@@ -88,7 +88,7 @@ def test_a_handler_that_hangs(outbox: Outbox) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 @pytest.mark.parametrize("what", ["computes", "waits for the target"])
 def test_a_handler_that_takes_long_is_no_hang(outbox: Outbox, what: str) -> None:
     statement = {"type": "sql", "statement": f"select pg_sleep({STALL + 3}), %(id)s"}
@@ -101,7 +101,7 @@ def test_a_handler_that_takes_long_is_no_hang(outbox: Outbox, what: str) -> None
 
 
 @pytest.mark.rare
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_a_half_open_stream(outbox: Outbox) -> None:
     """Only the source is cut off: relay would connect again, and may not, so it is alive and not ready."""
     with through_proxy(outbox.dsn) as proxy:
@@ -119,7 +119,7 @@ def test_a_half_open_stream(outbox: Outbox) -> None:
 
 
 @pytest.mark.rare
-def test_a_half_open_stream_is_told_within_thirty_seconds(outbox: Outbox) -> None:
+def test_a_half_open_stream_is_reported_within_thirty_seconds(outbox: Outbox) -> None:
     """With the limits of production."""
     port = free_port()
     with through_proxy(outbox.dsn) as proxy:
@@ -135,7 +135,7 @@ def test_a_half_open_stream_is_told_within_thirty_seconds(outbox: Outbox) -> Non
 
 
 @pytest.mark.rare
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_a_source_that_answers_no_more_while_it_is_polled(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +158,9 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
             outbox.publish(host(1), event(1))
             assert reading.wait(30)
             time.sleep(STALL + 3)
-            told = ask(poller.port, "/readyz").text
-            assert "source: not ready: cannot be polled" in told
-            assert "target" not in told
+            output = ask(poller.port, "/readyz").text
+            assert "source: not ready: cannot be polled" in output
+            assert "target" not in output
             assert Scrape(poller.port).value("relay_database_up", database="target") == 1
             proxy.resume()
             outbox.wait_handled()
@@ -168,7 +168,7 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
 
 
 @pytest.mark.rare
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> None:
     with Outbox(mortal_server.create_database("source")) as outbox:
         outbox.install()
@@ -189,7 +189,7 @@ def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> 
         assert poller.good > STALL
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_spark_is_gone_for_good(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise RuntimeError("no master answers")
@@ -203,7 +203,7 @@ def test_spark_is_gone_for_good(outbox: Outbox, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.rare
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("short_intervals")
 def test_a_loop_that_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the handlers, where nothing but its pulse tells."""
     released.clear()
@@ -217,5 +217,5 @@ def test_a_loop_that_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> N
             released.set()
 
 
-def test_limits_of_looks() -> None:
-    assert liveness.UP_SECONDS >= 2 * observer.LOOK_SECONDS
+def test_limits_of_observations() -> None:
+    assert liveness.UP_SECONDS >= 2 * observer.PROBE_SECONDS

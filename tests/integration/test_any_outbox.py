@@ -15,12 +15,12 @@ import pytest
 from relay.admin.check import require
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.install import initialise
-from relay.config.settings import Settings, Source
+from relay.config.settings import Settings, SourceSettings
 from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import Outbox, event, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay
@@ -177,8 +177,8 @@ def test_dead_letters_and_replays_keep_ids_of_any_type(
         webhook.answers = lambda _, body: Answer()
         letters = DeadLetters(settings, outbox.conn)
         host = dead[0][1]
-        assert letters.find(Filter(host_id=host)).transactions == 1
-        assert len(letters.replay(letters.find(Filter()), None)) == 2
+        assert letters.find(DeadLetterSelection(host_id=host)).transactions == 1
+        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 2
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")
     assert webhook.ids() == {row[0]: 1 for row in rows(outbox, "shop")}
@@ -312,7 +312,7 @@ def test_a_row_that_is_deleted_at_once_is_relayed_from_the_wal(outbox: Outbox) -
     ],
 )
 def test_a_command_takes_an_id_as_it_is_printed(kind: str, given: str, printed: str | None) -> None:
-    source = Source.model_validate({"types": {"host_id": kind}})
+    source = SourceSettings.model_validate({"types": {"host_id": kind}})
     if printed is not None:
         assert source.printed_id("host_id", given, "--host") == printed
         return
@@ -423,7 +423,7 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
             failing = False
             target.execute("alter table relayed drop constraint relayed_n_check")
             letters = DeadLetters(settings, target)
-            letters.replay(letters.find(Filter()), None)
+            letters.replay(letters.find(DeadLetterSelection()), None)
             wait_until(lambda: target.execute(deferred).fetchall() == [])
         found = target.execute("select n from relayed order by seq").fetchall()
         assert found == [(0,), (1,), (2,)]

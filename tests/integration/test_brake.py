@@ -135,14 +135,14 @@ def test_poison_between_good_transactions_never_stops_a_handler(outbox: Outbox) 
 
 def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbox) -> None:
     from relay.admin.dead_letters import DeadLetters
-    from relay.store.dead_letters import Filter
+    from relay.store.dead_letters import DeadLetterSelection
 
     break_the_handler(outbox)
     for number in range(LIMIT * 2):
         outbox.publish(host(number), event(1))
     outbox.drain(braking(outbox, limit=0))
     letters = DeadLetters(braking(outbox), outbox.conn)
-    assert len(letters.replay(letters.find(Filter()), None)) == LIMIT * 2
+    assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == LIMIT * 2
     with relaying(braking(outbox)):
         wait_until(
             lambda: (
@@ -153,7 +153,7 @@ def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbo
     assert not stopped(outbox)
 
 
-def test_a_sink_that_is_stopped_keeps_its_place_and_others_flow(
+def test_a_stopped_sink_keeps_its_position_and_others_go_on(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     mended = False

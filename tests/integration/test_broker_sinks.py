@@ -14,7 +14,7 @@ import pytest
 import redis
 from pydantic import TypeAdapter
 
-from relay.config.handlers import Handler
+from relay.config.handlers import HandlerSettings
 from relay.faults import Rejected, Undelivered
 from relay.handlers import Sink, build_sinks
 from tests.brokers import (
@@ -51,7 +51,7 @@ def using(broker: Broker, do: Callable[[Sink], Awaitable[None]], **settings: Any
     """Build a sink for the broker and run a test with it, in an event loop of its own."""
     configured = {**broker.handler, "topic": "shop.{event_type}", "timeout": TIMEOUT, **settings}
 
-    found: Any = TypeAdapter(Handler).validate_python(configured)
+    found: Any = TypeAdapter(HandlerSettings).validate_python(configured)
     ((sink, _),) = build_sinks({"broker": found}).values()
 
     async def run() -> None:

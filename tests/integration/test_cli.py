@@ -216,9 +216,11 @@ def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox
     found = relay("check", "--config", str(config), "--json")
     assert found.returncode == 2
     texts = {each["text"]: each["level"] for each in json.loads(found.stdout)}
-    (stranded,) = [text for text in texts if text.startswith("handlers.lake: there is no such")]
-    assert "1 transactions are deferred for it" in stranded
-    assert texts[stranded] == "error"
+    (deferred_for_gone,) = [
+        text for text in texts if text.startswith("handlers.lake: there is no such")
+    ]
+    assert "1 transactions are deferred for it" in deferred_for_gone
+    assert texts[deferred_for_gone] == "error"
     (deferred,) = [text for text in texts if text.startswith("handlers.shop: there is no such")]
     assert "1 deferred transactions" in deferred
     assert texts[deferred] == "warning"

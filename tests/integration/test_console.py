@@ -541,9 +541,9 @@ def test_a_database_that_is_away_is_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert page.status_code == problem.status_code == 503
     assert "cannot connect" in page.text
     assert problem.json()["title"] == "Not available now"
-    told = page.text + problem.text + "".join(capfd.readouterr())
-    assert "hush" not in told
-    assert "Traceback" not in told
+    output = page.text + problem.text + "".join(capfd.readouterr())
+    assert "hush" not in output
+    assert "Traceback" not in output
 
 
 def test_several_groups_have_one_console(outbox: Outbox) -> None:

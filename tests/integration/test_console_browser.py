@@ -71,7 +71,7 @@ def browser() -> Iterator[Browser]:
 
 
 def _log_in(browser: Browser, address: str) -> None:
-    browser.looks(*DESKTOP)
+    browser.observations(*DESKTOP)
     # Cookies do not tell ports apart.
     browser.command("Network.clearBrowserCookies")
     browser.open(address)
@@ -126,9 +126,9 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         _log_in(browser, address)
         assert browser.text("#tiles").count("Dead letters") == 1
         _picture(browser, "light")
-        browser.looks(*DESKTOP, dark=True)
+        browser.observations(*DESKTOP, dark=True)
         _picture(browser, "dark")
-        browser.looks(*DESKTOP)
+        browser.observations(*DESKTOP)
         browser.click(".tile a[href$='dead-letters']")
         browser.wait_text("Why they died")
         browser.click(".kinds a")
@@ -186,10 +186,10 @@ def test_an_operator_pauses_a_sink(
             for each in _PAGES:
                 browser.open(f"{address}/groups/default/{each}")
                 for dark in (False, True):
-                    browser.looks(*DESKTOP, dark=dark)
+                    browser.observations(*DESKTOP, dark=dark)
                     assert browser.script(_CONTRAST) == [], each
                 assert browser.script(_UNNAMED) == [], each
-                browser.looks(*PHONE, phone=True)
+                browser.observations(*PHONE, phone=True)
                 width = browser.script("return document.documentElement.scrollWidth")
                 assert width <= PHONE[0], each
             browser.open(f"{address}/groups/default/")

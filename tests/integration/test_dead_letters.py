@@ -15,7 +15,7 @@ from relay.admin.dead_letters import DeadLetters
 from relay.admin.status import read
 from relay.faults import ConfigurationError
 from relay.spark.session import Session
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from relay.store.deferred import Reason
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay as command
@@ -110,7 +110,7 @@ def test_a_malformed_edit_is_refused_with_its_line_and_changes_nothing(
     file = tmp_path / "letters.jsonl"
     file.write_text(f'{{"id": 1, "payload": {{"amount": 1}}}}\n\n{line}\n')
     with pytest.raises(ConfigurationError, match=f"letters.jsonl:3: {fault}"):
-        letters.replay(letters.find(Filter()), None, file)
+        letters.replay(letters.find(DeadLetterSelection()), None, file)
     assert outbox.column("select status from relay.dead_letter_queue") == ["dead"]
     assert outbox.column("select payload from relay.dead_letter_queue") == [{"amount": -1}]
 
@@ -130,7 +130,7 @@ def test_a_scheduled_event_keeps_its_time(outbox: Outbox) -> None:
     )
     allow(outbox)
     letters = DeadLetters(settings, outbox.conn)
-    letters.replay(letters.find(Filter()), None)
+    letters.replay(letters.find(DeadLetterSelection()), None)
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from projection") == 1)
     assert outbox.value(
@@ -192,7 +192,7 @@ def test_only_the_value_that_is_refused_degrades_and_a_replay_has_all_of_them(
         assert json.loads(letters[1][6]) == {"payload": payloads[1]}
         outbox.conn.execute("alter table applied drop constraint odd")
         found = DeadLetters(settings, outbox.conn)
-        assert len(found.replay(found.find(Filter(ids=[1])), None)) == 1
+        assert len(found.replay(found.find(DeadLetterSelection(ids=[1])), None)) == 1
         (row,) = outbox.column("select data from relay.deferred")
         assert all(value in row for value in (b"7000", "Zoë".encode(), b"T-1"))
         with relaying(settings, session):
@@ -210,7 +210,7 @@ def test_markup_and_control_characters_are_shown_as_text(config: Path, outbox: O
     outbox.publish(host(1), event(MARKUP, MARKUP, aggregate_id=MARKUP))
     outbox.drain(settings)
     number = outbox.value("select min(id) from relay.dead_letter_queue")
-    told = [
+    output = [
         dlq(config, "list"),
         dlq(config, "list", "--json"),
         dlq(config, "show", str(number)),
@@ -218,10 +218,10 @@ def test_markup_and_control_characters_are_shown_as_text(config: Path, outbox: O
         dlq(config, "export"),
         dlq(config, "replay", "--all", "--dry-run"),
     ]
-    for each in told:
+    for each in output:
         assert "[/usr/bin]" in each
         assert not {"\x1b", "\u202e", "\u2028"} & set(each)
-    for text in (told[3][1:-2], told[4]):
+    for text in (output[3][1:-2], output[4]):
         assert json.loads(text)["payload"] == {"amount": MARKUP}
 
 
@@ -259,7 +259,7 @@ def test_large_transactions_are_replayed_in_portions_and_in_order(
     outbox.drain(settings)
     allow(outbox)
     letters = DeadLetters(settings, outbox.conn)
-    found = letters.find(Filter())
+    found = letters.find(DeadLetterSelection())
     assert (found.transactions, found.events) == (9, 36)
     assert len(letters.replay(found, None)) == 9
     assert len(letters.replay(found, None)) == 0
@@ -282,8 +282,8 @@ def test_transactions_of_one_host_that_polling_read_stay_apart(outbox: Outbox) -
                 )
             )
     letters = DeadLetters(settings, outbox.conn)
-    assert letters.find(Filter()).transactions == 3
-    assert len(letters.replay(letters.find(Filter(ids=[1])), None)) == 1
+    assert letters.find(DeadLetterSelection()).transactions == 3
+    assert len(letters.replay(letters.find(DeadLetterSelection(ids=[1])), None)) == 1
     assert outbox.column("select status from relay.dead_letter_queue order by id") == [
         "replaying",
         "dead",
@@ -302,19 +302,19 @@ def test_a_replay_is_queued_and_its_outcome_can_be_waited_for(config: Path, outb
     outbox.conn.execute(
         "update relay.dead_letter_queue set handler = 'gone' where transaction_id = %s", (str(bad),)
     )
-    told = dlq(config, "replay", "--transaction", str(bad), "--yes")
-    assert "1 transactions are queued" in told
-    assert "no instance of group 'default' is running" in told
-    assert "handler 'gone', in which 1 of these transactions failed, is not configured" in told
+    output = dlq(config, "replay", "--transaction", str(bad), "--yes")
+    assert "1 transactions are queued" in output
+    assert "no instance of group 'default' is running" in output
+    assert "handler 'gone', in which 1 of these transactions failed, is not configured" in output
     with running(config) as service:
         attempts = "select attempts from relay.dead_letter_queue order by id"
         wait_until(lambda: outbox.column(attempts) == [2, 1, 1])
-        told = dlq(config, "replay", "--all", "--yes", "--wait", status=1)
-        assert "no instance" not in told
-        assert "0 transactions are applied, 2 are dead again" in told
+        output = dlq(config, "replay", "--all", "--yes", "--wait", status=1)
+        assert "no instance" not in output
+        assert "0 transactions are applied, 2 are dead again" in output
         allow(outbox)
-        told = dlq(config, "replay", "--all", "--yes", "--wait")
-        assert "2 transactions are applied, 0 are dead again" in told
+        output = dlq(config, "replay", "--all", "--yes", "--wait")
+        assert "2 transactions are applied, 0 are dead again" in output
         assert service.terminate() == 0
     said = [line for line in service.lines() if line["message"] == "dead letter"]
     assert [line["handler"] for line in said] == ["projection"] * 3
@@ -357,8 +357,8 @@ def test_status_tells_why_transactions_are_deferred(outbox: Outbox, config: Path
     assert retry.until is not None
     assert retry.since < retry.next
     assert retry.next <= retry.until
-    told = json.loads(command("status", "--config", str(config), "--json").stdout)["deferred"]
-    assert told["reasons"][1]["reason"] == "Undelivered: HTTP 503"
+    output = json.loads(command("status", "--config", str(config), "--json").stdout)["deferred"]
+    assert output["reasons"][1]["reason"] == "Undelivered: HTTP 503"
     printed = command("status", "--config", str(config)).stdout
     assert "hook: Undelivered: HTTP 503; next 20" in printed
     assert "blocked by an earlier transaction of the same key" in printed

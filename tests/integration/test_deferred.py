@@ -20,10 +20,10 @@ from relay.cli.app import app
 from relay.faults import ConfigurationError, Rejected, RelayError
 from relay.model.transactions import Rows, Undecoded
 from relay.pipeline.apply import Applier
-from relay.pipeline.routing import Routing
+from relay.pipeline.routing import BatchRouter
 from relay.store import actions, dead_letters, deferred, migrations
-from relay.store.dead_letters import Filter
-from relay.store.deferred import Wait
+from relay.store.dead_letters import DeadLetterSelection
+from relay.store.deferred import Deferral
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -55,11 +55,11 @@ def command(config: Path, *words: str, status: int = 0) -> str:
     return f"{done.output}{fault or ''}"
 
 
-def park(
-    conn: psycopg.Connection[Any], *waits: Wait, sink: str = "", group: str = "default"
+def defer(
+    conn: psycopg.Connection[Any], *waits: Deferral, sink: str = "", group: str = "default"
 ) -> list[int]:
     """Defer a transaction for each; returns their ids."""
-    deferred.park(conn, group, ((undecoded(), wait) for wait in waits), sink)
+    deferred.defer(conn, group, ((undecoded(), wait) for wait in waits), sink)
     found = conn.execute("select id from relay.deferred order by id desc limit %s", (len(waits),))
     return sorted(number for (number,) in found)
 
@@ -77,13 +77,13 @@ def ids(due: Sequence[deferred.Due]) -> list[int]:
 # What is stored.
 
 
-def test_what_is_parked_comes_back_as_it_was(outbox: Outbox) -> None:
+def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
     rows = [b"", b"\0\\\n\t", bytes(range(256)) * 20]
     texts = ['a "b" \\ {c}, \t\n\r', "é \u2028", ""]
     one = undecoded(
         *rows, hosts=texts, transaction_id="a\tb\\N\n", columns=["c", 'd "e"'], offset=12
     )
-    wait = Wait(
+    wait = Deferral(
         {"k 1", 'k "2" \\'},
         attempts=3,
         first_failed_at=1_000_000.5,
@@ -92,7 +92,7 @@ def test_what_is_parked_comes_back_as_it_was(outbox: Outbox) -> None:
         dead_transaction=7,
         undelivered=True,
     )
-    deferred.park(outbox.conn, "default", [(one, wait), (one, Wait(()))], "s")
+    deferred.defer(outbox.conn, "default", [(one, wait), (one, Deferral(()))], "s")
     assert deferred.claim(outbox.conn, "default", 10) == []
     first, second = deferred.heads(outbox.conn, "default", "s", 10)
     assert (set(first.keys), first.holds) == (set(wait.keys), True)
@@ -103,23 +103,23 @@ def test_what_is_parked_comes_back_as_it_was(outbox: Outbox) -> None:
         wait.reason
     ]
     found = deferred.transactions(outbox.conn, [first, second], 1_000_000, None)
-    assert [told(each) for each in found] == [told(one), told(one)]
+    assert [output(each) for each in found] == [output(one), output(one)]
 
 
 def test_large_transactions_come_back_from_portions(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(deferred, "_PORTION_EVENTS", 2)
-    monkeypatch.setattr(deferred, "_PARKED_AT_ONCE", 2)
+    monkeypatch.setattr(deferred, "_DEFERRED_AT_ONCE", 2)
     many = [undecoded(*(b"%d" % row for row in range(size))) for size in (1, 5, 2, 1)]
     # One whose rows are read from somewhere as they are written.
     streamed = many[1]._replace(tuples=Streamed(outbox, list(many[1].tuples)))
-    deferred.park(outbox.conn, "g", ((each, Wait({"k"})) for each in (*many, streamed)))
+    deferred.defer(outbox.conn, "g", ((each, Deferral({"k"})) for each in (*many, streamed)))
     assert outbox.value("select count(*) from relay.deferred_rows") == 6
     due = deferred.claim(outbox.conn, "g", 10)
     for spool_above in (1_000, 0):
         found = deferred.transactions(outbox.conn, due, spool_above, tmp_path)
-        assert [told(each) for each in found] == [told(each) for each in (*many, many[1])]
+        assert [output(each) for each in found] == [output(each) for each in (*many, many[1])]
 
 
 class Streamed:
@@ -138,23 +138,23 @@ class Streamed:
             yield row
 
 
-def told(one: Undecoded) -> tuple[Any, ...]:
+def output(one: Undecoded) -> tuple[Any, ...]:
     return (*one[:4], list(one.tuples), *one[5:])
 
 
 def test_many_wait_again_at_once(outbox: Outbox) -> None:
-    first, second, third = park(
-        outbox.conn, Wait({"a"}), Wait({"a"}), Wait({"b"}, holds=False, after=60)
+    first, second, third = defer(
+        outbox.conn, Deferral({"a"}), Deferral({"a"}), Deferral({"b"}, holds=False, after=60)
     )
     assert deferred.held(outbox.conn, "default", "", ["a", "b", "c"]) == {"a"}
     gone = 999
     again = {
-        first: Wait((), after=60, attempts=2, first_failed_at=5, handler="h", reason='a "b"\\'),
-        third: Wait((), attempts=1, blocked=True, dead_transaction=3),
-        gone: Wait(()),
+        first: Deferral((), after=60, attempts=2, first_failed_at=5, handler="h", reason='a "b"\\'),
+        third: Deferral((), attempts=1, blocked=True, dead_transaction=3),
+        gone: Deferral(()),
     }
-    assert deferred.wait_again(outbox.conn, list(again.items())) == {first, third}
-    assert deferred.wait_again(outbox.conn, []) == set()
+    assert deferred.defer_again(outbox.conn, list(again.items())) == {first, third}
+    assert deferred.defer_again(outbox.conn, []) == set()
     assert deferred.held(outbox.conn, "default", "", ["a", "b", "c"]) == {"a", "b"}
     assert outbox.conn.execute(
         """
@@ -169,16 +169,16 @@ def test_many_wait_again_at_once(outbox: Outbox) -> None:
     waits = deferred.seconds_to_next(outbox.conn, "default")
     assert waits is not None
     assert 50 < waits <= 60
-    assert deferred.settle(outbox.conn, [first, gone]) == {first}
+    assert deferred.remove(outbox.conn, [first, gone]) == {first}
     assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
-    assert deferred.settle(outbox.conn, [second, third]) == {second, third}
+    assert deferred.remove(outbox.conn, [second, third]) == {second, third}
     assert not outbox.column("select 1 from relay.deferred_keys")
     assert not outbox.column("select 1 from relay.deferred_rows")
     assert deferred.seconds_to_next(outbox.conn, "default") is None
 
 
 def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
-    first, second = park(outbox.conn, Wait({"a", "b"}), Wait({"b"}))
+    first, second = defer(outbox.conn, Deferral({"a", "b"}), Deferral({"b"}))
     assert outbox.column("select predecessor from relay.deferred order by id") == [None, first]
     outbox.conn.execute("delete from relay.deferred where id = %s", (first,))
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == {"b"}
@@ -191,33 +191,33 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
 
 
 def test_a_run_of_one_key_is_taken_together_and_leaves_room_for_others(outbox: Outbox) -> None:
-    run = park(outbox.conn, *(Wait({"a"}) for _ in range(1_200)))
-    others = park(outbox.conn, *(Wait({f"b{number}"}) for number in range(10)))
+    run = defer(outbox.conn, *(Deferral({"a"}) for _ in range(1_200)))
+    others = defer(outbox.conn, *(Deferral({f"b{number}"}) for number in range(10)))
     taken = ids(deferred.claim(outbox.conn, "default", 500))
     assert taken == run[:490] + others
-    deferred.settle(outbox.conn, taken)
+    deferred.remove(outbox.conn, taken)
     assert ids(deferred.claim(outbox.conn, "default", 500)) == run[490:990]
     assert ids(deferred.heads(outbox.conn, "default", "", 500, run[490:990])) == []
 
 
 def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
-    first, second, both, third = park(
+    first, second, both, third = defer(
         outbox.conn,
-        Wait({"a"}),
-        Wait({"b"}, after=60),
-        Wait({"a", "b"}),
-        Wait({"a"}),
+        Deferral({"a"}),
+        Deferral({"b"}, after=60),
+        Deferral({"a", "b"}),
+        Deferral({"a"}),
     )
     assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
-    deferred.settle(outbox.conn, [first])
+    deferred.remove(outbox.conn, [first])
     assert deferred.claim(outbox.conn, "default", 10) == []
-    deferred.settle(outbox.conn, [second])
+    deferred.remove(outbox.conn, [second])
     assert ids(deferred.claim(outbox.conn, "default", 10)) == [both, third]
 
 
 def test_only_one_claims_of_a_group(outbox: Outbox) -> None:
-    (first,) = park(outbox.conn, Wait({"a"}))
-    (other,) = park(outbox.conn, Wait({"a"}), group="other")
+    (first,) = defer(outbox.conn, Deferral({"a"}))
+    (other,) = defer(outbox.conn, Deferral({"a"}), group="other")
     with connected(outbox) as conn, conn.transaction():
         assert ids(deferred.claim(conn, "default", 10)) == [first]
         assert deferred.claim(outbox.conn, "default", 10) == []
@@ -227,32 +227,34 @@ def test_only_one_claims_of_a_group(outbox: Outbox) -> None:
 
 def test_transactions_of_another_layout_are_left_for_the_next_claim(outbox: Outbox) -> None:
     layouts = [("c",), ("c",), ("c", "d"), ("c",)]
-    deferred.park(outbox.conn, "g", ((undecoded(columns=each), Wait({"k"})) for each in layouts))
+    deferred.defer(
+        outbox.conn, "g", ((undecoded(columns=each), Deferral({"k"})) for each in layouts)
+    )
     found = []
     while due := deferred.claim(outbox.conn, "g", 10):
         found.append(len(due))
-        deferred.settle(outbox.conn, ids(due))
+        deferred.remove(outbox.conn, ids(due))
     assert found == [2, 1, 1]
 
 
-def test_parked_behind_one_that_is_settled_at_the_same_time(outbox: Outbox) -> None:
-    (first,) = park(outbox.conn, Wait({"a"}))
+def test_deferred_after_one_that_is_removed_at_the_same_time(outbox: Outbox) -> None:
+    (first,) = defer(outbox.conn, Deferral({"a"}))
     with connected(outbox) as conn:
         with conn.transaction():
             assert deferred.held(conn, "default", "", ["a"]) == {"a"}
             with outbox.conn.transaction():
                 assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
-                second, third = park(conn, Wait({"a"}), Wait({"a"}))
-                deferred.settle(outbox.conn, [first])
+                second, third = defer(conn, Deferral({"a"}), Deferral({"a"}))
+                deferred.remove(outbox.conn, [first])
         assert ids(deferred.claim(conn, "default", 10)) == [second, third]
 
 
 def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox) -> None:
     """Whoever deletes a row waits for the note that it is somebody's predecessor, and takes it back."""
-    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=1))
-    (second,) = park(outbox.conn, Wait({"a"}))
+    (first,) = defer(outbox.conn, Deferral({"a"}, blocked=True, dead_transaction=1))
+    (second,) = defer(outbox.conn, Deferral({"a"}))
     with connected(outbox) as conn:
-        remover = Thread(target=deferred.settle, args=(conn, [first]))
+        remover = Thread(target=deferred.remove, args=(conn, [first]))
         with outbox.conn.transaction():
             assert deferred.claim(outbox.conn, "default", 10) == []
             remover.start()
@@ -262,11 +264,11 @@ def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox)
 
 
 def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -> None:
-    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=1))
-    (second,) = park(outbox.conn, Wait({"a"}))
+    (first,) = defer(outbox.conn, Deferral({"a"}, blocked=True, dead_transaction=1))
+    (second,) = defer(outbox.conn, Deferral({"a"}))
     with connected(outbox) as conn:
         with conn.transaction():
-            deferred.settle(conn, [first])
+            deferred.remove(conn, [first])
             assert deferred.claim(outbox.conn, "default", 10) == []
         assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
 
@@ -277,16 +279,16 @@ def waits_for_a_lock(outbox: Outbox) -> bool:
 
 def test_keys_are_not_held_by_what_is_cancelled_meanwhile(outbox: Outbox) -> None:
     """A scheduled one that fails would hold its keys from then on."""
-    (first,) = park(outbox.conn, Wait({"a"}, holds=False))
+    (first,) = defer(outbox.conn, Deferral({"a"}, holds=False))
     with connected(outbox) as conn:
         failed: list[set[int]] = []
 
         def fail() -> None:
-            failed.append(deferred.wait_again(conn, [(first, Wait({"a"}, after=60))]))
+            failed.append(deferred.defer_again(conn, [(first, Deferral({"a"}, after=60))]))
 
         failing = Thread(target=fail)
         with outbox.conn.transaction():
-            deferred.settle(outbox.conn, [first])
+            deferred.remove(outbox.conn, [first])
             failing.start()
             wait_until(lambda: waits_for_a_lock(outbox))
         failing.join()
@@ -299,11 +301,11 @@ def test_keys_are_not_held_by_what_is_cancelled_meanwhile(outbox: Outbox) -> Non
 )
 def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int) -> None:
     """Of a key whose first transaction waits, nothing else is looked at; nor are the keys of which nobody asks."""
-    deferred.park(
+    deferred.defer(
         outbox.conn,
         "default",
         (
-            (undecoded(), Wait({f"k{n % keys} host"}, after=0 if n >= keys else 60))
+            (undecoded(), Deferral({f"k{n % keys} host"}, after=0 if n >= keys else 60))
             for n in range(rows)
         ),
     )
@@ -342,10 +344,15 @@ def pages_touched(outbox: Outbox, work: Callable[[], None]) -> int:
 
 
 def test_hosts_that_hold_something_in_the_target(outbox: Outbox) -> None:
-    park(outbox.conn, Wait({"h1 host"}), Wait({"h2 user u", "h3 aggregate t i"}), Wait({" host"}))
-    park(outbox.conn, Wait({"h5 host"}, holds=False, after=60), Wait(()))
-    park(outbox.conn, Wait({"h6 host"}), sink="hook")
-    park(outbox.conn, Wait({"h7 host"}), group="other")
+    defer(
+        outbox.conn,
+        Deferral({"h1 host"}),
+        Deferral({"h2 user u", "h3 aggregate t i"}),
+        Deferral({" host"}),
+    )
+    defer(outbox.conn, Deferral({"h5 host"}, holds=False, after=60), Deferral(()))
+    defer(outbox.conn, Deferral({"h6 host"}), sink="hook")
+    defer(outbox.conn, Deferral({"h7 host"}), group="other")
     hosts = ["h1", "h", "h2", "h11", "h3", "", "h5", "h6", "h7", "é"]
     (holding,) = outbox.column(
         "select holding from relay.lock_partitions('default', 1, '{}', %s) where partition_id is null",
@@ -357,7 +364,7 @@ def test_hosts_that_hold_something_in_the_target(outbox: Outbox) -> None:
 # Dead letters of sinks.
 
 
-def decoded(outbox: Outbox) -> tuple[Routing, Undecoded]:
+def decoded(outbox: Outbox) -> tuple[BatchRouter, Undecoded]:
     """A transaction of the outbox as it is deferred, and what decodes it."""
     settings = outbox.settings(**WITH_SINK)
     outbox.publish(host(1), event(1, "odd", deliver_at="2999-01-01"), event(2, "odd"))
@@ -366,14 +373,14 @@ def decoded(outbox: Outbox) -> tuple[Routing, Undecoded]:
     outbox.conn.execute("update relay.deferred set retry_at = now()")
     due = deferred.claim(outbox.conn, "default", 1)
     (one,) = deferred.transactions(outbox.conn, due, 1_000_000, None)
-    deferred.settle(outbox.conn, ids(due))
-    return Routing(settings), one
+    deferred.remove(outbox.conn, ids(due))
+    return BatchRouter(settings), one
 
 
-def bury(outbox: Outbox, sink: str) -> int:
-    routing, one = decoded(outbox)
-    return dead_letters.bury(
-        outbox.conn, "default", routing.events(one), sink or None, Rejected("HTTP 400"), sink
+def dead_letter_of_sink(outbox: Outbox, sink: str) -> int:
+    router, one = decoded(outbox)
+    return dead_letters.insert(
+        outbox.conn, "default", router.events(one), sink or None, Rejected("HTTP 400"), sink
     )
 
 
@@ -384,7 +391,7 @@ def bury(outbox: Outbox, sink: str) -> int:
 def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
     outbox: Outbox, config: Path, sink: str, keys: list[str]
 ) -> None:
-    number = bury(outbox, sink)
+    number = dead_letter_of_sink(outbox, sink)
     (listed,) = json.loads(command(config, "dlq", "list", "--sink", sink, "--json"))
     assert (listed["sink"], listed["handler"], listed["events"]) == (sink, sink, 2)
     assert json.loads(command(config, "dlq", "list", "--sink", "", "--json")) == []
@@ -397,13 +404,13 @@ def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
 
 
 def test_a_dead_letter_of_a_sink_that_is_gone_is_not_replayed(outbox: Outbox, config: Path) -> None:
-    bury(outbox, "gone")
-    told = command(config, "dlq", "replay", "--all", "--yes", status=2)
-    assert "handlers.gone: there is no such sink any more, and 1 of these transactions" in told
+    dead_letter_of_sink(outbox, "gone")
+    output = command(config, "dlq", "replay", "--all", "--yes", status=2)
+    assert "handlers.gone: there is no such sink any more, and 1 of these transactions" in output
     assert "1 transactions are discarded" in command(
         config, "dlq", "discard", "--sink", "gone", "--yes"
     )
-    park(outbox.conn, Wait({"a"}), sink="gone")
+    defer(outbox.conn, Deferral({"a"}), sink="gone")
     found = json.loads(command(config, "check", "--json", status=2))
     assert (
         "handlers.gone: there is no such sink, but 1 transactions are deferred for it"
@@ -432,16 +439,16 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
     ]
     routed = outbox.settings(**{**WITH_SINK, "routes": routes})
     # It is still refused by the target, and remembered as what no sink has had.
-    letters.replay(letters.find(Filter()), None)
-    revive(routed)
+    letters.replay(letters.find(DeadLetterSelection()), None)
+    retry_deferred(routed)
     assert outbox.column("select count(*) from relay.deferred") == [0]
     assert outbox.column("select distinct undelivered from relay.dead_letter_queue order by 1") == [
         False,
         True,
     ]
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
-    letters.replay(letters.find(Filter()), None)
-    revive(routed)
+    letters.replay(letters.find(DeadLetterSelection()), None)
+    retry_deferred(routed)
     assert outbox.column("select amount from projection order by seq") == [-1, -3]
     assert outbox.conn.execute(
         "select sink, keys, holds, events, undelivered, dead_transaction from relay.deferred order by sink"
@@ -451,14 +458,14 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
     ]
     (due,) = deferred.heads(outbox.conn, "default", "loose", 10)
     (one,) = deferred.transactions(outbox.conn, [due], 1_000_000, None)
-    assert [each.event_type for each in Routing(routed).events(one)] == ["other"]
+    assert [each.event_type for each in BatchRouter(routed).events(one)] == ["other"]
 
 
-def revive(settings: Any) -> None:
+def retry_deferred(settings: Any) -> None:
     """Retry what is due in the target, without delivering to sinks there."""
     applier = Applier(settings, 1)
     try:
-        applier.revive()
+        applier.retry_deferred()
     finally:
         applier.close()
 
@@ -476,17 +483,17 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     assert "there is no deferred transaction in group 'default'" in command(
         config, "deferred", "list"
     )
-    failed = Wait({"a"}, after=3_600, attempts=2, handler="projection", reason="busy")
-    first, second, dead = park(
+    failed = Deferral({"a"}, after=3_600, attempts=2, handler="projection", reason="busy")
+    first, second, dead = defer(
         outbox.conn,
         failed,
-        Wait({"a"}),
-        Wait({"x"}, blocked=True, attempts=1, handler="projection", dead_transaction=1),
+        Deferral({"a"}),
+        Deferral({"x"}, blocked=True, attempts=1, handler="projection", dead_transaction=1),
     )
-    third, fourth = park(
+    third, fourth = defer(
         outbox.conn,
-        Wait({"a", "b", "c", "d"}, after=3_600, attempts=1, handler="hook", reason="HTTP 503"),
-        Wait({"e"}, holds=False, after=3_600),
+        Deferral({"a", "b", "c", "d"}, after=3_600, attempts=1, handler="hook", reason="HTTP 503"),
+        Deferral({"e"}, holds=False, after=3_600),
         sink="hook",
     )
     assert [each["id"] for each in listed()] == [first, second, dead, third, fourth]
@@ -516,13 +523,13 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     )
 
     assert "with a filter such as --id" in command(config, "deferred", "run", "--yes", status=2)
-    told = command(config, "deferred", "run", "--all", "--dry-run")
-    assert "4 transactions with 4 events will be tried now" in told
-    assert "1 more are dead letters that hold their keys" in told
+    output = command(config, "deferred", "run", "--all", "--dry-run")
+    assert "4 transactions with 4 events will be tried now" in output
+    assert "1 more are dead letters that hold their keys" in output
     assert deferred.claim(outbox.conn, "default", 10) == []
-    told = command(config, "deferred", "run", "--sink", "hook", "--reason", "it is back", "--yes")
-    assert "2 transactions are due" in told
-    assert "no instance of group 'default' is running" in told
+    output = command(config, "deferred", "run", "--sink", "hook", "--reason", "it is back", "--yes")
+    assert "2 transactions are due" in output
+    assert "no instance of group 'default' is running" in output
     assert deferred.claim(outbox.conn, "default", 10) == []
     due = deferred.heads(outbox.conn, "default", "hook", 10)
     assert [(each.id, each.attempts) for each in due] == [(third, 1), (fourth, 0)]
@@ -532,26 +539,27 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     assert action.acted_by == outbox.value("select session_user")
 
 
-def test_what_nobody_tries_now_is_told(outbox: Outbox, tmp_path: Path) -> None:
+def test_what_nobody_tries_now_is_reported(outbox: Outbox, tmp_path: Path) -> None:
     settings, path = outbox.settings(**WITH_SINK), tmp_path / "other.yaml"
     config = outbox.config_file(path, **WITH_SINK)
     outbox.drain(settings)
-    later = Wait({"a"}, after=3_600)
-    park(outbox.conn, later, sink="hook")
-    park(outbox.conn, later, later, sink="gone")
+    later = Deferral({"a"}, after=3_600)
+    defer(outbox.conn, later, sink="hook")
+    defer(outbox.conn, later, later, sink="gone")
     sinks.set_paused(settings, "hook", True, None)
-    told = command(config, "deferred", "run", "--all", "--yes")
-    assert "3 transactions are due" in told
+    output = command(config, "deferred", "run", "--all", "--yes")
+    assert "3 transactions are due" in output
     assert (
-        "2 of them go to sink gone, which is not configured any more: put it back, or give" in told
+        "2 of them go to sink gone, which is not configured any more: put it back, or give"
+        in output
     )
-    assert "`relay deferred cancel --sink gone`" in told
-    assert "1 of them go to sink hook, which is paused" in told
-    assert "no instance" not in told
-    park(outbox.conn, later)
-    told = command(config, "deferred", "run", "--sink", "", "--yes")
-    assert "no instance of group 'default' is running" in told
-    assert "sink" not in told
+    assert "`relay deferred cancel --sink gone`" in output
+    assert "1 of them go to sink hook, which is paused" in output
+    assert "no instance" not in output
+    defer(outbox.conn, later)
+    output = command(config, "deferred", "run", "--sink", "", "--yes")
+    assert "no instance of group 'default' is running" in output
+    assert "sink" not in output
 
 
 def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None:
@@ -563,12 +571,12 @@ def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None
     outbox.drain(settings)
     letters = DeadLetters(settings, outbox.conn)
     outbox.conn.execute("update relay.dead_letter_queue set exception = 'as it was'")
-    letters.replay(letters.find(Filter()), None)
+    letters.replay(letters.find(DeadLetterSelection()), None)
     outbox.conn.execute(
         "update relay.deferred set sink = 'hook' where hosts[1] = %s", (str(host(3)),)
     )
-    told = command(config, "deferred", "cancel", "--all", "--reason", "too late", "--yes")
-    assert "3 transactions are dead letters" in told
+    output = command(config, "deferred", "cancel", "--all", "--reason", "too late", "--yes")
+    assert "3 transactions are dead letters" in output
     assert outbox.value("select count(*) from relay.deferred") == 0
     assert outbox.value("select count(*) from relay.deferred_rows") == 0
     user = outbox.value("select session_user")
@@ -595,7 +603,7 @@ def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None
         for each in actions.recent(outbox.conn, "default", 10)
     ] == [("hook", "deferred cancel", 1), ("", "deferred cancel", 2)]
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
-    assert len(letters.replay(letters.find(Filter(sink="")), None)) == 2
+    assert len(letters.replay(letters.find(DeadLetterSelection(sink="")), None)) == 2
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from projection") == 3)
 
@@ -609,9 +617,9 @@ def test_a_running_relay_obeys(outbox: Outbox, tmp_path: Path) -> None:
         assert outbox.value("select count(*) from relay.deferred") == 3
         command(config, "deferred", "cancel", "--host", str(host(1)), "--yes")
         words = ("deferred", "run", "--config", str(config), "--kind", "scheduled", "--yes")
-        told = relay(*words).stdout
-        assert "2 transactions are due" in told
-        assert "no instance" not in told
+        output = relay(*words).stdout
+        assert "2 transactions are due" in output
+        assert "no instance" not in output
         wait_until(lambda: outbox.value("select count(*) from projection") == 2)
         assert service.terminate() == 0
     assert outbox.column("select amount from projection order by 1") == [0, 2]
@@ -624,8 +632,8 @@ def test_more_than_a_portion_is_cancelled(outbox: Outbox, config: Path) -> None:
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1_100)
-    told = command(config, "deferred", "cancel", "--kind", "scheduled", "--yes")
-    assert "1100 transactions are dead letters" in told
+    output = command(config, "deferred", "cancel", "--kind", "scheduled", "--yes")
+    assert "1100 transactions are dead letters" in output
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 1_100
 
 
@@ -663,8 +671,8 @@ def test_events_that_are_staged_for_spark_are_not_dropped(outbox: Outbox, tmp_pa
         (max(migrations.FORMER["target/001_target.sql"]),),
     )
     config = outbox.config_file(tmp_path / "relay.yaml")
-    told = command(config, "init", status=2)
-    assert "target.dsn: events are staged for Spark" in told
+    output = command(config, "init", status=2)
+    assert "target.dsn: events are staged for Spark" in output
     assert outbox.value("select events from relay.spark_portions") == 7
     outbox.conn.execute("delete from relay.spark_portions")
     assert initialise(outbox.settings()) == ["schema file target/001_target.sql"]
@@ -677,11 +685,11 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     settings = outbox.settings()
     outbox.publish(host(1), event(-1))
     outbox.drain(settings)
-    park(
+    defer(
         outbox.conn,
-        Wait({"host h1", "user h2 u v"}),
-        Wait({"host h1", "aggregate h1 t \n i"}),
-        Wait({"host "}, holds=False),
+        Deferral({"host h1", "user h2 u v"}),
+        Deferral({"host h1", "aggregate h1 t \n i"}),
+        Deferral({"host "}, holds=False),
     )
     file = migrations.files("target")[0]
     former = min(migrations.FORMER[migrations.name_of(file)])
@@ -690,9 +698,11 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
         "update relay.migrations set digest = %s where name = 'target/001_target.sql'", (former,)
     )
     config = outbox.config_file(tmp_path / "relay.yaml")
-    told = command(config, "dlq", "list", status=2)
-    assert "is older than this program" in told
-    assert "(target/001_target.sql is of a former edition): stop relay and run `relay init`" in told
+    output = command(config, "dlq", "list", status=2)
+    assert "is older than this program" in output
+    assert (
+        "(target/001_target.sql is of a former edition): stop relay and run `relay init`" in output
+    )
     if by == "init":
         assert initialise(settings) == ["schema file target/001_target.sql"]
         assert initialise(settings) == []
@@ -710,8 +720,8 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     found = deferred.transactions(outbox.conn, due, 1_000, None)
     assert [list(each.tuples) for each in found] == [[b"row"]] * 3
     first, second, third = ids(due)
-    deferred.settle(outbox.conn, [first])
-    park(outbox.conn, Wait({"h1 host"}))
+    deferred.remove(outbox.conn, [first])
+    defer(outbox.conn, Deferral({"h1 host"}))
     assert outbox.column("select undelivered from relay.deferred order by id") == [
         True,
         True,
@@ -726,11 +736,11 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
 
 def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
     with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
-        first, second = park(conn, Wait({"a"}), Wait({"a"}, after=60))
+        first, second = defer(conn, Deferral({"a"}), Deferral({"a"}, after=60))
         assert ids(deferred.claim(conn, "default", 10)) == [first]
-        deferred.wait_again(conn, [(first, Wait({"a"}))])
+        deferred.defer_again(conn, [(first, Deferral({"a"}))])
         deferred.release(conn, second, undecoded())
-        assert deferred.settle(conn, [first, second]) == {first, second}
+        assert deferred.remove(conn, [first, second]) == {first, second}
         actions.record(conn, "default", "s", "pause", "why", {"a": 1})
         assert actions.recent(conn, "default", 1)[0].acted_by == name
         for forbidden in (
@@ -744,8 +754,8 @@ def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
 
 
 def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
-    (first,) = park(outbox.conn, Wait({"a"}, blocked=True, dead_transaction=5))
-    park(outbox.conn, Wait({"a"}))
+    (first,) = defer(outbox.conn, Deferral({"a"}, blocked=True, dead_transaction=5))
+    defer(outbox.conn, Deferral({"a"}))
     assert deferred.blocked(outbox.conn, [5, 6]) == {5: first}
     deferred.release(outbox.conn, first, undecoded(b"edited", b"too"))
     due = deferred.claim(outbox.conn, "default", 1)
@@ -756,8 +766,8 @@ def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
 
 
 def test_edits_need_a_sink_that_is_there(outbox: Outbox) -> None:
-    bury(outbox, "gone")
+    dead_letter_of_sink(outbox, "gone")
     letters = DeadLetters(outbox.settings(**WITH_SINK), outbox.conn)
     with pytest.raises(ConfigurationError, match="no such sink"):
-        letters.replay(letters.find(Filter()), None)
+        letters.replay(letters.find(DeadLetterSelection()), None)
     assert outbox.column("select distinct status from relay.dead_letter_queue") == ["dead"]

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 )
 
 from relay.store import deferred, deferred_selection
-from relay.store.deferred import Due, Wait
-from relay.store.deferred_selection import Filter
+from relay.store.deferred import Deferral, Due
+from relay.store.deferred_selection import DeferredSelection
 from tests.deferrals import undecoded
 from tests.outbox import Outbox
 
@@ -33,12 +33,14 @@ _LATER = 3_600.0
 _FAR = datetime(2999, 1, 1, tzinfo=UTC)
 EVERYTHING = 1_000
 
-Parked = list[tuple[frozenset[str], str]]
+DeferredRow = list[tuple[frozenset[str], str]]
 """The keys of transactions, and when their time comes."""
 
 KEYS = st.frozensets(st.sampled_from("abcd"), max_size=2) | st.just(frozenset("a"))
 TIMES = st.sampled_from(["now", "now", "later", "scheduled", "blocked"])
-PARKED: st.SearchStrategy[Parked] = st.lists(st.tuples(KEYS, TIMES), min_size=1, max_size=8)
+DEFERRED_ROWS: st.SearchStrategy[DeferredRow] = st.lists(
+    st.tuples(KEYS, TIMES), min_size=1, max_size=8
+)
 
 
 @dataclass
@@ -71,37 +73,37 @@ class Store(RuleBasedStateMachine):
     # Others.
 
     @precondition(lambda self: not self.uncommitted)
-    @rule(parked=PARKED)
-    def park(self, parked: Parked) -> None:
-        self.uncommitted = self.insert(self.conn, parked)
-        self.see_what_was_parked()
+    @rule(deferred_rows=DEFERRED_ROWS)
+    def defer(self, deferred_rows: DeferredRow) -> None:
+        self.uncommitted = self.insert(self.conn, deferred_rows)
+        self.see_what_was_deferred()
 
     @precondition(lambda self: not self.uncommitted)
-    @rule(parked=PARKED)
-    def begin_to_park(self, parked: Parked) -> None:
+    @rule(deferred_rows=DEFERRED_ROWS)
+    def begin_to_defer(self, deferred_rows: DeferredRow) -> None:
         """Somebody has seen what is held now, and commits later."""
         self.open.enter_context(self.other.transaction())
-        self.uncommitted = self.insert(self.other, parked)
+        self.uncommitted = self.insert(self.other, deferred_rows)
 
     @precondition(lambda self: self.uncommitted)
     @rule()
     def commit(self) -> None:
         self.open.close()
-        self.see_what_was_parked()
+        self.see_what_was_deferred()
 
-    def insert(self, conn: psycopg.Connection[Any], parked: Parked) -> list[Row]:
+    def insert(self, conn: psycopg.Connection[Any], deferred_rows: DeferredRow) -> list[Row]:
         waits = []
-        for keys, when in parked:
+        for keys, when in deferred_rows:
             match when:
                 case "now":
-                    waits.append(Wait(keys))
+                    waits.append(Deferral(keys))
                 case "later":
-                    waits.append(Wait(keys, after=_LATER, attempts=1))
+                    waits.append(Deferral(keys, after=_LATER, attempts=1))
                 case "scheduled":
-                    waits.append(Wait(keys, holds=False, until=_FAR))
+                    waits.append(Deferral(keys, holds=False, until=_FAR))
                 case _:
-                    waits.append(Wait(keys, blocked=True, dead_transaction=1))
-        deferred.park(conn, self.group, ((undecoded(), wait) for wait in waits), "s")
+                    waits.append(Deferral(keys, blocked=True, dead_transaction=1))
+        deferred.defer(conn, self.group, ((undecoded(), wait) for wait in waits), "s")
         return [
             Row(
                 frozenset(wait.keys),
@@ -112,7 +114,7 @@ class Store(RuleBasedStateMachine):
             for wait in waits
         ]
 
-    def see_what_was_parked(self) -> None:
+    def see_what_was_deferred(self) -> None:
         ids = [number for number in self.ids() if number not in self.rows]
         self.rows |= dict(zip(ids, self.uncommitted, strict=True))
         self.rows = dict(sorted(self.rows.items()))
@@ -122,7 +124,7 @@ class Store(RuleBasedStateMachine):
     @rule(data=st.data())
     def time_passes(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sets(st.sampled_from(sorted(self.rows)), min_size=1))
-        found = deferred_selection.find(self.conn, self.group, Filter(tuple(chosen)))
+        found = deferred_selection.find(self.conn, self.group, DeferredSelection(tuple(chosen)))
         deferred_selection.make_due(self.conn, self.group, found)
         for number in chosen:
             if not self.rows[number].blocked:
@@ -133,7 +135,7 @@ class Store(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         """Somebody gives some up."""
         chosen = data.draw(st.sets(st.sampled_from(sorted(self.rows)), min_size=1, max_size=3))
-        assert deferred.settle(self.conn, chosen) == chosen
+        assert deferred.remove(self.conn, chosen) == chosen
         self.forget(chosen)
 
     @precondition(lambda self: any(row.blocked for row in self.rows.values()))
@@ -179,22 +181,22 @@ class Store(RuleBasedStateMachine):
         self.flying.remove(number)
         keys = self.rows[number].keys
         if outcome == "done":
-            assert deferred.settle(self.conn, [number]) == {number}
+            assert deferred.remove(self.conn, [number]) == {number}
             self.forget({number})
             return
         row = self.rows[number]
         row.holds, row.blocked, row.due = True, outcome == "dead", outcome != "later"
-        wait = Wait(
+        wait = Deferral(
             keys,
             after=_LATER if outcome == "later" else 0.0,
             attempts=1,
             blocked=row.blocked,
             dead_transaction=1 if row.blocked else None,
         )
-        assert deferred.wait_again(self.conn, [(number, wait)]) == {number}
-        self.land_behind(set(keys))
+        assert deferred.defer_again(self.conn, [(number, wait)]) == {number}
+        self.land_after(set(keys))
 
-    def land_behind(self, stuck: set[str]) -> None:
+    def land_after(self, stuck: set[str]) -> None:
         """What follows on one that failed is not tried. If it did not hold its keys, it does now."""
         behind = []
         for number in sorted(self.flying):
@@ -203,9 +205,11 @@ class Store(RuleBasedStateMachine):
                 behind.append(number)
         self.flying -= set(behind)
         again = [
-            (number, Wait(self.keys(number))) for number in behind if not self.rows[number].holds
+            (number, Deferral(self.keys(number)))
+            for number in behind
+            if not self.rows[number].holds
         ]
-        assert deferred.wait_again(self.conn, again) == {number for number, _ in again}
+        assert deferred.defer_again(self.conn, again) == {number for number, _ in again}
         for number, _ in again:
             self.rows[number].holds = True
 
@@ -248,17 +252,17 @@ class Store(RuleBasedStateMachine):
     def drain(self) -> None:
         """Everything has its turn once nothing has failed."""
         self.flying.clear()
-        found = deferred_selection.find(self.conn, self.group, Filter())
+        found = deferred_selection.find(self.conn, self.group, DeferredSelection())
         deferred_selection.make_due(self.conn, self.group, found)
         for number, row in list(self.rows.items()):
             if row.blocked:
-                deferred.settle(self.conn, [number])
+                deferred.remove(self.conn, [number])
                 self.forget({number})
             row.due = True
         while due := self.heads(4):
             for each in due:
                 assert self.holders_before(each.id) <= {one.id for one in due}
-            deferred.settle(self.conn, [each.id for each in due])
+            deferred.remove(self.conn, [each.id for each in due])
             self.forget({each.id for each in due})
         assert not self.rows
         assert deferred.count(self.conn, self.group).transactions == 0

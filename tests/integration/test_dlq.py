@@ -11,7 +11,7 @@ import pytest
 
 from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 from tests.webhook import Answer, Webhook
@@ -58,9 +58,9 @@ def test_a_replay_to_a_sink_is_delivered(outbox: Outbox, tmp_path: Path) -> None
             words = ("dlq", "replay", "--config", str(config), "--all")
             assert "will be applied or delivered again" in relay(*words, "--dry-run").stdout
             webhook.answers = lambda _, body: Answer(204)
-            told = relay(*words[:-1], "--sink", "hook", "--yes", "--wait").stdout
-            assert "1 transactions with 1 events will be delivered again" in told
-            assert "1 transactions are delivered, 0 are dead again" in told
+            output = relay(*words[:-1], "--sink", "hook", "--yes", "--wait").stdout
+            assert "1 transactions with 1 events will be delivered again" in output
+            assert "1 transactions are delivered, 0 are dead again" in output
             assert service.terminate() == 0
 
 
@@ -75,10 +75,12 @@ def test_replay_is_exact_and_in_order_on_both_engines(
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 60
     allow(outbox)
     letters = DeadLetters(settings, outbox.conn)
-    assert len(letters.replay(letters.find(Filter(host_id=str(host(1)))), "mended")) == 10
+    assert (
+        len(letters.replay(letters.find(DeadLetterSelection(host_id=str(host(1)))), "mended")) == 10
+    )
     with relaying(settings, session):
         wait_until(lambda: outbox.value("select count(*) from projection") == 21)
-        assert len(letters.replay(letters.find(Filter()), None)) == 20
+        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 20
         wait_until(lambda: outbox.value("select count(*) from projection") == 61)
     assert outbox.column("select distinct status from relay.dead_letter_queue") == ["replayed"]
     assert outbox.value("select count(*) from relay.deferred") == 0
@@ -104,7 +106,7 @@ def test_what_fails_again_is_dead_again(outbox: Outbox) -> None:
     outbox.drain(settings)
     letters = DeadLetters(settings, outbox.conn)
     with relaying(settings):
-        assert len(letters.replay(letters.find(Filter()), "once more")) == 1
+        assert len(letters.replay(letters.find(DeadLetterSelection()), "once more")) == 1
         wait_until(
             lambda: outbox.column("select distinct attempts from relay.dead_letter_queue") == [2]
         )
@@ -140,7 +142,7 @@ def test_a_thousand_come_back_while_live_events_of_their_hosts_flow(outbox: Outb
         writer.start()
         try:
             wait_until(lambda: outbox.value("select count(*) from projection") > 100)
-            assert len(letters.replay(letters.find(Filter()), "all")) == 1_000
+            assert len(letters.replay(letters.find(DeadLetterSelection()), "all")) == 1_000
             wait_until(
                 lambda: (
                     outbox.column("select distinct status from relay.dead_letter_queue")
@@ -217,9 +219,9 @@ def test_the_commands(config: Path, outbox: Outbox, tmp_path: Path) -> None:
     assert statuses == {first["id"]: "dead", second["id"]: "replayed", third["id"]: "discarded"}
     (shown,) = json.loads(dlq("show", str(second["id"]), "--json"))
     assert (shown["payload"], shown["original_payload"]) == ({"amount": 22}, {"amount": -2})
-    told = dlq("show", str(second["id"]))
-    assert "replay by" in told
-    assert "a typo" in told
+    output = dlq("show", str(second["id"]))
+    assert "replay by" in output
+    assert "a typo" in output
     assert "2 transactions with 2 events will be deleted" in dlq("purge", "--all", "--yes")
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 3
 
@@ -252,8 +254,8 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
                 True,
             ]
             webhook.answers = lambda _, body: Answer(200)
-            letters.replay(letters.find(Filter(host_id=str(host(1)))), None)
-            letters.discard(letters.find(Filter(host_id=str(host(2)))), None)
+            letters.replay(letters.find(DeadLetterSelection(host_id=str(host(1)))), None)
+            letters.discard(letters.find(DeadLetterSelection(host_id=str(host(2)))), None)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     amounts = {
         number: [

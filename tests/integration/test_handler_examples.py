@@ -26,7 +26,7 @@ from tests.process import ROOT, Running, running
 
 EXAMPLES = ROOT / "examples"
 RETRY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01}
-HASTY = {**RETRY, "defer_after": 0.1}
+SHORT_INTERVALS = {**RETRY, "defer_after": 0.1}
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def lines(printed: Path) -> list[dict[str, Any]]:
 def test_webhook(outbox: Outbox, tmp_path: Path) -> None:
     """The receiver is killed in between, so events wait for it, and each is printed once."""
     port = free_port()
-    hook = {"shop": {"url": f"http://localhost:{port}/events", "retry": HASTY}}
+    hook = {"shop": {"url": f"http://localhost:{port}/events", "retry": SHORT_INTERVALS}}
     with relaying("webhook", outbox, tmp_path, hook):
         with receiver(port, tmp_path) as printed:
             outbox.publish(host(1), order(1, sku="tea"))

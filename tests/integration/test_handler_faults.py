@@ -302,14 +302,14 @@ def test_a_transaction_that_takes_too_long_alone_is_retried_and_says_so(
     outbox.conn.execute("begin; lock table projection in share mode")
     settings = outbox.settings(**slow(outbox, "0", "event"))
 
-    def told() -> bool:
+    def output() -> bool:
         return any(
             "handlers.slow: a single transaction takes longer" in str(getattr(record, "fault", ""))
             for record in caplog.records
         )
 
     with relaying(settings):
-        wait_until(told, 20)
+        wait_until(output, 20)
         outbox.conn.execute("commit")
         outbox.wait_drained()
     assert not dead(outbox)

@@ -21,7 +21,7 @@ from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.spark import register
 from relay.spark.session import Session
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.integration.test_restoration import BEGIN, END, archiving, past
 from tests.integration.test_retention import KEEP, turn
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -181,7 +181,7 @@ def test_dead_letters_keep_headers(
                 f"alter table {table} drop constraint {table}_priority_check".encode()
             )
         letters = DeadLetters(settings, shop.conn)
-        letters.replay(letters.find(Filter()), None)
+        letters.replay(letters.find(DeadLetterSelection()), None)
         assert_all_seen(shop, webhook)
 
 
@@ -237,7 +237,7 @@ def test_a_spark_sink_writes_headers_as_a_map(
             (str(host(1)), json.dumps({"region": "replayed", "priority": "1"})),
         )
         letters = DeadLetters(settings, shop.conn)
-        letters.replay(letters.find(Filter()), None)
+        letters.replay(letters.find(DeadLetterSelection()), None)
         wait_until(lambda: shop.value("select count(*) from relay.deferred") == 0)
     found = pyarrow.dataset.dataset(tmp_path / "lake", partitioning="hive").to_table().to_pylist()
     written = sorted(

@@ -30,7 +30,7 @@ def failed(outbox: Outbox, limits: Limits | None = None, **overrides: Any) -> li
 
 
 @contextmanager
-def stranger(outbox: Outbox) -> Iterator[None]:
+def other_role(outbox: Outbox) -> Iterator[None]:
     """Another program that reads the slot."""
     dsn = make_conninfo(outbox.dsn, application_name="pg_recvlogical")
     connection = psycopg.connect(
@@ -47,7 +47,7 @@ def stranger(outbox: Outbox) -> Iterator[None]:
 
 
 def test_another_program_that_reads_the_slot_is_no_relay(outbox: Outbox) -> None:
-    with stranger(outbox):
+    with other_role(outbox):
         assert failed(outbox) == [
             "no instance of group 'default' runs: start `relay run`",
             f"the slot '{outbox.slot}' is read by pg_recvlogical, which is no instance of group 'default'",
@@ -99,14 +99,14 @@ def test_each_limit_is_a_line(outbox: Outbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["event_ts", "c_offset"])
-def test_a_lag_that_nothing_tells(outbox: Outbox, column: str) -> None:
+def test_a_lag_that_is_unknown(outbox: Outbox, column: str) -> None:
     outbox.publish(host(1), event(1))
     outbox.conn.execute(f"alter table outbox_message_t rename column {column} to other".encode())
     with pytest.raises(ConfigurationError, match=f"without {column} there is no lag in seconds"):
         failed(outbox)
 
 
-def test_a_sink_that_lags_is_told_only_where_its_lag_is_limited(
+def test_a_sink_that_lags_is_reported_only_where_its_lag_is_limited(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     hook = {"type": "http", "url": "http://127.0.0.1:9/"}

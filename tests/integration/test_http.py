@@ -18,7 +18,7 @@ import trustme
 from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
@@ -30,13 +30,13 @@ def webhook() -> Iterator[Webhook]:
         yield server
 
 
-HASTY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
+SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
 
 
 def posting(webhook: Webhook, projected: bool = True, **more: Any) -> dict[str, Any]:
     """Every event is posted, and goes into the projection as well."""
     handlers: dict[str, Any] = {
-        "hook": {"type": "http", "url": webhook.url, "retry": HASTY, **more}
+        "hook": {"type": "http", "url": webhook.url, "retry": SHORT_INTERVALS, **more}
     }
     if projected:
         handlers = {"projection": {"type": "sql", "statement": APPEND}, **handlers}
@@ -170,8 +170,8 @@ def test_what_an_endpoint_refuses_is_its_own_dead_letter(
     (letter,) = outbox.conn.execute(
         "select payload, sink, exception from relay.dead_letter_queue"
     ).fetchall()
-    told = f"Rejected: HTTP 422\nPOST {webhook.url}: 422 Unprocessable Entity\nno such product 13"
-    assert letter == ({"amount": 13}, "hook", told)
+    output = f"Rejected: HTTP 422\nPOST {webhook.url}: 422 Unprocessable Entity\nno such product 13"
+    assert letter == ({"amount": 13}, "hook", output)
     assert outbox.value("select count(*) from relay.deferred") == 0
     outbox.assert_exact()
 
@@ -241,7 +241,7 @@ def test_exhausted_attempts_release_the_key_or_hold_it(
     for number in range(1, 4):
         outbox.publish(host(1), event(number))
     outbox.publish(host(2), event(4))
-    config = posting(webhook, retry={**HASTY, "attempts": 3}, on_exhausted=ending)
+    config = posting(webhook, retry={**SHORT_INTERVALS, "attempts": 3}, on_exhausted=ending)
     with relaying(outbox.settings(**config)):
         wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1)
         wait_until(lambda: len(webhook.order(host(2))) == 1)
@@ -326,7 +326,7 @@ def test_a_circuit_breaker_stops_the_sink_and_spends_no_attempts(
         outbox.publish(host(number), event(number))
     config = posting(
         webhook,
-        retry={**HASTY, "attempts": 4},
+        retry={**SHORT_INTERVALS, "attempts": 4},
         concurrency=1,
         circuit_breaker={"failures": 3, "cool_down": 1.0},
     )
@@ -385,7 +385,11 @@ def test_a_python_handler_that_asks_for_time_defers_only_its_key(
     outbox.conn.execute("insert into busy values (13)")
     handlers = {
         "projection": {"type": "sql", "statement": APPEND},
-        "slow": {"type": "python", "callable": "tests.callables:unless_busy", "retry": HASTY},
+        "slow": {
+            "type": "python",
+            "callable": "tests.callables:unless_busy",
+            "retry": SHORT_INTERVALS,
+        },
     }
     for amount in (1, 13, 2):
         for number in (1, 2):
@@ -504,6 +508,12 @@ def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
             webhook.answers = lambda _, body: Answer(200)
             with connect(dsn) as conn:
                 letters = DeadLetters(settings, conn)
-                wait_until(lambda: len(letters.replay(letters.find(Filter()), "mended")) == 1)
+                wait_until(
+                    lambda: len(letters.replay(letters.find(DeadLetterSelection()), "mended")) == 1
+                )
                 wait_until(lambda: len(webhook.taken) == 1_487)
-                wait_until(lambda: letters.purge(letters.find(Filter(), ("replayed",)), None) == 1)
+                wait_until(
+                    lambda: (
+                        letters.purge(letters.find(DeadLetterSelection(), ("replayed",)), None) == 1
+                    )
+                )

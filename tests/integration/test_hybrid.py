@@ -21,7 +21,7 @@ from tests.postgres import start_server
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.5)
 
@@ -206,7 +206,7 @@ def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alon
     outbox.assert_exact()
 
 
-def test_the_slot_is_not_made_anew_for_ever(outbox: Outbox) -> None:
+def test_the_slot_is_not_recreated_for_ever(outbox: Outbox) -> None:
     active = "select count(*) from pg_replication_slots where slot_name = %s and active"
     ended = ExitStack()
     ended.enter_context(relaying(outbox.settings()))

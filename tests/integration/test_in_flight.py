@@ -56,7 +56,7 @@ class ThreadsEngine:
     """Applies on threads of this process, in any order; `meddle` may hold a job up or say what becomes of a task."""
 
     name = "spark"
-    lanes = 4
+    workers = 4
 
     def __init__(self, settings: Settings, meddle: Callable[[Job, Work], Result | None]) -> None:
         self._applier = Applier(settings, 8)

@@ -15,12 +15,12 @@ from relay.admin.dead_letters import DeadLetters
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
-from relay.source.assembler import Begun
+from relay.source.assembler import OpenCommit
 from relay.source.receiver import Receiver
-from relay.source.suspects import Casualties, Undigestible
+from relay.source.suspects import FatalCommit, ReceiverSuspects
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LIMIT = 50_000
@@ -137,7 +137,7 @@ def test_a_dead_letter_by_reference_is_replayed_with_another_payload_only(
     assert letters(outbox) == [(1, "4", False), (2, None, True)]
     with connect(outbox.dsn) as conn:
         dead_letters = DeadLetters(settings, conn)
-        found = dead_letters.find(Filter())
+        found = dead_letters.find(DeadLetterSelection())
         with pytest.raises(ConfigurationError, match="c_offset 2 was too large"):
             dead_letters.replay(found, None)
         edits = tmp_path / "edits.jsonl"
@@ -150,31 +150,31 @@ def test_a_dead_letter_by_reference_is_replayed_with_another_payload_only(
 
 def test_deaths_of_the_receiver_are_counted_over_a_commit(outbox: Outbox) -> None:
     settings = limited(outbox, crash_limit=2)
-    fatal = Begun(Lsn(5000), 700)
+    fatal = OpenCommit(Lsn(5000), 700)
     attempts = "select coalesce(sum(attempts), 0) from relay.suspects"
 
     @contextmanager
-    def restarted() -> Iterator[Casualties]:
-        with closing(Casualties(settings)) as casualties:
-            casualties.guard()
-            casualties.took(100, Begun(Lsn(4000), 699))
-            yield casualties
+    def restarted() -> Iterator[ReceiverSuspects]:
+        with closing(ReceiverSuspects(settings)) as receiver_suspects:
+            receiver_suspects.guard()
+            receiver_suspects.count_received(100, OpenCommit(Lsn(4000), 699))
+            yield receiver_suspects
 
     for deaths in (1, 2):
         with restarted() as dying:
-            dying.took(100, fatal)
+            dying.count_received(100, fatal)
         # The commit before was survived.
         assert outbox.value(attempts) == deaths
     with restarted() as careful:
-        with pytest.raises(Undigestible):
-            careful.took(100, fatal)
+        with pytest.raises(FatalCommit):
+            careful.count_received(100, fatal)
         assert outbox.value(attempts) == 2
         careful.forget(fatal)
 
     with restarted() as lost:
-        lost.took(100, fatal)
+        lost.count_received(100, fatal)
         lost.survived()
     assert outbox.value(attempts) == 0
-    with closing(Casualties(settings)) as unguarded:
-        unguarded.took(100, fatal)
+    with closing(ReceiverSuspects(settings)) as unguarded:
+        unguarded.count_received(100, fatal)
     assert outbox.value(attempts) == 0

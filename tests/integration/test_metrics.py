@@ -73,7 +73,7 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
 def test_the_history_that_the_console_draws(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(observer, "PROBE_SECONDS", 0.1)
     monkeypatch.setattr(history, "SAMPLE_SECONDS", 0.2)
     kept, began = history.of("default"), time.time()
 
@@ -169,7 +169,7 @@ def test_a_real_prometheus_scrapes_relay_and_evaluates_its_rules(
 
 
 @pytest.mark.rare
-def test_a_sink_that_is_down_is_told_and_makes_relay_neither_dead_nor_unready(
+def test_a_sink_that_is_down_is_reported_and_makes_relay_neither_dead_nor_unready(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -185,7 +185,7 @@ def test_a_sink_that_is_down_is_told_and_makes_relay_neither_dead_nor_unready(
             wait_until(lambda: Scrape(port).value("relay_sink_down", sink=HOOK) == 1, 30)
             assert (Scrape(port).value("relay_deliveries_total", result="failed") or 0) > 0
             assert ask(port, "/livez").status == ask(port, "/readyz").status == 200
-            told = ask(port, "/healthz")
-            assert told.status == 200
-            assert f"default: sink {HOOK}: note: nothing is delivered: " in told.text
+            output = ask(port, "/healthz")
+            assert output.status == 200
+            assert f"default: sink {HOOK}: note: nothing is delivered: " in output.text
             assert service.terminate() == 0

@@ -10,7 +10,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.admin import install
-from relay.admin.check import Level, examine
+from relay.admin.check import Severity, examine
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
@@ -117,26 +117,26 @@ def test_a_table_in_use_is_not_waited_for_to_remove_the_trigger(
 
 
 def test_check_compares_the_trigger_with_the_configuration(outbox: Outbox) -> None:
-    def found(settings: Settings) -> tuple[Level, str]:
+    def found(settings: Settings) -> tuple[Severity, str]:
         (finding,) = (each for each in examine(settings) if each.subject == "notify")
         return finding.level, finding.text
 
     quiet, listening = configured(outbox), configured(outbox, listen=True)
-    assert found(quiet)[0] is Level.OK
+    assert found(quiet)[0] is Severity.OK
     level, text = found(listening)
-    assert level is Level.WARNING
+    assert level is Severity.WARNING
     assert "has no trigger" in text
     assert "run `relay init`" in text
     initialise(listening)
-    assert found(listening)[0] is Level.OK
+    assert found(listening)[0] is Severity.OK
     level, text = found(quiet)
-    assert level is Level.WARNING
+    assert level is Severity.WARNING
     assert "still sends a NOTIFY" in text
     assert "run `relay init`" in text
     outbox.conn.execute(f"alter table outbox_message_t disable trigger {TRIGGER}".encode())
-    assert found(listening)[0] is Level.WARNING
+    assert found(listening)[0] is Severity.WARNING
     assert initialise(listening)
-    assert found(listening)[0] is Level.OK
+    assert found(listening)[0] is Severity.OK
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.process import relay, running
 APPEND_SHOP = """
     insert into projection (id, host_id, amount) values (%(id)s, %(host_id)s, (%(payload)s->>'amount')::numeric)
 """
-PARK = """
+DEFER = """
     insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
                                 first_offset, last_offset, events, size)
     select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
@@ -159,14 +159,14 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
         early.publish(host(2), event(2))
         outbox.publish(host(1), event(3))
 
-        def after_the_sight(*arguments: Any) -> Iterator[Transactions]:
+        def after_the_position(*arguments: Any) -> Iterator[Transactions]:
             before.close()
             after.enter_context(late.conn.transaction())
             late.publish(host(3), event(4))
             outbox.publish(host(1), event(5))
             return commits_after(*arguments)
 
-        monkeypatch.setattr(moves, "commits_after", after_the_sight)
+        monkeypatch.setattr(moves, "commits_after", after_the_position)
         seek(settings, lsn)
         after.close()
     outbox.publish(host(1), event(6))
@@ -228,7 +228,7 @@ def test_what_is_delivered_again_is_not_replayed_as_well(outbox: Outbox, tmp_pat
         outbox.publish(host(amount % 3), event(amount))
     outbox.drain(outbox.settings())
     for offset in (2, 3):
-        outbox.conn.execute(PARK, ("default", [str(host(9))]))
+        outbox.conn.execute(DEFER, ("default", [str(host(9))]))
         outbox.conn.execute(
             "update relay.deferred set last_offset = %s where last_offset = 1", (offset,)
         )
@@ -295,7 +295,9 @@ def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
     outbox.assert_exact()
 
 
-def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_group_is_repartitioned_without_losing_or_repeating(
+    outbox: Outbox, tmp_path: Path
+) -> None:
     partitions = 4
     outbox.conn.execute("delete from relay.consumer_offsets")
     settings = outbox.settings(partitions=partitions)
@@ -325,7 +327,7 @@ def test_a_group_is_split_anew_without_losing_or_repeating(outbox: Outbox, tmp_p
     outbox.assert_exact()
 
 
-def test_a_group_is_split_anew_although_noted_events_are_gone(
+def test_a_group_is_repartitioned_although_noted_events_are_gone(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
@@ -347,26 +349,26 @@ def test_a_group_is_split_anew_although_noted_events_are_gone(
     assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
 
 
-def test_who_waits_for_a_partition_sees_what_was_parked_meanwhile(outbox: Outbox) -> None:
-    group, parked = outbox.settings().group, str(host(1))
-    hosts = [parked, str(host(2))]
+def test_who_waits_for_a_partition_sees_what_was_deferred_meanwhile(outbox: Outbox) -> None:
+    group, deferred_rows = outbox.settings().group, str(host(1))
+    hosts = [deferred_rows, str(host(2))]
     with (
         ThreadPoolExecutor(1) as thread,
         psycopg.connect(outbox.dsn) as second,
         psycopg.connect(outbox.dsn) as first,
     ):
         locked = offsets.lock(first, group, [1, 0], hosts)
-        assert list(locked.cursors) == [0, 1]
+        assert list(locked.positions) == [0, 1]
         assert locked.holding == set()
         waiting = thread.submit(offsets.lock, second, group, [1], hosts)
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
-        first.execute(PARK, (group, [parked]))
+        first.execute(DEFER, (group, [deferred_rows]))
         offsets.advance(first, group, [offsets.Advance(1, Lsn(70), 7)])
         first.commit()
         locked = waiting.result(30)
-    assert locked.cursors[1].next_offset == 7
-    assert locked.holding == {parked}
+    assert locked.positions[1].next_offset == 7
+    assert locked.holding == {deferred_rows}
     outbox.conn.execute("delete from relay.deferred")
 
 

@@ -16,7 +16,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from relay.admin.check import Level, examine
+from relay.admin.check import Severity, examine
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
@@ -27,7 +27,7 @@ from relay.pipeline.runner import Pipeline
 from relay.source.differences import Difference, condition
 from relay.source.polling import Poller
 from relay.source.rows import OutboxRows, prepare_reading
-from relay.source.server import sight
+from relay.source.server import current_position
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -326,11 +326,11 @@ def test_old_rows_that_share_an_offset_are_refused_until_they_are_numbered(outbo
 
 def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
     outbox.fill(4_000, events=50, hosts=64)
-    before = sight(outbox.conn).snapshot
+    before = current_position(outbox.conn).snapshot
     outbox.fill(10, events=50, hosts=64)
     outbox.conn.execute("vacuum analyze outbox_message_t")
     prepare_reading(outbox.conn)
-    between = Difference(before, sight(outbox.conn).snapshot)
+    between = Difference(before, current_position(outbox.conn).snapshot)
     rows = OutboxRows(outbox.settings())
     plan = "\n".join(
         row[0]
@@ -347,9 +347,9 @@ def test_rows_of_another_cluster_are_refused_and_found_by_check(outbox: Outbox, 
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     outbox.fill(100)
     outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset > 490")
-    assert not [each for each in examine(settings) if each.level is Level.ERROR]
+    assert not [each for each in examine(settings) if each.level is Severity.ERROR]
     outbox.conn.execute("update outbox_message_t set c_xid = '4000000000' where c_offset = 7")
-    (found,) = (each for each in examine(settings) if each.level is Level.ERROR)
+    (found,) = (each for each in examine(settings) if each.level is Severity.ERROR)
     assert found.subject == "positions"
     assert "has rows whose c_xid this server has not given yet" in found.text
     with pytest.raises(ConfigurationError, match="has rows whose c_xid this server has not given"):
@@ -368,7 +368,7 @@ def test_a_relay_that_polls_says_so(outbox: Outbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["poll", "auto", "wal"])
-def test_a_source_that_is_behind_the_group_stops_relay(outbox: Outbox, mode: str) -> None:
+def test_a_source_that_lags_the_group_stops_relay(outbox: Outbox, mode: str) -> None:
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     outbox.fill(10)
     with relaying(polling(outbox)):

@@ -12,19 +12,19 @@ from relay.admin.dead_letters import DeadLetters
 from relay.admin.publish import business_transactions, publish
 from relay.retention.erasure import erase
 from relay.spark.package import build
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
 from tests.terminal import at_terminal
 
-Told = list[tuple[str, int, int | None]]
+Reports = list[tuple[str, int, int | None]]
 
 
-def teller(told: Told):  # type: ignore[no-untyped-def]
-    def tell(what: str, done: int = 0, total: int | None = None) -> None:
-        told.append((what, done, total))
+def teller(output: Reports):  # type: ignore[no-untyped-def]
+    def progress(what: str, done: int = 0, total: int | None = None) -> None:
+        output.append((what, done, total))
 
-    return tell
+    return progress
 
 
 @pytest.mark.rare
@@ -47,7 +47,7 @@ def test_what_is_published_is_shown_with_rate_and_time_left(outbox: Outbox, tmp_
     assert plain.stderr == ""
 
 
-def test_init_shows_whom_the_slot_waits_for(database: str, tmp_path: Path) -> None:
+def test_init_shows_what_the_slot_waits_for(database: str, tmp_path: Path) -> None:
     with Outbox(database) as outbox:
         outbox.conn.execute("create table held (n int)")
         config = str(outbox.config_file(tmp_path / "relay.yaml", handlers={}, routes=[]))
@@ -67,33 +67,33 @@ def test_init_shows_whom_the_slot_waits_for(database: str, tmp_path: Path) -> No
 @pytest.mark.rare
 def test_functions_report_without_a_terminal(outbox: Outbox, tmp_path: Path) -> None:
     settings = outbox.settings()
-    told: Told = []
-    tell = teller(told)
-    publish(outbox.conn, business_transactions(3), tell, 3)
-    assert told[-1] == ("publishing transactions", 3, 3)
+    output: Reports = []
+    progress = teller(output)
+    publish(outbox.conn, business_transactions(3), progress, 3)
+    assert output[-1] == ("publishing transactions", 3, 3)
     for _ in range(4):
         outbox.publish(host(1), event(amount=-1))
     outbox.conn.execute("alter table projection alter column amount drop not null")
     outbox.drain(settings)
     with reach_target(settings) as target:
         letters = DeadLetters(settings, target)
-        found = letters.find(Filter())
-        numbers = letters.replay(found, None, report=tell)
-        assert told[-1] == ("queuing transactions", 4, 4)
+        found = letters.find(DeadLetterSelection())
+        numbers = letters.replay(found, None, report=progress)
+        assert output[-1] == ("queuing transactions", 4, 4)
         with relaying(settings):
-            assert letters.outcome(numbers, tell).dead == 4
-        assert told[-1] == ("waiting for transactions", 4, 4)
-        letters.discard(letters.find(Filter()), None, tell)
-        assert told[-1] == ("discarding transactions", 4, 4)
-        letters.purge(letters.find(Filter(), ("discarded",)), None, tell)
-        assert told[-1] == ("deleting letters", 4, 4)
-        erase(settings, outbox.conn, target, str(host(1)), tell=tell)
-    what, done, total = told[-1]
+            assert letters.outcome(numbers, progress).dead == 4
+        assert output[-1] == ("waiting for transactions", 4, 4)
+        letters.discard(letters.find(DeadLetterSelection()), None, progress)
+        assert output[-1] == ("discarding transactions", 4, 4)
+        letters.purge(letters.find(DeadLetterSelection(), ("discarded",)), None, progress)
+        assert output[-1] == ("deleting letters", 4, 4)
+        erase(settings, outbox.conn, target, str(host(1)), progress=progress)
+    what, done, total = output[-1]
     assert what == "looking through the outbox: pages"
     assert total is not None
     assert done <= total
-    built = build(settings, tmp_path / "executors.tar.gz", tell)
-    what, done, total = told[-1]
+    built = build(settings, tmp_path / "executors.tar.gz", progress)
+    what, done, total = output[-1]
     assert (what, done) == ("packing bytes", total)
     assert built.file.exists()
 

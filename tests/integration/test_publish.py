@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.admin.check import Level, examine, require
+from relay.admin.check import Severity, examine, require
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.demo.embedded import wheel_binaries
@@ -157,26 +157,26 @@ def test_numbers_without_gaps(outbox: Outbox) -> None:
 
 
 def test_check_compares_the_numbers_with_the_configuration(outbox: Outbox) -> None:
-    def found(settings: Settings) -> tuple[Level, str]:
+    def found(settings: Settings) -> tuple[Severity, str]:
         (finding,) = (each for each in examine(settings) if each.subject == "offsets")
         return finding.level, finding.text
 
     gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
-    assert found(outbox.settings())[0] is Level.OK
+    assert found(outbox.settings())[0] is Severity.OK
     level, text = found(gapless)
-    assert level is Level.WARNING
+    assert level is Severity.WARNING
     assert text.startswith("source.offsets: it is gapless, but public.outbox_message_t has no")
     assert "run `relay init`" in text
     initialise(gapless)
-    assert found(gapless)[0] is Level.OK
+    assert found(gapless)[0] is Severity.OK
     level, text = found(outbox.settings())
-    assert level is Level.WARNING
+    assert level is Severity.WARNING
     assert "publishers still take turns: run `relay init`" in text
     outbox.conn.execute("alter table outbox_message_t disable trigger relay_fill_offset")
     outbox.publish(host(1), event(1))
-    assert found(gapless)[0] is Level.WARNING
+    assert found(gapless)[0] is Severity.WARNING
     assert initialise(gapless)
-    assert found(gapless)[0] is Level.OK
+    assert found(gapless)[0] is Severity.OK
     outbox.publish(host(1), event(2))
     assert offsets(outbox) == [1, 2]
 
@@ -194,7 +194,7 @@ def test_without_a_column_there_are_no_numbers_without_gaps(database: str) -> No
         assert line.startswith("source.offsets: gapless numbers the column 'c_offset', which")
         assert "or set source.offsets: sequence" in line
         assert outbox.value("select to_regnamespace('relay') is null")
-        assert line in [each.text for each in examine(wrong) if each.level is Level.ERROR]
+        assert line in [each.text for each in examine(wrong) if each.level is Severity.ERROR]
         mapped = {**source, "offsets": "gapless", "columns": {"c_offset": "number"}}
         assert initialise(outbox.settings(source=mapped))
         outbox.conn.execute("insert into events (id) values (null), (null)")

@@ -249,13 +249,13 @@ def test_a_reader_is_given_up_only_when_told(kept: Outbox) -> None:
     assert kept.value("select count(*) from outbox_message_t") == 15
     # Another group, which is past all events.
     of = {**kept.config()["source"], "mode": "poll"}
-    told = kept.settings(group="other", source=of, retention={"keep": "7d", "max_lag": "20d"})
-    kept.install_again(told)
-    turn(told, days=10)
+    output = kept.settings(group="other", source=of, retention={"keep": "7d", "max_lag": "20d"})
+    kept.install_again(output)
+    turn(output, days=10)
     assert kept.value("select count(*) from outbox_message_t") == 15
-    turn(told, days=30)
+    turn(output, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 15
-    turn(told, days=30)
+    turn(output, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 0
     assert kept.column("select action from relay.actions") == ["give up"]
     with pytest.raises(ConfigurationError, match=r"was given up by retention \(max_lag\)"):
@@ -390,7 +390,7 @@ def described(outbox: Outbox) -> dict[str, list[Any]]:
     return {name: outbox.column(question) for name, question in questions.items()}
 
 
-def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
+def test_a_killed_conversion_is_reported_and_continued(kept: Outbox) -> None:
     settings = kept.settings(**KEEP)
     kept.fill(2)
     kept.conn.execute(
@@ -400,8 +400,8 @@ def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
         alter table outbox_message_t add constraint relay_before check (c_ts < '2030-01-01 00:00:00+00') not valid
         """
     )
-    told = [finding.text for finding in examine(settings) if finding.subject == "retention"]
-    assert told == [
+    output = [finding.text for finding in examine(settings) if finding.subject == "retention"]
+    assert output == [
         "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, since a command was killed: "
         "run `relay partition` again"
     ]
@@ -410,7 +410,7 @@ def test_a_killed_conversion_is_told_and_continued(kept: Outbox) -> None:
     assert kept.value("select count(*) from outbox_message_t") == 10
 
 
-def test_settled_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> None:
+def test_closed_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> None:
     outbox.conn.execute(
         """
         insert into relay.dead_letter_queue (group_id, exception, status, created_dt)

@@ -374,7 +374,7 @@ def test_relay_deferred_old(running_shop: Shop) -> None:
 
 
 @contextmanager
-def stranger(shop: Shop) -> Iterator[None]:
+def other_role(shop: Shop) -> Iterator[None]:
     """Another program that reads relay's slot."""
     reader = psycopg.connect(
         make_conninfo(shop.source, application_name="pg_recvlogical"),
@@ -396,7 +396,7 @@ def stranger(shop: Shop) -> Iterator[None]:
 def test_relay_polling(running_shop: Shop) -> None:
     shop = running_shop
     shop.systemctl("stop")
-    with stranger(shop):
+    with other_role(shop):
         shop.systemctl("start")
         shop.publish()
         shop.run_book("RelayPolling")

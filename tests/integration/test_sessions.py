@@ -16,7 +16,7 @@ from relay.faults import Action, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store.connections import HandlerPool, connect, open_pool
-from relay.store.offsets import Cursor
+from relay.store.offsets import PartitionPosition
 from relay.store.unflushed import require_kept
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -201,8 +201,8 @@ def test_without_synchronous_commit_everything_is_confirmed_in_the_end(
 
 @pytest.mark.parametrize(("lsn", "kept"), [(100, True), (101, True), (99, False)])
 def test_a_target_that_lost_commits_is_recognised(lsn: int, kept: bool) -> None:
-    cursors = {2: Cursor(2, Lsn(lsn), 1, 0, 7)}
+    positions = {2: PartitionPosition(2, Lsn(lsn), 1, 0, 7)}
     with nullcontext() if kept else pytest.raises(RelayError, match="lost commits"):
-        require_kept({2: Lsn(100)}, cursors)
+        require_kept({2: Lsn(100)}, positions)
     with pytest.raises(RelayError, match="lost commits"):
-        require_kept({3: Lsn(100)}, cursors)
+        require_kept({3: Lsn(100)}, positions)

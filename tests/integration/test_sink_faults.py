@@ -102,10 +102,10 @@ def test_a_key_that_fails_while_held_keys_are_looked_up_is_held(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a slow target tells of held keys does not know those that failed in the meantime."""
-    looked_up = deferred.held
+    queried = deferred.held
 
     def slowly(conn: Any, group: str, sink: str, keys: Collection[str]) -> set[str]:
-        found = looked_up(conn, group, sink, keys)
+        found = queried(conn, group, sink, keys)
         time.sleep(0.6 if sink else 0)
         return found
 

@@ -422,19 +422,19 @@ def test_a_fault_says_what_went_wrong_on_the_network(webhook: Webhook) -> None:
         read_request(conn)
         conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    def told(url: str) -> str:
+    def output(url: str) -> str:
         return describe(fault_of(url)).removeprefix("Undelivered: ")
 
-    assert told("http://127.0.0.1:1/") == "ClientConnectorError: Connection refused"
-    assert told("http://nowhere.invalid/") in (
+    assert output("http://127.0.0.1:1/") == "ClientConnectorError: Connection refused"
+    assert output("http://nowhere.invalid/") in (
         "ClientConnectorDNSError: Name or service not known",
         "ClientConnectorDNSError: Temporary failure in name resolution",
     )
-    assert told(webhook.url.replace("http", "https")).startswith("ClientConnectorSSLError: ")
+    assert output(webhook.url.replace("http", "https")).startswith("ClientConnectorSSLError: ")
     with raw_server(garble) as url:
-        assert told(url) == "ClientResponseError: the response is not valid HTTP"
+        assert output(url) == "ClientResponseError: the response is not valid HTTP"
     with raw_server(reset) as url:
-        assert told(url) == "ClientOSError: Connection reset by peer"
+        assert output(url) == "ClientOSError: Connection reset by peer"
 
 
 def test_no_fault_tells_a_secret() -> None:
@@ -449,7 +449,7 @@ def test_no_fault_tells_a_secret() -> None:
         read_request(conn)
         conn.sendall(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 20_000 + b"\r\n\r\n")
 
-    def told(url: str, **settings: Any) -> str:
+    def output(url: str, **settings: Any) -> str:
         url = url.replace("://", f"://me:{SECRET}@") + f"?token={SECRET}"
         fault = fault_of(url, timeout=1, **settings)
         assert isinstance(fault, Undelivered)
@@ -458,10 +458,10 @@ def test_no_fault_tells_a_secret() -> None:
 
     for conversation in (refuse, disconnect, too_long):
         with raw_server(conversation) as url:
-            assert SECRET not in told(url)
-    assert SECRET not in told("http://127.0.0.1:1/events")
-    assert SECRET not in told("http://nowhere.invalid/events")
-    assert SECRET not in told("https://127.0.0.1:1/events")
+            assert SECRET not in output(url)
+    assert SECRET not in output("http://127.0.0.1:1/events")
+    assert SECRET not in output("http://nowhere.invalid/events")
+    assert SECRET not in output("https://127.0.0.1:1/events")
 
 
 def test_a_sink_that_is_closed_meanwhile_rejects_nothing(webhook: Webhook) -> None:

@@ -24,7 +24,7 @@ from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until, why_
 from tests.process import running
 from tests.webhook import Answer, Answers, Webhook
 
-HASTY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
+SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def webhooks() -> Iterator[list[Webhook]]:
 def posting(*webhooks: Webhook, projected: bool = True, **more: Any) -> dict[str, Any]:
     """Every event goes to each webhook (`hook0`, `hook1`), and into the projection."""
     handlers: dict[str, Any] = {
-        f"hook{number}": {"type": "http", "url": webhook.url, "retry": HASTY, **more}
+        f"hook{number}": {"type": "http", "url": webhook.url, "retry": SHORT_INTERVALS, **more}
         for number, webhook in enumerate(webhooks)
     }
     if projected:
@@ -320,7 +320,7 @@ def test_only_the_wal_feeds_a_sink_that_fails(outbox: Outbox, webhooks: list[Web
     assert_in_order(outbox, webhook, 8)
 
 
-def test_a_paused_sink_keeps_its_place_and_costs_nothing(
+def test_a_paused_sink_keeps_its_position_and_costs_nothing(
     outbox: Outbox, webhooks: list[Webhook]
 ) -> None:
     settings = outbox.settings(**posting(*webhooks))

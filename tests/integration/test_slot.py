@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.admin.check import Level, examine
+from relay.admin.check import Severity, examine
 from relay.admin.install import initialise
 from relay.admin.status import read
 from relay.observe.health import Limits, failures
@@ -23,7 +23,7 @@ from tests.process import relay
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_transactions, "FIRST_SECONDS", 0.1)
     monkeypatch.setattr(open_transactions, "AGAIN_SECONDS", 0.1)
 
@@ -47,8 +47,8 @@ def drop_slot(outbox: Outbox) -> None:
     outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
 
 
-def test_init_tells_whom_it_waits_for(preparing_server: Server) -> None:
-    told: list[str] = []
+def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
+    output: list[str] = []
     with (
         Outbox(preparing_server.create_database("told")) as outbox,
         ThreadPoolExecutor(1) as threads,
@@ -59,22 +59,22 @@ def test_init_tells_whom_it_waits_for(preparing_server: Server) -> None:
             writer.execute("prepare transaction 'later'")
         with writing(outbox) as writer:
             pid = writer.info.backend_pid
-            done = threads.submit(initialise, outbox.settings(), warn=told.append)
-            wait_until(lambda: bool(told))
+            done = threads.submit(initialise, outbox.settings(), warn=output.append)
+            wait_until(lambda: bool(output))
             outbox.conn.execute("rollback prepared 'later'")
-            wait_until(lambda: f"process {pid} (nightly report), open for" in told[-1])
+            wait_until(lambda: f"process {pid} (nightly report), open for" in output[-1])
             assert not done.done()
         assert any("replication slot" in line for line in done.result(30))
-    assert told[0].startswith("source.slot: the slot 'told' is made as soon as all")
-    assert "the oldest is the prepared transaction 'later', open for " in told[0]
-    assert told[0].endswith(": end it, or wait")
+    assert output[0].startswith("source.slot: the slot 'told' is made as soon as all")
+    assert "the oldest is the prepared transaction 'later', open for " in output[0]
+    assert output[0].endswith(": end it, or wait")
 
 
 def test_a_slot_that_is_made_at_once_waits_for_nobody(outbox: Outbox) -> None:
     drop_slot(outbox)
-    told: list[str] = []
-    assert initialise(outbox.settings(), warn=told.append)
-    assert not told
+    output: list[str] = []
+    assert initialise(outbox.settings(), warn=output.append)
+    assert not output
 
 
 def test_a_slot_that_is_being_made_is_shown_as_such(
@@ -101,7 +101,7 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
         (finding,) = (
             each
             for each in examine(settings)
-            if each.subject == "slot" and each.level is Level.WARNING
+            if each.subject == "slot" and each.level is Severity.WARNING
         )
         assert f"is still being made by process {maker}" in finding.text
         assert oldest in finding.text
@@ -118,19 +118,19 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
     outbox.assert_exact()
 
 
-def test_a_slot_that_a_change_to_polling_leaves_behind_is_told(outbox: Outbox) -> None:
+def test_a_slot_that_is_unused_after_a_change_to_polling_is_reported(outbox: Outbox) -> None:
     polling = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
 
     def found() -> list[str]:
         return [
             each.text
             for each in examine(polling)
-            if each.subject == "slot" and each.level is Level.WARNING
+            if each.subject == "slot" and each.level is Severity.WARNING
         ]
 
-    told: list[str] = []
-    assert not initialise(polling, warn=told.append)
-    (line,) = told
+    output: list[str] = []
+    assert not initialise(polling, warn=output.append)
+    (line,) = output
     words = f"source.mode: it is poll, but the slot '{outbox.slot}' of the group 'default' is still"
     assert line.startswith(words)
     assert f"`select pg_drop_replication_slot('{outbox.slot}')`, or set source.mode: auto" in line
@@ -138,14 +138,14 @@ def test_a_slot_that_a_change_to_polling_leaves_behind_is_told(outbox: Outbox) -
     assert line.startswith(words)
     # Another group's slot is its own affair.
     other = polling.model_copy(update={"group": "other"})
-    initialise(other, warn=told.append)
-    assert len(told) == 1
+    initialise(other, warn=output.append)
+    assert len(output) == 1
     with relaying(outbox.settings()):
         wait_until(lambda: not found())
     drop_slot(outbox)
     assert not found()
-    initialise(polling, warn=told.append)
-    assert len(told) == 1
+    initialise(polling, warn=output.append)
+    assert len(output) == 1
 
 
 def test_status_shows_the_wal_that_an_open_transaction_lets_the_slot_hold(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from psutil import process_iter
 
-from relay.config.settings import Spark
+from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import wait_until
 from tests.spark_cluster import PROTECTED, SECRET, StandaloneCluster
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
 
 @contextmanager
 def session_on(cluster: StandaloneCluster, **conf: str) -> Iterator[Session]:
-    session = Session(Spark.model_validate(cluster.conf(**conf)))
+    session = Session(SparkSettings.model_validate(cluster.conf(**conf)))
     session.start()
     try:
         # A session is ready when its executors have run a task.

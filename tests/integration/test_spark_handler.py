@@ -23,7 +23,7 @@ from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
 from relay.store.connections import pin_text_form
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from relay.store.sinks import Moved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
@@ -320,7 +320,7 @@ def test_a_replayed_dead_letter_comes_with_a_batch(
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
             pin_text_form(conn)
             letters = DeadLetters(settings, conn)
-            letters.replay(letters.find(Filter()), None)
+            letters.replay(letters.find(DeadLetterSelection()), None)
         wait_until(lambda: has_files(tmp_path / "lake"))
         written_all(outbox)
     found = assert_each_once(outbox, tmp_path / "lake")
@@ -378,10 +378,10 @@ def test_status_tells_that_the_session_is_missing(
     missing: Any = NoSession()
     waiting = SparkWorker("lake", settings)
     waiting.start(missing)
-    told = "the Spark session is being built"
-    wait_until(lambda: listed(settings)[0].fault == told)
+    output = "the Spark session is being built"
+    wait_until(lambda: listed(settings)[0].fault == output)
     missing.trouble = "SparkException: Master removed our application"
-    wait_until(lambda: listed(settings)[0].fault == f"{told}: {missing.trouble}")
+    wait_until(lambda: listed(settings)[0].fault == f"{output}: {missing.trouble}")
     assert listed(settings)[0].since is not None
     waiting.close(10)
 
@@ -503,9 +503,9 @@ def test_a_writer_that_comes_too_late_changes_nothing(
     assert assert_each_once(outbox, path).num_rows == 2
 
 
-def begin(sink: SparkWorker) -> spark_batches.Begun:
+def begin(sink: SparkWorker) -> spark_batches.OpenBatch:
     """Begin the batch that is due."""
-    found: list[spark_batches.Begun] = []
+    found: list[spark_batches.OpenBatch] = []
 
     def has_begun() -> bool:
         batch = sink._begin(sink._load())
@@ -729,19 +729,19 @@ def test_a_wrong_partition_column_can_be_corrected_while_a_batch_is_begun(
     spark = session.get()
     assert spark is not None
     table = f"lake_{outbox.slot}"
-    place = {"table": table} if kind == "table" else {}
+    index = {"table": table} if kind == "table" else {}
     query = "select id, event_type as kind from events"
     outbox.publish(host(1), event(1))
     try:
-        wrong = lake(tmp_path / "lake", sql=query, partition_by=["kin"], **place)
+        wrong = lake(tmp_path / "lake", sql=query, partition_by=["kin"], **index)
         with relayed(outbox, "inline", session, **wrong):
             wait_until(lambda: "partition_by: the batch has no column kin" in str(_faults(caplog)))
         caplog.clear()
-        right = lake(tmp_path / "lake", sql=query, partition_by=["kind"], **place)
+        right = lake(tmp_path / "lake", sql=query, partition_by=["kind"], **index)
         with relayed(outbox, "inline", session, **right):
             written_all(outbox)
         assert not _faults(caplog)
-        found = spark.table(table) if place else spark.read.parquet(str(tmp_path / "lake"))
+        found = spark.table(table) if index else spark.read.parquet(str(tmp_path / "lake"))
         assert [row.kind for row in found.collect()] == ["order.placed"]
     finally:
         spark.sql(f"drop table if exists {table}")
@@ -851,7 +851,7 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
             pin_text_form(conn)
             letters = DeadLetters(settings, conn)
-            letters.replay(letters.find(Filter()), None)
+            letters.replay(letters.find(DeadLetterSelection()), None)
         wait_until(
             lambda: outbox.value("select count(*) from relay.spark_batches where number = 2") == 1
         )

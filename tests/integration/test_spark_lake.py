@@ -230,7 +230,7 @@ def test_long_values_of_a_partition_are_no_names_of_folders(tmp_path: Path) -> N
     schema = pa.schema([("id", pa.string()), ("kind", pa.string())])
     kinds = ["x" * 300, "x" * 301, "../..", "a/b=c%20", " "]
     rows = pa.RecordBatch.from_pydict({"id": list("abcde"), "kind": kinds}, schema=schema)
-    files = delta_files.Files(str(tmp_path / "table"), {}, schema, ["kind"], "b")
+    files = delta_files.BatchFiles(str(tmp_path / "table"), {}, schema, ["kind"], "b")
     (facts,) = delta_files.write_files(files, iter([rows]))
     found = {
         json.loads(fact["partition_values"])["kind"]: pq.read_table(

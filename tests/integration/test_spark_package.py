@@ -58,9 +58,9 @@ def test_executors_need_only_python_and_the_archive(
     archives = [tmp_path / "a.tar.gz", tmp_path / "b.tar.gz"]
     built = [relay(*command, str(each), cwd=tmp_path, **paths) for each in archives]
     assert len({hashlib.sha256(each.read_bytes()).digest() for each in archives}) == 1
-    told = json.loads(built[0].stdout)
-    assert told["modules"] == ["relay", "shop_handlers"]
-    assert not {"pyspark", "py4j"} & set(told["distributions"])
+    output = json.loads(built[0].stdout)
+    assert output["modules"] == ["relay", "shop_handlers"]
+    assert not {"pyspark", "py4j"} & set(output["distributions"])
     with tarfile.open(archives[0]) as archive:
         assert {"shop_handlers.py", "relay/model/events.py"} <= set(archive.getnames())
     bare = tmp_path / "bare"
@@ -69,7 +69,7 @@ def test_executors_need_only_python_and_the_archive(
     assert subprocess.run([python, "-c", "import psycopg"], capture_output=True).returncode
     with StandaloneCluster(tmp_path, 1, bare=True) as cluster:
         config["spark"] = cluster.conf()
-        config["spark"]["conf"] |= told["conf"] | {"spark.pyspark.python": python}
+        config["spark"]["conf"] |= output["conf"] | {"spark.pyspark.python": python}
         file.write_text(yaml.safe_dump(config))
         outbox.fill(200, events=5)
         with running(file, **paths) as service:

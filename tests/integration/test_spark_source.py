@@ -21,9 +21,9 @@ from relay.model.snapshots import Snapshot
 from relay.source.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse
-from relay.spark.reading import COLUMNS, Portion, read
+from relay.spark.reading import COLUMNS, TaskPortion, read
 from relay.spark.session import Session
-from relay.spark.source import Reader as BatchReader
+from relay.spark.source import DifferenceReader as BatchReader
 from relay.spark.source import StreamReader
 from tests.outbox import Outbox, event, host
 from tests.postgres import Server
@@ -149,7 +149,7 @@ def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> N
 
 
 @pytest.fixture
-def stranger(outbox: Outbox) -> Iterator[str]:
+def other_role(outbox: Outbox) -> Iterator[str]:
     """The dsn of a role that may read nothing."""
     outbox.conn.execute(f"create role s_{outbox.slot} login password 'hunter2'")
     yield psycopg.conninfo.make_conninfo(outbox.dsn, user=f"s_{outbox.slot}", password="hunter2")
@@ -189,13 +189,13 @@ def planned_stream(options: dict[str, str]) -> None:
 @pytest.mark.parametrize("reading", ["batch", "stream"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_one_line_on_the_driver(
-    outbox: Outbox, stranger: str, wrong: str, reading: str
+    outbox: Outbox, other_role: str, wrong: str, reading: str
 ) -> None:
     options, expected = WRONG[wrong]
     outbox.publish(host(1), event(1))
     given = {"dsn": outbox.dsn, "ordered": "false"} | options
     if given["dsn"] == "stranger":
-        given["dsn"] = stranger
+        given["dsn"] = other_role
     plan = planned_stream if reading == "stream" else planned_batch
     with pytest.raises(RelayError) as raised:
         plan(given)
@@ -211,10 +211,10 @@ def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.M
         planned_batch({})
 
 
-def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, stranger: str) -> None:
+def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, other_role: str) -> None:
     outbox.conn.execute(f"grant select on outbox_message_t to s_{outbox.slot}")
     with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, as `relay` may$"):
-        planned_stream({"dsn": stranger, "reader": "r"})
+        planned_stream({"dsn": other_role, "reader": "r"})
     outbox.conn.execute(f"drop owned by s_{outbox.slot}")
 
 
@@ -288,7 +288,7 @@ def test_times_without_a_zone_are_compared_in_utc(outbox: Outbox) -> None:
     ):
         options = parse({"dsn": outbox.dsn, "fromTime": start})
         between = Difference(Snapshot(1, 1), Snapshot.parse(now(outbox)))
-        found = read(options.dsn, options.table, Portion(between), 8, options.conditions)
+        found = read(options.dsn, options.table, TaskPortion(between), 8, options.conditions)
         assert sum(len(batch) for batch in found) == expected
 
 
@@ -309,7 +309,7 @@ def test_a_byte_that_the_encoding_does_not_have_stops_nobody(
         options = parse({"dsn": dsn})
         between = Difference(Snapshot(1, 1), Snapshot.parse(seen))
         condition = sql.SQL("event_type <> {}").format(sql.Literal("注文 é"))
-        (batch,) = read(options.dsn, options.table, Portion(between), 8, condition)
+        (batch,) = read(options.dsn, options.table, TaskPortion(between), 8, condition)
     finally:
         server.drop_database(name)
     assert batch.column("aggregate_id").to_pylist() == ['a,"\N{REPLACEMENT CHARACTER}"']

@@ -16,7 +16,7 @@ from rich.console import Console
 from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.demo.screen import Screen
-from relay.observe.rates import Looks
+from relay.observe.rates import Observations
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -30,21 +30,21 @@ def with_shop(outbox: Outbox, url: str) -> dict[str, Any]:
     return {"handlers": handlers, "routes": [{"handlers": ["projection", "shop"]}]}
 
 
-def test_a_look_tells_of_target_sinks_and_throughput(outbox: Outbox) -> None:
+def test_a_read_shows_target_sinks_and_throughput(outbox: Outbox) -> None:
     with Webhook(lambda headers, body: Answer(503)) as webhook:
         settings = outbox.settings(**with_shop(outbox, webhook.url), sinks={"attach_seconds": 0.5})
         outbox.install_again(settings)
         with closing(Watch(settings)) as watch, relaying(settings):
-            looks = Looks()
-            looks.note(watch.look())
+            observations = Observations()
+            observations.note(watch.read())
             outbox.fill(200, events=2)
             outbox.publish(host(1), event(amount=-1))
-            wait_until(lambda: watch.look().unread.get("shop") is not None)
-            wait_until(lambda: sum(each.transactions for each in watch.look().engines) == 201)
-            wait_until(lambda: watch.look().dead == {("", "projection"): 1})
-            picture = watch.look()
-            looks.note(picture)
-            rates = looks.rates()
+            wait_until(lambda: watch.read().unread.get("shop") is not None)
+            wait_until(lambda: sum(each.transactions for each in watch.read().engines) == 201)
+            wait_until(lambda: watch.read().dead == {("", "projection"): 1})
+            picture = watch.read()
+            observations.note(picture)
+            rates = observations.rates()
     assert picture.away == {}
     assert picture.mode == "wal"
     assert picture.active in picture.instances
@@ -60,7 +60,7 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
     settings = outbox.settings()
     with closing(Watch(settings)) as watch:
         outbox.fill(50, events=3)
-        few = watch.look().unread[""]
+        few = watch.read().unread[""]
         assert (few.events, few.more) == (150, False)
         assert sum(few.partitions.values()) == 150
         assert few.oldest_seconds is not None
@@ -71,7 +71,7 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
             )
             outbox.fill(MOST // 100 + 1, events=100)
             watch._unread.clear()
-            many = watch.look().unread[""]
+            many = watch.read().unread[""]
     assert (many.events, many.more) == (MOST, True)
 
 
@@ -82,7 +82,7 @@ def test_an_attached_sink_of_a_dead_instance_lags(outbox: Outbox) -> None:
     outbox.conn.execute("update relay.sinks set state = 'attached', instance = 'gone:1'")
     outbox.fill(2, events=3)
     with closing(Watch(settings)) as watch:
-        assert watch.look().unread["shop"].events == 6
+        assert watch.read().unread["shop"].events == 6
     assert [each.unread for each in listed(settings)] == [6]
 
 
@@ -90,11 +90,11 @@ def test_polling_lets_the_backlog_fall_to_nothing(outbox: Outbox) -> None:
     settings = outbox.settings(source={"dsn": outbox.dsn, "mode": "poll"})
     outbox.fill(30, events=3)
     with closing(Watch(settings)) as watch:
-        assert watch.look().unread[""].events == 90
+        assert watch.read().unread[""].events == 90
         with relaying(settings):
             wait_until(lambda: outbox.value("select count(*) from projection") == 90)
-            wait_until(lambda: watch.look().unread[""].events == 0)
-        assert watch.look().mode == "poll"
+            wait_until(lambda: watch.read().unread[""].events == 0)
+        assert watch.read().mode == "poll"
 
 
 def test_a_database_that_goes_away_is_a_line_and_comes_back(outbox: Outbox) -> None:
@@ -103,17 +103,17 @@ def test_a_database_that_goes_away_is_a_line_and_comes_back(outbox: Outbox) -> N
         closing(Watch(outbox.settings())) as watch,
         psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin,
     ):
-        before = watch.look()
+        before = watch.read()
         admin.execute(f"alter database {name} allow_connections false".encode())
         admin.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
         )
-        wait_until(lambda: "not currently accepting" in watch.look().away.get("target.dsn", ""))
-        gone = watch.look()
+        wait_until(lambda: "not currently accepting" in watch.read().away.get("target.dsn", ""))
+        gone = watch.read()
         assert gone.partitions == before.partitions
         assert set(gone.away) == {"source.dsn", "target.dsn"}
         admin.execute(f"alter database {name} allow_connections true".encode())
-        assert watch.look().away == {}
+        assert watch.read().away == {}
     outbox.reconnect()
 
 

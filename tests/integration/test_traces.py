@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 from relay.admin.dead_letters import DeadLetters
 from relay.observe import spans as module
 from relay.spark.session import Session
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from tests.brokers import KafkaCluster, started
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -28,7 +28,7 @@ from tests.traces import Collector, Shop, is_child, of, traceparent
 from tests.webhook import Answer, Webhook
 
 ON = {"observe": {"traces": True}}
-HASTY = {"wait": 0.1, "max_wait": 0.2, "jitter": 0.01, "defer_after": 0.01}
+SHORT_INTERVALS = {"wait": 0.1, "max_wait": 0.2, "jitter": 0.01, "defer_after": 0.01}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -55,7 +55,7 @@ def posting(webhook: Webhook, **more: Any) -> dict[str, Any]:
     """Every event goes to the projection and to the webhook, with traces."""
     handlers: dict[str, Any] = {
         "projection": {"type": "sql", "statement": APPEND},
-        "hook": {"type": "http", "url": webhook.url, "retry": HASTY, **more},
+        "hook": {"type": "http", "url": webhook.url, "retry": SHORT_INTERVALS, **more},
     }
     return {"handlers": handlers, "routes": [{"handlers": list(handlers)}], **ON}
 
@@ -78,7 +78,7 @@ def test_an_order_is_one_tree_from_its_transaction_to_the_endpoint(
     config = posting(webhook)
     config["source"] = {**outbox.config()["source"], "mode": "auto" if mode == "wal" else mode}
     with relaying(outbox.settings(engine, **config), session):
-        order = shop.place(host(1), 5)
+        order = shop.add_rows(host(1), 5)
         wait_until(lambda: len(webhook.taken) == 1)
         outbox.wait_handled()
     spans = exported.get_finished_spans()
@@ -125,7 +125,7 @@ def test_an_order_is_one_tree_from_its_transaction_to_the_endpoint(
 def test_a_batch_is_linked_to_each_order_that_it_joins(
     outbox: Outbox, webhook: Webhook, shop: Shop, exported: InMemorySpanExporter
 ) -> None:
-    orders = [shop.place(host(number), 1) for number in range(5)]
+    orders = [shop.add_rows(host(number), 1) for number in range(5)]
     outbox.publish(host(9), event(1))
     with relaying(outbox.settings(**posting(webhook))):
         wait_until(lambda: len(webhook.taken) == 6)
@@ -165,7 +165,7 @@ def test_what_is_not_sampled_has_no_spans(
     outbox: Outbox, webhook: Webhook, shop: Shop, exported: InMemorySpanExporter
 ) -> None:
     with relaying(outbox.settings(**posting(webhook))):
-        order = shop.place(host(1), 1, sampled=False)
+        order = shop.add_rows(host(1), 1, sampled=False)
         wait_until(lambda: len(webhook.taken) == 1)
         outbox.wait_handled()
     assert exported.get_finished_spans() == ()
@@ -179,7 +179,7 @@ def test_each_attempt_is_a_span_of_the_order(
     """In place, and deferred."""
     webhook.answers = lambda *_: Answer(503 if len(webhook.requests) < 3 else 204)
     with relaying(outbox.settings(**posting(webhook, circuit_breaker=None))):
-        order = shop.place(host(1), 1)
+        order = shop.add_rows(host(1), 1)
         wait_until(lambda: len(webhook.taken) == 1)
     sent = of(exported.get_finished_spans(), "send")
     assert [span.status.status_code for span in sent] == [StatusCode.ERROR] * 3 + [StatusCode.UNSET]
@@ -201,11 +201,11 @@ def test_a_dead_transaction_and_its_replay_are_in_the_trace_of_the_order(
     caplog.set_level(logging.WARNING, "relay")
     settings = outbox.settings(engine, **posting(webhook))
     with relaying(settings, session):
-        order = shop.place(host(1), -1)
+        order = shop.add_rows(host(1), -1)
         wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
         outbox.conn.execute("alter table projection drop constraint projection_amount_check")
         letters = DeadLetters(settings, outbox.conn)
-        letters.replay(letters.find(Filter()), "mended")
+        letters.replay(letters.find(DeadLetterSelection()), "mended")
         wait_until(lambda: outbox.column("select amount from projection") == [-1])
     dead, replayed = of(exported.get_finished_spans(), "process")
     assert is_child(dead, order)
@@ -228,7 +228,7 @@ def test_a_dead_delivery_names_the_trace(
     caplog.set_level(logging.WARNING, "relay")
     webhook.answers = lambda *_: Answer(400)
     with relaying(outbox.settings(**{**posting(webhook), "observe": {}})):
-        order = shop.place(host(1), 1)
+        order = shop.add_rows(host(1), 1)
         wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
     (line,) = [each for each in caplog.records if each.message == "dead letter"]
     assert vars(line)["trace_id"] == format_trace_id(order.trace_id)
@@ -286,7 +286,7 @@ def test_an_exporter_that_fails_concerns_nobody(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with relaying(outbox.settings(**posting(webhook))):
         for number in range(5):
-            shop.place(host(1), number)
+            shop.add_rows(host(1), number)
             wait_until(lambda number=number: len(webhook.taken) == number + 1)  # type: ignore[misc]
         outbox.wait_handled()
     outbox.assert_exact()
@@ -312,7 +312,7 @@ def test_a_collector_that_hangs_delays_neither_events_nor_for_long_the_end(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     with relaying(outbox.settings(**posting(webhook))):
         for number in range(3):
-            shop.place(host(1), number)
+            shop.add_rows(host(1), number)
             wait_until(lambda number=number: len(webhook.taken) > number)  # type: ignore[misc]
         outbox.wait_handled()
         began = time.monotonic()
@@ -333,8 +333,8 @@ def test_spans_that_cannot_be_made_concern_nobody(
 
     monkeypatch.setattr(module, "parent", broken)
     with relaying(outbox.settings(**posting(webhook))):
-        shop.place(host(1), 1)
-        shop.place(host(1), -1)
+        shop.add_rows(host(1), 1)
+        shop.add_rows(host(1), -1)
         wait_until(lambda: len(webhook.taken) == 2)
         outbox.wait_handled()
     outbox.assert_exact()
@@ -369,7 +369,7 @@ def test_a_message_carries_the_span_of_its_delivery(
             "routes": [{"handlers": ["kafka"]}],
         }
         with relaying(outbox.settings(**{**to_kafka, **ON})):
-            order = shop.place(host(1), 1)
+            order = shop.add_rows(host(1), 1)
             wait_until(lambda: broker.count() == 1)
         (message,) = broker.messages()
     (sent,) = exported.get_finished_spans()
@@ -392,8 +392,8 @@ def test_a_process_sends_its_spans_to_a_collector(
             "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
         }
         with running(config, **variables) as process:
-            order = shop.place(host(1), 3)
-            dead = shop.place(host(2), -3)
+            order = shop.add_rows(host(1), 3)
+            dead = shop.add_rows(host(2), -3)
             wait_until(lambda: len(webhook.taken) == 2)
             outbox.wait_handled()
             assert process.terminate() == 0
@@ -427,7 +427,7 @@ def test_a_process_without_a_collector_relays_and_ends(
         }
         with running(config, **variables) as process:
             for number in range(3):
-                shop.place(host(1), number)
+                shop.add_rows(host(1), number)
                 wait_until(lambda number=number: collector.asked > number)  # type: ignore[misc]
             outbox.wait_handled()
             assert process.terminate() == 0

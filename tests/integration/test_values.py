@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.admin.check import Level, examine, reach, require
+from relay.admin.check import Severity, examine, reach, require
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.install import initialise
 from relay.config.settings import Settings
@@ -25,10 +25,10 @@ from relay.model.snapshots import BEGINNING
 from relay.source.columns import PUBLISHES_GENERATED
 from relay.source.differences import Difference
 from relay.source.rows import OutboxRows, Wanted
-from relay.source.server import sight
+from relay.source.server import current_position
 from relay.source.translation import CODECS
 from relay.spark.session import Session
-from relay.store.dead_letters import Filter
+from relay.store.dead_letters import DeadLetterSelection
 from relay.store.offsets import FIRST
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
@@ -85,7 +85,7 @@ def test_no_setting_of_a_session_changes_a_dead_letter(
     outbox.conn.execute("alter table projection add event_ts timestamptz")
     with reach(dsn, "target.dsn") as conn:
         letters = DeadLetters(settings, conn)
-        assert len(letters.replay(letters.find(Filter()), None)) == 1
+        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 1
     statement = "insert into projection (id, event_ts) values (%(id)s, %(event_ts)s)"
     handlers = {"projection": {"type": "sql", "statement": statement}}
     with relaying(outbox.settings(**overrides, handlers=handlers)):
@@ -114,11 +114,11 @@ def adopted(outbox: Outbox, *changes: str, **source: Any) -> Settings:
     return outbox.settings(source={**outbox.config()["source"], **names, **source}, group="adopted")
 
 
-def findings(settings: Settings, subject: str) -> list[tuple[Level, str]]:
+def findings(settings: Settings, subject: str) -> list[tuple[Severity, str]]:
     return [
         (found.level, found.text)
         for found in examine(settings)
-        if found.subject == subject and found.level is not Level.OK
+        if found.subject == subject and found.level is not Severity.OK
     ]
 
 
@@ -148,7 +148,7 @@ def test_types_that_cannot_be_read_are_refused_all_at_once(outbox: Outbox) -> No
     ]
     settings = adopted(outbox, *changes)
     found = findings(settings, "columns")
-    assert {level for level, _ in found} == {Level.ERROR}
+    assert {level for level, _ in found} == {Severity.ERROR}
     for (name, kind), (_, text) in zip(sorted(REFUSED.items()), sorted(found), strict=True):
         assert text.startswith(f"source.columns: {name}: the column '{name}' of public.adopted has")
         assert f"the type {kind}, relay reads {SQL_TYPES[name]}: " in text
@@ -158,8 +158,8 @@ def test_types_that_cannot_be_read_are_refused_all_at_once(outbox: Outbox) -> No
         initialise(settings)
     assert len(str(refused.value).splitlines()) == len(REFUSED)
     for _, text in found:
-        if cure := re.search("run `(.*?)`", text):
-            outbox.conn.execute(cure[1].encode())
+        if hint := re.search("run `(.*?)`", text):
+            outbox.conn.execute(hint[1].encode())
     optional = {name: None for name in REFUSED if name not in NEEDED_FIELDS}
     left = findings(adopted_again(settings, columns=optional), "columns")
     assert [text.split(": ")[1] for _, text in left] == ["id", "host_id", "event_type", "payload"]
@@ -181,7 +181,7 @@ CONDITIONAL = {
 }
 
 
-def test_types_with_a_condition_are_told(outbox: Outbox) -> None:
+def test_types_with_a_condition_are_reported(outbox: Outbox) -> None:
     outbox.conn.execute("create domain shop_time as timestamp(3)")
     changes = [
         f"alter table adopted drop column {name}, add column {name} {kind}"
@@ -189,11 +189,11 @@ def test_types_with_a_condition_are_told(outbox: Outbox) -> None:
     ]
     settings = adopted(outbox, *changes)
     found = findings(settings, "columns")
-    assert [level for level, _ in found] == [Level.WARNING] * len(CONDITIONAL)
+    assert [level for level, _ in found] == [Severity.WARNING] * len(CONDITIONAL)
     for _, text in found:
-        cure = re.search("`(alter .*?)` makes sure", text)
-        assert cure is not None
-        outbox.conn.execute(cure[1].encode())
+        hint = re.search("`(alter .*?)` makes sure", text)
+        assert hint is not None
+        outbox.conn.execute(hint[1].encode())
     assert findings(settings, "columns") == []
 
 
@@ -218,7 +218,7 @@ def test_a_publication_that_leaves_something_out_is_refused(outbox: Outbox) -> N
     name = settings.source.publication
     initialise(adopted_again(settings, mode="auto"))
     assert findings(settings, "publication") == []
-    for broken, told in (
+    for broken, output in (
         ("create publication {} for table outbox_message_t", f"alter publication {name} add table"),
         (
             "create publication {} for table adopted with (publish = 'delete')",
@@ -231,14 +231,14 @@ def test_a_publication_that_leaves_something_out_is_refused(outbox: Outbox) -> N
     ):
         outbox.conn.execute(f"drop publication {name}; {broken.format(name)}".encode())
         ((level, text),) = findings(settings, "publication")
-        assert level is Level.ERROR
-        assert told in text
+        assert level is Severity.ERROR
+        assert output in text
         with pytest.raises(ConfigurationError, match=r"source\.publication"):
             initialise(settings)
         with pytest.raises(ConfigurationError, match=r"source\.publication"):
             require(settings)
-        for cure in re.findall("`(alter .*?)`", text):
-            outbox.conn.execute(cure.encode())
+        for hint in re.findall("`(alter .*?)`", text):
+            outbox.conn.execute(hint.encode())
         assert findings(settings, "publication") == []
 
 
@@ -295,7 +295,7 @@ def test_a_column_that_no_publication_can_hold_is_refused(outbox: Outbox) -> Non
     kind = "virtual" if has_publishable_generated_columns(outbox) else "stored"
     settings = adopted(outbox, GENERATED.replace("stored", kind))
     ((level, text),) = findings(settings, "columns")
-    assert level is Level.ERROR
+    assert level is Severity.ERROR
     assert f"'aggregate_type' of public.adopted is a {kind} generated column" in text
     with pytest.raises(ConfigurationError, match=f"{kind} generated column"):
         initialise(settings)
@@ -321,10 +321,10 @@ def test_a_publication_of_the_partitions_is_refused(outbox: Outbox) -> None:
             initialise(settings)
         while found := findings(settings, "publication"):
             ((level, text),) = found
-            assert level is Level.ERROR
-            cure = re.search("`(alter .*?)`", text)
-            assert cure is not None
-            outbox.conn.execute(cure[1].encode())
+            assert level is Severity.ERROR
+            hint = re.search("`(alter .*?)`", text)
+            assert hint is not None
+            outbox.conn.execute(hint[1].encode())
         outbox.conn.execute(f"drop publication {name}".encode())
     initialise(settings)
     assert findings(settings, "publication") == []
@@ -481,7 +481,7 @@ def test_a_field_that_is_left_out_is_missed_by_nobody(outbox: Outbox) -> None:
     )
     rows = OutboxRows(settings)
     assert rows.first_since(outbox.conn, datetime(2020, 1, 1, tzinfo=UTC)) is None
-    between = Difference(BEGINNING, sight(outbox.conn).snapshot)
+    between = Difference(BEGINNING, current_position(outbox.conn).snapshot)
     (portion,) = rows.plan(outbox.conn, between, FIRST)
     (share,) = portion.shares
     wanted = Wanted(share.xids, share.positions, np.full(1, -1))

@@ -573,7 +573,7 @@ def test_however_the_stream_is_cut_it_is_the_same(
 
 
 @given(COMMITS, st.integers(0, 400))
-def test_memory_holds_no_more_than_the_limit_and_what_is_held_is_told(
+def test_memory_holds_no_more_than_the_limit_and_what_is_held_is_reported(
     commits: list[list[Cells | tuple[str, ...]]], max_bytes: int
 ) -> None:
     assembler = new_assembler(max_bytes)
@@ -640,7 +640,7 @@ def test_after_a_spooled_commit_the_next_is_in_memory_again() -> None:
     assert (ids(first), ids(second)) == ([["1"]], [["2"]])
 
 
-def test_a_new_connection_describes_the_table_anew() -> None:
+def test_a_new_connection_describes_the_table_again() -> None:
     """Its shape may have changed in between, so nothing is read by the old one."""
     assembler = new_assembler()
     assembler.feed([described()])
@@ -721,12 +721,12 @@ def test_a_garbled_stream_is_a_protocol_error_and_nothing_else(data: st.DataObje
             inserted_row(cells, after),
         ),
     ]
-    place = data.draw(st.integers(0, len(stream) - 1))
-    garbled = bytearray(stream[place])
+    index = data.draw(st.integers(0, len(stream) - 1))
+    garbled = bytearray(stream[index])
     for at in data.draw(st.lists(st.integers(0, len(garbled) - 1), min_size=1, max_size=4)):
         garbled[at] = data.draw(st.integers(0, 255))
     end = data.draw(st.just(len(garbled)) | st.integers(0, len(garbled)))
-    stream[place] = bytes(garbled[:end])
+    stream[index] = bytes(garbled[:end])
     # Another name in place of the host's column is as good as its loss.
     with suppress(ProtocolError, ConfigurationError):
         for came in feed(new_assembler(), stream):
@@ -770,7 +770,7 @@ def test_rows_of_a_table_that_was_never_described_are_not_taken_for_another_s() 
 
 
 @pytest.mark.parametrize("offset", [b"", b"x", b"7.0", b"1e3", b"NaN", b"\xff"])
-def test_an_offset_that_is_no_whole_number_is_told_and_does_not_crash(offset: bytes) -> None:
+def test_an_offset_that_is_no_whole_number_is_reported_and_does_not_crash(offset: bytes) -> None:
     """The column may be mapped, and have any type."""
     columns = COLUMNS
     row = inserted(columns, id=b"1", host_id=b"h", c_offset=offset)
@@ -795,7 +795,7 @@ def test_a_time_beyond_the_calendar_is_a_protocol_error() -> None:
         )
 
 
-def test_a_commit_is_told_as_its_events_carry_it() -> None:
+def test_a_commit_is_reported_as_its_events_carry_it() -> None:
     received = receive(
         new_assembler(),
         [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psycopg
 
-from relay.model.dispositions import Failure, Fates
-from relay.pipeline.brake import Brake, Run, run_of
+from relay.model.dispositions import Dispositions, Failure
+from relay.pipeline.brake import Brake, FailureRun, run_of
 from relay.store.brakes import Streak
 
 BAD = ValueError("4111")
@@ -16,9 +16,11 @@ def test_so_many_in_a_row_die_and_no_more() -> None:
     assert [brake.stops("h", BAD) for _ in range(4)] == [False, False, True, True]
     assert brake.braked == {"h": "ValueError"}
     assert brake.streak("h") == Streak("ValueError", 2, True)
-    told = str(brake.fault("h", BAD))
-    assert told.startswith("handlers.h: more than 2 transactions in a row failed with ValueError:")
-    assert "4111" not in told
+    output = str(brake.fault("h", BAD))
+    assert output.startswith(
+        "handlers.h: more than 2 transactions in a row failed with ValueError:"
+    )
+    assert "4111" not in output
 
 
 def test_a_success_and_another_kind_of_fault_begin_again() -> None:
@@ -44,10 +46,10 @@ def test_without_a_brake_any_number_die() -> None:
 
 def test_the_last_run_of_a_task_is_what_counts() -> None:
     dead, other, waits = Failure("h", BAD), Failure("g", BAD), Failure("h", BAD, after=1.0)
-    fates: Fates = {1: dead, 2: dead, 3: other, 4: waits, 5: dead}
-    assert run_of("h", range(1, 6), fates) == Run("ValueError", 3, False)
-    assert run_of("h", range(6), fates) == Run("ValueError", 3, True)
-    assert run_of("h", range(7), fates) == Run(None, 0, True)
-    fates[5] = Failure("h", KeyError())
-    assert run_of("h", range(1, 6), fates) == Run("KeyError", 1, True)
-    assert run_of("h", [3, 4], fates) == Run(None, 0, False)
+    dispositions: Dispositions = {1: dead, 2: dead, 3: other, 4: waits, 5: dead}
+    assert run_of("h", range(1, 6), dispositions) == FailureRun("ValueError", 3, False)
+    assert run_of("h", range(6), dispositions) == FailureRun("ValueError", 3, True)
+    assert run_of("h", range(7), dispositions) == FailureRun(None, 0, True)
+    dispositions[5] = Failure("h", KeyError())
+    assert run_of("h", range(1, 6), dispositions) == FailureRun("KeyError", 1, True)
+    assert run_of("h", [3, 4], dispositions) == FailureRun(None, 0, False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relay.config.dsn import administrator_dsn
-from relay.config.settings import Settings, Spark, load
+from relay.config.settings import Settings, SparkSettings, load
 from relay.faults import ConfigurationError
 from relay.handlers import build_sinks
 from relay.spark.gateway import as_properties
@@ -191,7 +191,7 @@ def test_a_folder_is_no_file() -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_what_is_no_mapping_in_yaml_is_one_line_with_its_place(text: str, line: str) -> None:
+def test_what_is_no_mapping_in_yaml_is_one_line_with_its_location(text: str, line: str) -> None:
     (found,) = refused(text)
     assert found.startswith(line)
 
@@ -409,7 +409,7 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: kafka, topic: t, bootstrap: ['h:9092'], key: ''}", "key: "),
     ],
 )
-def test_a_bad_handler_for_the_outside_is_one_line(handler: str, start: str) -> None:
+def test_a_bad_sink_is_one_line(handler: str, start: str) -> None:
     (line,) = refused(f"handlers: {{h: {handler}}}")
     assert line.startswith(("shop.yaml: handlers.h: " + start, "shop.yaml: handlers.h." + start))
 
@@ -583,7 +583,7 @@ def test_a_standalone_cluster_without_its_secret_is_refused(read: Load) -> None:
 
 def test_a_cluster_is_authenticated_and_encrypted_unless_it_is_told_not_to_be() -> None:
     def conf(**spark: Any) -> dict[str, str]:
-        return _classic_conf(Spark.model_validate(spark))
+        return _classic_conf(SparkSettings.model_validate(spark))
 
     protected = {
         "spark.authenticate",

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from relay.config.handlers import HttpHandler, Retry
+from relay.config.handlers import HttpHandler, RetrySettings
 from relay.faults import Rejected, TransientFault
 from relay.handlers import cloudevents
 from relay.handlers.http import public_url, retry_after, signature
 from relay.model.dispositions import (
     NEW,
-    Behind,
+    AttemptHistory,
+    Blocked,
     Failure,
-    History,
-    has_to_wait,
+    holds_up_followers,
     is_dead,
     judge,
-    next_wait,
+    retry_delay,
 )
 from relay.model.events import EVENT_FIELDS, Event
 
@@ -68,7 +68,7 @@ def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
     assert found["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-def test_an_address_is_told_without_what_may_be_a_secret() -> None:
+def test_an_address_is_shown_without_what_may_be_a_secret() -> None:
     url = "https://me:hunter2@shop.example:8443/events?token=hunter2&flag#hunter2"
     assert public_url(url) == "https://shop.example:8443/events?token=...&..."
 
@@ -84,31 +84,35 @@ def test_retry_after_is_seconds_or_a_date() -> None:
 
 
 def test_waits_double_up_to_the_longest_and_respect_what_is_asked() -> None:
-    retry = Retry(wait=1, max_wait=5, jitter=0)
-    assert [next_wait(retry, None, attempt) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
-    assert next_wait(retry, TransientFault(after=9), 1) == 9
-    assert 1 <= next_wait(Retry(wait=1, jitter=0.5), None, 1) <= 1.5
+    retry = RetrySettings(wait=1, max_wait=5, jitter=0)
+    assert [retry_delay(retry, None, attempt) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
+    assert retry_delay(retry, TransientFault(after=9), 1) == 9
+    assert 1 <= retry_delay(RetrySettings(wait=1, jitter=0.5), None, 1) <= 1.5
 
 
 @pytest.mark.parametrize("asked", ["1e17", "inf", "nan", "-1"])
 def test_no_endpoint_asks_for_a_wait_that_never_ends(asked: str) -> None:
-    waited = next_wait(Retry(wait=1, jitter=0), TransientFault(after=float(asked)), 1)
+    waited = retry_delay(RetrySettings(wait=1, jitter=0), TransientFault(after=float(asked)), 1)
     assert waited == (86_400 if float(asked) > 1 else 1)
 
 
 def test_attempts_and_time_exhaust() -> None:
-    def fate(error: Exception, made: int, since: float | None = None, **retry: Any) -> Failure:
-        return judge("h", error, made, History(0, since), Retry(jitter=0, **retry), False)
+    def disposition(
+        error: Exception, made: int, since: float | None = None, **retry: Any
+    ) -> Failure:
+        return judge(
+            "h", error, made, AttemptHistory(0, since), RetrySettings(jitter=0, **retry), False
+        )
 
-    assert fate(TransientFault(), 5).after == 16
-    assert is_dead(fate(TransientFault(), 5, attempts=5))
-    assert not is_dead(fate(TransientFault(), 4, attempts=5))
-    assert is_dead(fate(TransientFault(), 1, time.time() - 100, max_elapsed=100))
-    assert not is_dead(fate(TransientFault(), 1, time.time() - 50, max_elapsed=100))
-    assert is_dead(fate(Rejected("HTTP 400"), 1))
-    assert has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), True))
-    assert not has_to_wait(judge("h", Rejected(), 1, NEW, Retry(), False))
-    assert has_to_wait(Behind())
+    assert disposition(TransientFault(), 5).after == 16
+    assert is_dead(disposition(TransientFault(), 5, attempts=5))
+    assert not is_dead(disposition(TransientFault(), 4, attempts=5))
+    assert is_dead(disposition(TransientFault(), 1, time.time() - 100, max_elapsed=100))
+    assert not is_dead(disposition(TransientFault(), 1, time.time() - 50, max_elapsed=100))
+    assert is_dead(disposition(Rejected("HTTP 400"), 1))
+    assert holds_up_followers(judge("h", Rejected(), 1, NEW, RetrySettings(), True))
+    assert not holds_up_followers(judge("h", Rejected(), 1, NEW, RetrySettings(), False))
+    assert holds_up_followers(Blocked())
 
 
 @pytest.mark.parametrize(

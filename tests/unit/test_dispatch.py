@@ -19,7 +19,7 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.faults import Rejected, Undelivered
-from relay.model.dispositions import Behind, Failure, Fate, History, is_dead
+from relay.model.dispositions import AttemptHistory, Blocked, Disposition, Failure, is_dead
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
@@ -70,7 +70,7 @@ class Run:
 
     def __init__(self, behave: Behave, brake: int | None = None, **more: Any) -> None:
         self.sink = Scripted(behave)
-        self.fates: dict[int, Fate | None] = {}
+        self.dispositions: dict[int, Disposition | None] = {}
         self.order: list[int] = []
         self.faults: list[BaseException] = []
         limits = {} if brake is None else {"scripted": brake}
@@ -78,10 +78,10 @@ class Run:
             self.sink, settings(**more), 1_000, Brake(limits, {}), self._settle, self.faults.append
         )
 
-    def _settle(self, delivery: Delivery, fate: Fate | None) -> None:
+    def _settle(self, delivery: Delivery, disposition: Disposition | None) -> None:
         number = delivery.rows.commit.xid
-        assert number not in self.fates
-        self.fates[number] = fate
+        assert number not in self.dispositions
+        self.dispositions[number] = disposition
         self.order.append(number)
 
     async def idle(self) -> None:
@@ -130,15 +130,15 @@ def test_order_holds_for_each_key_and_nothing_follows_on_what_has_to_wait(
     assert all(numbers == sorted(numbers) for numbers in settled.values())
     held: set[str] = set()
     for number, (keys, _, fails) in enumerate(plan):
-        fate = run.fates[number]
+        disposition = run.dispositions[number]
         if held & keys:
-            assert isinstance(fate, Behind)
+            assert isinstance(disposition, Blocked)
             assert number not in run.sink.begun
         elif fails:
-            assert isinstance(fate, Failure)
+            assert isinstance(disposition, Failure)
         else:
-            assert fate is None
-        if fate is not None:
+            assert disposition is None
+        if disposition is not None:
             held |= keys
     assert run.sink.begun.count(0) <= 1
 
@@ -171,7 +171,7 @@ def test_short_waits_are_waited_in_place() -> None:
 
     run = asyncio.run(main())
     assert run.sink.begun == [1, 1, 1, 2]
-    assert run.fates == {1: None, 2: None}
+    assert run.dispositions == {1: None, 2: None}
 
 
 def test_what_the_destination_refuses_is_dead_and_lets_its_key_flow() -> None:
@@ -185,8 +185,8 @@ def test_what_the_destination_refuses_is_dead_and_lets_its_key_flow() -> None:
         return run
 
     run = asyncio.run(main())
-    assert is_dead(run.fates[1])
-    assert run.fates[2] is None
+    assert is_dead(run.dispositions[1])
+    assert run.dispositions[2] is None
 
 
 def test_attempts_are_counted_through() -> None:
@@ -197,15 +197,15 @@ def test_attempts_are_counted_through() -> None:
         retry = {"wait": 0.001, "max_wait": 0.001, "jitter": 0, "defer_after": 1, "attempts": 4}
         run = Run(behave, retry=retry)
         again = delivery(1, "a")
-        again.history = History(2, None)
+        again.history = AttemptHistory(2, None)
         await run.all([again])
         return run
 
     run = asyncio.run(main())
-    fate = run.fates[1]
-    assert isinstance(fate, Failure)
-    assert is_dead(fate)
-    assert (fate.attempts, run.sink.begun) == (4, [1, 1])
+    disposition = run.dispositions[1]
+    assert isinstance(disposition, Failure)
+    assert is_dead(disposition)
+    assert (disposition.attempts, run.sink.begun) == (4, [1, 1])
 
 
 def test_an_outage_keeps_deliveries_in_memory_and_defers_few() -> None:
@@ -229,7 +229,9 @@ def test_an_outage_keeps_deliveries_in_memory_and_defers_few() -> None:
         return run
 
     run = asyncio.run(main())
-    deferred = [number for number, fate in run.fates.items() if fate is not None]
+    deferred = [
+        number for number, disposition in run.dispositions.items() if disposition is not None
+    ]
     # Those before the breaker opened, and none for a trial.
     assert len(deferred) <= 7
     assert len(run.sink.delivered) == 200 - len(deferred)
@@ -250,19 +252,19 @@ def test_what_is_blocked_waits_in_memory_while_the_destination_is_down(
         run = Run(behave, concurrency=2, circuit_breaker=breaker, retry={"defer_after": 0})
         for number in range(200):
             run.dispatcher.submit(delivery(number, "ab"[number % 2]))
-        while len(run.fates) < 2:
+        while len(run.dispositions) < 2:
             await asyncio.sleep(0.001)
         # Both keys are held, and nothing is copied.
         await asyncio.sleep(0.02)
-        assert len(run.fates) == 2
+        assert len(run.dispositions) == 2
         monkeypatch.setattr(dispatch, "MOST_DELIVERIES", 100)
         room = asyncio.create_task(run.dispatcher.room())
         await asyncio.sleep(0.01)
         assert not room.done()
-        monkeypatch.setattr(dispatch, "RELIEF_SECONDS", 0)
+        monkeypatch.setattr(dispatch, "DEFER_BLOCKED_SECONDS", 0)
         run.dispatcher._changed.set()
         await asyncio.wait_for(room, 5)
-        assert all(isinstance(run.fates[number], Behind) for number in range(2, 200))
+        assert all(isinstance(run.dispositions[number], Blocked) for number in range(2, 200))
         away[0] = False
         run.dispatcher.submit(delivery(200, "c"))
         await asyncio.wait_for(run.idle(), 5)
@@ -328,11 +330,11 @@ def test_what_follows_on_a_deferred_transaction_is_deferred_again_while_the_dest
         return run
 
     run = asyncio.run(main())
-    assert isinstance(run.fates[0], Failure)
-    assert [run.fates[1], run.fates[2]] == [Behind(), Behind()]
+    assert isinstance(run.dispositions[0], Failure)
+    assert [run.dispositions[1], run.dispositions[2]] == [Blocked(), Blocked()]
 
 
-def test_what_was_deferred_does_not_wait_for_what_is_kept_behind_it() -> None:
+def test_what_was_deferred_does_not_wait_for_what_is_kept_after_it() -> None:
     up = False
 
     async def behave(_: int) -> None:
@@ -348,9 +350,9 @@ def test_what_was_deferred_does_not_wait_for_what_is_kept_behind_it() -> None:
         run.dispatcher.hold("a", "a")
         run.dispatcher.submit(delivery(2, "a"))
         run.dispatcher.submit(deferred(1, "a"))
-        while 1 not in run.fates:
+        while 1 not in run.dispositions:
             await asyncio.sleep(0.001)
-        assert 2 not in run.fates
+        assert 2 not in run.dispositions
         up = True
         run.dispatcher.submit(deferred(3, "a"))
         await asyncio.wait_for(run.idle(), 10)
@@ -358,8 +360,8 @@ def test_what_was_deferred_does_not_wait_for_what_is_kept_behind_it() -> None:
         return run
 
     run = asyncio.run(main())
-    assert isinstance(run.fates[1], Failure)
-    assert run.fates[3] is None
+    assert isinstance(run.dispositions[1], Failure)
+    assert run.dispositions[3] is None
     assert run.order.index(3) < run.order.index(2)
 
 
@@ -371,15 +373,15 @@ def test_too_many_dead_in_a_row_stop_the_sink() -> None:
         run = Run(behave, brake=10, concurrency=1)
         for number in range(30):
             run.dispatcher.submit(delivery(number, str(number)))
-        while len(run.fates) < 11:
+        while len(run.dispositions) < 11:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         await run.dispatcher.close()
         return run
 
     run = asyncio.run(main())
-    assert len(run.fates) == 11
-    assert sum(is_dead(fate) for fate in run.fates.values()) == 10
+    assert len(run.dispositions) == 11
+    assert sum(is_dead(disposition) for disposition in run.dispositions.values()) == 10
     assert run.dispatcher.fault == "Rejected: HTTP 404"
 
 
@@ -390,7 +392,7 @@ def test_a_pause_ends_nothing_and_begins_nothing() -> None:
         run.dispatcher.submit(delivery(2, "b"))
         run.dispatcher.pause()
         run.dispatcher.submit(delivery(3, "c"))
-        await run.dispatcher.quiet()
+        await run.dispatcher.wait_idle()
         assert run.sink.delivered == [1, 2]
         run.dispatcher.resume()
         await run.idle()
@@ -407,7 +409,7 @@ def test_what_is_held_is_not_tried() -> None:
         return run
 
     run = asyncio.run(main())
-    assert [isinstance(run.fates[number], Behind) for number in (1, 2, 3, 4)] == [
+    assert [isinstance(run.dispositions[number], Blocked) for number in (1, 2, 3, 4)] == [
         True,
         False,
         True,
@@ -430,7 +432,7 @@ def test_a_fault_that_stops_relay_is_reported() -> None:
 
     run = asyncio.run(main())
     assert [str(fault) for fault in run.faults] == ["wrong"]
-    assert run.fates == {}
+    assert run.dispositions == {}
 
 
 def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
@@ -484,7 +486,7 @@ def test_what_fails_while_held_keys_are_looked_up_holds_its_keys() -> None:
 
             async def flush(self) -> None:
                 stores.set()
-                while 1 not in run.fates:
+                while 1 not in run.dispositions:
                     await asyncio.sleep(0)
 
         async def nothing_held(*_: object) -> Any:
@@ -500,9 +502,9 @@ def test_what_fails_while_held_keys_are_looked_up_holds_its_keys() -> None:
             lambda: None,
         )
         run.dispatcher.submit(delivery(1, "a"))
-        await submission._look_up_held([frozenset("a")])
+        await submission._query_held([frozenset("a")])
         await run.all([delivery(2, "a")])
         return run
 
     run = asyncio.run(main())
-    assert isinstance(run.fates[2], Behind)
+    assert isinstance(run.dispositions[2], Blocked)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from relay.config.effects import Effects
-from relay.config.settings import Settings, Source
+from relay.config.settings import Settings, SourceSettings
 from relay.model.events import FIELDS, NOTE, Event
 from relay.model.transactions import Rows, Transactions, Undecoded
 from relay.model.tuples import ProtocolError, RowDecoder
@@ -45,7 +45,9 @@ def received(
     *messages: bytes, types: dict[str, Any] | None = None, encoding: Encoding | None = None
 ) -> Transactions:
     """One commit of messages, as the source takes it."""
-    source = Source.model_validate({"message_prefix": PREFIX, "mode": "wal", "types": types or {}})
+    source = SourceSettings.model_validate(
+        {"message_prefix": PREFIX, "mode": "wal", "types": types or {}}
+    )
     emitted = Emitted(PREFIX, source.sql_types)
     assembler = Assembler(("public", "t"), source.mapping, 1 << 20, emitted=emitted)
     assembler.reset(encoding)
@@ -137,9 +139,9 @@ def test_numbers_keep_every_digit() -> None:
 )
 def test_any_json_is_an_event_or_says_why_not(content: Any) -> None:
     found = received(message(json.dumps(content).encode()))
-    told = notes(found)
-    assert len(told) == max(1, len(content) if isinstance(content, list) else 1)
-    for event, note in zip(events(found), told, strict=True):
+    output = notes(found)
+    assert len(output) == max(1, len(content) if isinstance(content, list) else 1)
+    for event, note in zip(events(found), output, strict=True):
         if note is None:
             assert event.host_id is not None
             assert event.event_type is not None
@@ -222,7 +224,7 @@ def test_messages_in_another_encoding_are_read() -> None:
 
 
 def test_other_messages_and_tables_are_left_out() -> None:
-    emitted = Emitted(PREFIX, Source().sql_types)
+    emitted = Emitted(PREFIX, SourceSettings().sql_types)
     assembler = Assembler(("public", "t"), MAPPING, 1 << 20, emitted=emitted)
     content = json.dumps(EVENT).encode()
     columns = [(False, "id", 25, -1)]
@@ -239,11 +241,11 @@ def test_other_messages_and_tables_are_left_out() -> None:
     assert assembler.fetch() == []
     assert (assembler.ignored(), assembler.ignored()) == (1, 0)
     with pytest.raises(ProtocolError):
-        Emitted(PREFIX, Source().sql_types).inserts([message(content)])
+        Emitted(PREFIX, SourceSettings().sql_types).inserts([message(content)])
 
 
 def test_a_large_commit_of_messages_goes_through_a_file() -> None:
-    emitted = Emitted(PREFIX, Source().sql_types)
+    emitted = Emitted(PREFIX, SourceSettings().sql_types)
     assembler = Assembler(("public", "t"), MAPPING, 2_000, emitted=emitted)
     content = json.dumps({**EVENT, "transaction_id": HOST}).encode()
     some = [message(content, lsn) for lsn in range(50)]

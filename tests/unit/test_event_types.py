@@ -265,7 +265,7 @@ def _raise(error: BaseException) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("error", [ValueError("SECRET"), KeyError("SECRET"), SystemExit("SECRET")])
-def test_what_an_upcaster_raises_is_told_with_its_line_and_no_words(error: BaseException) -> None:
+def test_what_an_upcaster_raises_is_shown_with_its_line_and_no_words(error: BaseException) -> None:
     found = EventType("order.placed", upcasters={1: _raise(error)})
     with pytest.raises(InvalidEvent) as raised:
         upcasting(found).current(order({}))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.model.batch import DeadTransaction, Outcome, TaskOutcome
+from relay.model.batch import DeadLettered, Outcome, TaskOutcome
 from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, FIELDS, SQL_TYPES, Commit, Event, Lsn
 
 ORDER = "11111111-2222-4333-8444-555555555555"
@@ -173,7 +173,7 @@ def test_events_that_differ_in_one_field_are_not_equal() -> None:
 
 def test_the_repr_says_which_event_but_never_what_is_in_it() -> None:
     secret = json.dumps({"card": "4111"})
-    told = repr(
+    output = repr(
         event(
             id=ORDER,
             event_type="order.placed",
@@ -184,10 +184,10 @@ def test_the_repr_says_which_event_but_never_what_is_in_it() -> None:
             user_id="4111",
         )
     )
-    assert ORDER in told
-    assert "order.placed" in told
-    assert "7" in told
-    assert "4111" not in told
+    assert ORDER in output
+    assert "order.placed" in output
+    assert "7" in output
+    assert "4111" not in output
 
 
 # Commit and outcome.
@@ -203,7 +203,7 @@ def test_a_commit_gives_its_fields_in_the_order_of_their_names() -> None:
 
 
 def test_an_outcome_adds_up_its_tasks() -> None:
-    dead = DeadTransaction("t", Lsn(1), 3, "orders", "ValueError")
+    dead = DeadLettered("t", Lsn(1), 3, "orders", "ValueError")
     outcome = Outcome(
         "inline",
         [

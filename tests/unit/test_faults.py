@@ -218,11 +218,11 @@ def test_relay_s_own_work_is_retried_whenever_a_connection_may_be_to_blame() -> 
 @pytest.mark.parametrize("sqlstate", OF_THE_EVENT)
 def test_the_description_of_an_event_s_fault_says_its_kind_and_no_value(sqlstate: str) -> None:
     error = database_error(sqlstate, f'duplicate key "{SECRET}"\nDETAIL: ({SECRET})')
-    told = describe(error)
-    assert SECRET not in told
-    assert sqlstate in told
-    assert type(error).__name__ in told
-    assert "\n" not in told
+    output = describe(error)
+    assert SECRET not in output
+    assert sqlstate in output
+    assert type(error).__name__ in output
+    assert "\n" not in output
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_the_description_of_any_other_fault_is_its_kind(error: Exception) -> Non
     assert describe(error) == type(error).__name__
 
 
-def test_a_value_that_psycopg_cannot_read_is_not_told() -> None:
+def test_a_value_that_psycopg_cannot_read_is_not_shown() -> None:
     loader = TimestamptzLoader(1184)
     with pytest.raises(psycopg.DataError) as raised:
         loader.load(b"12026-01-01 00:00:00+00")
@@ -249,7 +249,7 @@ def test_a_value_that_psycopg_cannot_read_is_not_told() -> None:
     assert "12026" not in describe(raised.value)
 
 
-def test_a_fault_of_the_surroundings_is_told_in_the_server_s_words_on_one_line() -> None:
+def test_a_fault_of_the_environment_is_reported_in_the_server_s_words_on_one_line() -> None:
     lost = psycopg.OperationalError("connection to server at 127.0.0.1 failed\nIs it running?\n")
     assert describe(lost) == "OperationalError: connection to server at 127.0.0.1 failed"
     deadlock = database_error("40P01", "deadlock detected\nDETAIL: Process 1 waits")
@@ -260,7 +260,7 @@ def test_a_fault_of_the_surroundings_is_told_in_the_server_s_words_on_one_line()
     )
 
 
-def test_relay_s_own_faults_are_told_as_they_are() -> None:
+def test_relay_s_own_faults_are_shown_as_they_are() -> None:
     assert describe(ConfigurationError("source.slot: gone")) == "source.slot: gone"
 
 
@@ -294,7 +294,7 @@ def test_the_dead_letter_keeps_the_last_frames_without_values() -> None:
     assert not any("secret" in frame for frame in frames)
 
 
-def test_relay_s_own_frames_are_told_only_where_there_are_no_others() -> None:
+def test_relay_s_own_frames_are_shown_only_where_there_are_no_others() -> None:
     own = raised(ValueError("bad"), "apply", f"{relay.__path__[0]}/handlers/x.py")
     own.__traceback__ = own.__traceback__ and own.__traceback__.tb_next
     assert exception_text(own).splitlines()[1:] == [
@@ -305,7 +305,7 @@ def test_relay_s_own_frames_are_told_only_where_there_are_no_others() -> None:
     assert exception_text(driver) == "UniqueViolation [23505]: twice"
 
 
-def test_a_delivery_is_told_in_full_only_with_the_payload() -> None:
+def test_a_delivery_is_shown_in_full_only_with_the_payload() -> None:
     error = Rejected("HTTP 422", detail=f"POST https://shop.example/: 422\n{SECRET}")
     assert SECRET not in describe(error)
     assert exception_text(error) == f"Rejected: HTTP 422\nPOST https://shop.example/: 422\n{SECRET}"
@@ -375,7 +375,7 @@ def test_only_what_another_configuration_mends_ends_a_start(words: str, for_good
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "output"),
     [
         (ValueError("no\n\tat java.lang"), "ValueError: no"),
         (ValueError(), "ValueError"),
@@ -383,5 +383,7 @@ def test_only_what_another_configuration_mends_ends_a_start(words: str, for_good
         (ValueError("x" * 400), f"ValueError: {'x' * 300}"),
     ],
 )
-def test_an_error_without_a_message_is_told_by_its_kind_once(error: Exception, told: str) -> None:
-    assert kind_and_first_line(error) == told
+def test_an_error_without_a_message_is_reported_by_its_kind_once(
+    error: Exception, output: str
+) -> None:
+    assert kind_and_first_line(error) == output

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from relay.config.effects import Effects
 from relay.config.fields import is_name
-from relay.config.settings import Route, Settings, Source
+from relay.config.settings import Route, Settings, SourceSettings
 from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected
 from relay.handlers import cloudevents, relation
@@ -23,7 +23,7 @@ from relay.model.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
 from relay.model.headers import ATTRIBUTES, as_json, from_json
 from relay.model.transactions import Rows
 from relay.model.tuples import RowDecoder
-from relay.pipeline.route_rules import Router
+from relay.pipeline.route_rules import RouteRules
 from relay.source.grouping import Grouping, Layout, polled
 from tests.unit import wire
 
@@ -31,8 +31,8 @@ COMMIT = ("0/10", "2000-01-01 00:00:00+00", "7")
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
-def source(**section: Any) -> Source:
-    return Source.model_validate(section)
+def source(**section: Any) -> SourceSettings:
+    return SourceSettings.model_validate(section)
 
 
 def an_event(headers: dict[str, str | None] | None) -> Event:
@@ -159,7 +159,7 @@ def test_headers_belong_to_the_event() -> None:
 
 
 def test_routes_and_templates_read_headers() -> None:
-    router = Router(
+    router = RouteRules(
         [
             Route(match={"headers.region": ["eu*", 7]}, handlers=["europe"]),
             Route(match={"payload.a": 1}, handlers=["one"]),

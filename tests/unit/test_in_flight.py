@@ -11,7 +11,7 @@ from relay.faults import Action, TaskFault
 from relay.model.batch import Batch, JobName, Range, Task, TaskOutcome, Window
 from relay.model.events import Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
-from relay.pipeline.in_flight import Flight, ends, following
+from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import Result
 
 HOSTS = [("a",), ("b",), ("a", "b")]
@@ -46,7 +46,7 @@ def test_what_is_not_committed_runs_again_without_a_predecessor() -> None:
     committed = TaskOutcome((1,), applied=1)
     fault = TaskFault(Action.STOP, "no such table")
     results.set_result([committed, TaskOutcome((2,), busy=True), fault])
-    flight = Flight(Batch(2, task((40, 0)).transactions, Lsn(60), 3, 0), tasks, results)
+    flight = BatchInFlight(Batch(2, task((40, 0)).transactions, Lsn(60), 3, 0), tasks, results)
     done, again = flight.ended()
     assert done == [committed]
     assert not flight.died
@@ -61,7 +61,7 @@ def test_a_death_shows() -> None:
     results: Future[list[Result]] = Future()
     results.set_result([TaskFault(Action.RETRY, "the Spark job failed", died=True)])
     first = task((1, 0))
-    assert Flight(Batch(1, first.transactions, Lsn(1), 1, 0), [first], results).died
+    assert BatchInFlight(Batch(1, first.transactions, Lsn(1), 1, 0), [first], results).died
 
 
 def test_a_job_is_named_after_its_batch_and_attempt() -> None:

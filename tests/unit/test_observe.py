@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from relay.config.observe import Address
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.model.batch import DeadTransaction
+from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
@@ -30,7 +30,7 @@ from relay.observe.liveness import Level, Liveness
 from relay.observe.metrics import OTHER, Metrics
 from relay.observe.series import SERIES, table
 from relay.observe.server import Listener, listen
-from relay.pipeline.activity import AtWork
+from relay.pipeline.activity import ActiveJobs
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT
 
@@ -86,13 +86,10 @@ def test_the_table_of_the_documentation_is_current() -> None:
 
 def test_kinds_of_fault_are_bounded() -> None:
     counted = Metrics(Settings(handlers={}))
-    counted.settled(
+    counted.stored(
         "hook",
         0,
-        [
-            DeadTransaction(None, Lsn(1), 1, "hook", "", kind=f"Kind{number}")
-            for number in range(500)
-        ],
+        [DeadLettered(None, Lsn(1), 1, "hook", "", kind=f"Kind{number}") for number in range(500)],
     )
     (family,) = [each for each in counted.collect() if each.name == "relay_dead_lettered"]
     kinds = {sample.labels["fault"]: sample.value for sample in family.samples}
@@ -145,7 +142,9 @@ def test_a_slow_client_keeps_nobody_waiting(
         each.close()
 
 
-def test_groups_of_one_process_share_an_address_and_a_taken_one_is_told(listener: Listener) -> None:
+def test_groups_of_one_process_share_an_address_and_a_taken_one_is_reported(
+    listener: Listener,
+) -> None:
     address = Address("127.0.0.1", listener.port)
     with pytest.raises(ConfigurationError, match=r"^observe\.listen: 127\.0\.0\.1:\d+ is taken"):
         listen(address)
@@ -206,36 +205,36 @@ def _has_ended(slow: socket.socket) -> bool:
 def test_a_database_that_does_not_answer_concerns_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     released = Event()
     monkeypatch.setattr(databases, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(Databases, "_look_at_target", lambda _, pids: pids)
-    monkeypatch.setattr(Databases, "_look_at_source", lambda _: released.wait())
+    monkeypatch.setattr(Databases, "_read_target", lambda _, pids: pids)
+    monkeypatch.setattr(Databases, "_read_source", lambda _: released.wait())
     looking: Any = Databases(Settings(handlers={}))
     for pid in (1, 2):
-        looking.look([pid], True)
-        assert looking.target_look == [pid]
+        looking.probe([pid], True)
+        assert looking.target_readings == [pid]
         assert looking.target.is_up(1)
-        assert looking.source_look is None
+        assert looking.source_readings is None
         assert not looking.source.is_up(1)
     released.set()
     looking.source.asking.join()
     assert looking.source.is_up(1)
 
 
-def test_counting_keeps_no_look_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_keeps_no_probe_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     released, found = Event(), Counted()
 
     def count(_: Databases) -> Counted:
         released.wait()
         return found
 
-    monkeypatch.setattr(Databases, "_look_at_target", lambda _, pids: pids)
-    monkeypatch.setattr(Databases, "_look_at_source", lambda _: 1)
+    monkeypatch.setattr(Databases, "_read_target", lambda _, pids: pids)
+    monkeypatch.setattr(Databases, "_read_source", lambda _: 1)
     monkeypatch.setattr(Databases, "_counted", count)
     looking: Any = Databases(Settings(handlers={}))
     began = time.monotonic()
-    looking.look([1], True)
-    looking.look([2], True)
+    looking.probe([1], True)
+    looking.probe([2], True)
     assert time.monotonic() - began < 1
-    assert (looking.target_look, looking.counted) == ([2], None)
+    assert (looking.target_readings, looking.counted) == ([2], None)
     released.set()
     looking._counting.join()
     assert looking.counted is found
@@ -255,10 +254,10 @@ def test_an_age_does_not_grow_until_the_next_count(monkeypatch: pytest.MonkeyPat
 
 def test_a_service_that_stops_and_does_not_end_hangs() -> None:
     """One that starts may have to wait for a database for hours."""
-    at_work, runs = AtWork(), False
-    pipeline = SimpleNamespace(applier=SimpleNamespace(at_work=at_work))
+    active_jobs, runs = ActiveJobs(), False
+    pipeline = SimpleNamespace(applier=SimpleNamespace(active_jobs=active_jobs))
     parts: Any = SimpleNamespace(pipeline=pipeline, running=lambda: runs)
-    databases: Any = SimpleNamespace(target_look=None)
+    databases: Any = SimpleNamespace(target_readings=None)
     limits: Any = {"busy_seconds": 30, "stall_seconds": 2}
     judge = Liveness(Settings(handlers={}, observe=limits), parts, databases)
     judge._limits = SimpleNamespace(busy_seconds=0.0)  # type: ignore[assignment]
@@ -278,17 +277,20 @@ def test_a_task_whose_session_nobody_sees_is_not_judged(
     sessions: dict[int, datetime], live: bool
 ) -> None:
     """A pooler tells another number than the server's. A session that was seen, and has ended, is another matter."""
-    at_work = AtWork()
+    active_jobs = ActiveJobs()
     parts: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(applier=SimpleNamespace(at_work=at_work)), running=lambda: True
+        pipeline=SimpleNamespace(applier=SimpleNamespace(active_jobs=active_jobs)),
+        running=lambda: True,
     )
-    looked: Any = SimpleNamespace(target_look=SimpleNamespace(active=frozenset(), began=sessions))
-    judge = Liveness(Settings(handlers={}), parts, looked)
+    refreshed: Any = SimpleNamespace(
+        target_readings=SimpleNamespace(active=frozenset(), began=sessions)
+    )
+    judge = Liveness(Settings(handlers={}), parts, refreshed)
     judge._limits = SimpleNamespace(busy_seconds=900.0, stall_seconds=0.05)  # type: ignore[assignment]
-    with at_work.job() as job:
+    with active_jobs.job() as job:
         job.pid, job.thread = 7, -1
         judge.sample()
-        looked.target_look.began = {}
+        refreshed.target_readings.began = {}
         time.sleep(0.1)
         judge.sample()
         assert [each.level for each in judge._jobs()] == ([] if live else [Level.HANGS])
@@ -296,7 +298,7 @@ def test_a_task_whose_session_nobody_sees_is_not_judged(
 
 def test_a_task_that_waits_for_the_source_says_so() -> None:
     """In between, while what it has read is applied, it does not."""
-    at_work, seen = AtWork(), []
+    active_jobs, seen = ActiveJobs(), []
 
     def rows() -> Iterator[int]:
         seen.append(job.reads)
@@ -304,8 +306,8 @@ def test_a_task_that_waits_for_the_source_says_so() -> None:
         seen.append(job.reads)
         raise ConnectionError
 
-    with at_work.job() as job:
-        found = at_work.reading(rows())
+    with active_jobs.job() as job:
+        found = active_jobs.reading(rows())
         assert next(found) == 1
         seen.append(job.reads)
         with pytest.raises(ConnectionError):

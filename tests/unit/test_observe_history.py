@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from relay.observe import history
-from relay.observe.history import History, Sample
+from relay.observe.history import Sample, SampleHistory
 
 
 def test_only_the_last_samples_are_kept_in_order() -> None:
-    kept = History(kept=3)
+    kept = SampleHistory(kept=3)
     for moment in range(5):
         kept.add(Sample(float(moment), {"lag_bytes": moment}))
     assert [each.at for each in kept.samples()] == [2.0, 3.0, 4.0]

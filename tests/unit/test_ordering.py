@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from relay.config.handlers import Handler
+from relay.config.handlers import HandlerSettings
 from relay.model.events import FIELDS
 from relay.model.transactions import FACTS, Routed, Rows, Transactions
 from relay.model.tuples import RowDecoder
@@ -19,8 +19,8 @@ SINK = {"type": "http", "url": "http://shop.example/"}
 SQL = {"type": "sql", "statement": "select 1"}
 
 
-def configured(**handlers: dict[str, Any]) -> dict[str, Handler]:
-    validate = TypeAdapter[Handler](Handler).validate_python
+def configured(**handlers: dict[str, Any]) -> dict[str, HandlerSettings]:
+    validate = TypeAdapter[HandlerSettings](HandlerSettings).validate_python
     return {name: validate(each) for name, each in handlers.items()}
 
 

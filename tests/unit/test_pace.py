@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.delivery.pace import Pace, Share
+from relay.delivery.pace import ProcessorShare, RateLimit
 
 
 class Clock:
@@ -22,14 +22,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_pace_is_even(clock: Clock) -> None:
-    pace = Pace(10)
+    pace = RateLimit(10)
     assert [round(pace.turn(), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
     clock.now += 1
     assert pace.turn() == 0
 
 
 def test_a_thread_gets_its_share_of_a_processor(clock: Clock) -> None:
-    share = Share(0.5)
+    share = ProcessorShare(0.5)
     for _ in range(1_000):
         while (wait := share.wait()) > 0:
             clock.now += wait + 1e-6
@@ -39,7 +39,7 @@ def test_a_thread_gets_its_share_of_a_processor(clock: Clock) -> None:
 
 
 def test_who_uses_less_than_its_share_does_not_wait_and_saves_little(clock: Clock) -> None:
-    share = Share(0.5)
+    share = ProcessorShare(0.5)
     for _ in range(100):
         clock.now += 0.01
         clock.used += 0.001

@@ -145,8 +145,8 @@ def test_a_message_cut_anywhere_is_a_protocol_error(kind: str, data: st.DataObje
 def test_a_garbled_message_decodes_or_is_a_protocol_error(data: st.DataObject) -> None:
     sent, _ = data.draw(ANY_MESSAGE)
     garbled = bytearray(sent)
-    for place in data.draw(st.lists(st.integers(1, len(sent) - 1), min_size=1, max_size=4)):
-        garbled[place] = data.draw(st.integers(0, 255))
+    for index in data.draw(st.lists(st.integers(1, len(sent) - 1), min_size=1, max_size=4)):
+        garbled[index] = data.draw(st.integers(0, 255))
     with suppress(ProtocolError):
         decode(bytes(garbled))
 

@@ -143,7 +143,7 @@ class Stream(RuleBasedStateMachine):
 TestStream = Stream.TestCase
 
 
-def test_an_unacknowledged_commit_holds_back_everything_behind_it() -> None:
+def test_an_unacknowledged_commit_holds_back_everything_after_it() -> None:
     progress = Progress()
     progress.start(Lsn(10))
     progress.commit(Lsn(20))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relay.admin.publish import Business, business_transactions, parse
+from relay.admin.publish import PublishCall, business_transactions, parse
 from relay.faults import ConfigurationError
 
 HOST = "11111111-2222-4333-8444-555555555555"
@@ -22,7 +22,7 @@ EVENT: dict[str, Any] = {
 }
 ONE = {"host_id": HOST, "events": [EVENT]}
 TWO = {"host_id": HOST, "user_id": HOST, "transaction_id": HOST, "events": [EVENT, EVENT]}
-PARSED = [Business(HOST, None, [EVENT]), Business(HOST, HOST, [EVENT, EVENT], HOST)]
+PARSED = [PublishCall(HOST, None, [EVENT]), PublishCall(HOST, HOST, [EVENT, EVENT], HOST)]
 
 
 def refusal(text: str) -> str:
@@ -84,7 +84,9 @@ def test_nothing_is_no_transaction(text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["array", "lines"])
-def test_a_wrong_transaction_is_named_with_its_place(wrong: Any, problem: str, form: str) -> None:
+def test_a_wrong_transaction_is_named_with_its_location(
+    wrong: Any, problem: str, form: str
+) -> None:
     items = [ONE, wrong, ONE]
     text = json.dumps(items) if form == "array" else "\n".join(map(json.dumps, items))
     assert refusal(text).startswith(f"events.json: transaction 2: {problem}")
@@ -104,7 +106,7 @@ def test_a_mistake_in_an_indented_document_is_named_with_its_line() -> None:
 # Making up.
 
 
-def made_up(count: int, hosts: int = 8, seed: int | None = 1) -> list[Business]:
+def made_up(count: int, hosts: int = 8, seed: int | None = 1) -> list[PublishCall]:
     return list(business_transactions(count, hosts, seed))
 
 

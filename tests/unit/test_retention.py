@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from pydantic import ValidationError
 
-from relay.config.retention import Retention, duration, written
+from relay.config.retention import RetentionSettings, duration, written
 from relay.config.settings import Settings
 from relay.retention.partitions import aligned
 
@@ -61,4 +61,4 @@ def test_a_table_that_is_left_untouched_has_no_retention() -> None:
 
 def test_letters_are_kept_for_a_day_at_least() -> None:
     with pytest.raises(ValidationError):
-        Retention.model_validate({"keep_letters": "1h"})
+        RetentionSettings.model_validate({"keep_letters": "1h"})

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from relay.config.settings import Route
 from relay.model.events import EVENT_FIELDS, Event
-from relay.pipeline.route_rules import Router
+from relay.pipeline.route_rules import RouteRules
 
 
 def event(**fields: str | None) -> Event:
     return Event(tuple(fields.get(name) for name in EVENT_FIELDS))
 
 
-def router(*routes: dict[str, Any]) -> Router:
-    return Router([Route.model_validate(route) for route in routes])
+def router(*routes: dict[str, Any]) -> RouteRules:
+    return RouteRules([Route.model_validate(route) for route in routes])
 
 
 def matches(match: dict[str, Any], **fields: str | None) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.delivery.feed import Feed, Streamed
-from relay.delivery.progress import Commit, Cursor, Prefix
+from relay.delivery.progress import Prefix, SinkCommit, SinkProgress
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
 from relay.model.transactions import Routed, Transactions
@@ -22,15 +22,15 @@ NOTHING = np.zeros(0, np.int64)
 
 def cursor(
     snapshot: Snapshot | None = None, done: tuple[int, ...] = (), polls: bool = True
-) -> Cursor:
-    return Cursor(Position(snapshot), np.array(done, np.int64), polls)
+) -> SinkProgress:
+    return SinkProgress(Position(snapshot), np.array(done, np.int64), polls)
 
 
-def commit(position: int, deliveries: int = 1) -> Commit:
-    return Commit(position, position, deliveries, 0.0)
+def commit(position: int, deliveries: int = 1) -> SinkCommit:
+    return SinkCommit(position, position, deliveries, 0.0)
 
 
-def new(of: Cursor, *xids: int) -> list[bool]:
+def new(of: SinkProgress, *xids: int) -> list[bool]:
     return [bool(each) for each in of.is_new(np.array(xids, np.uint64), np.array(xids))]
 
 
@@ -63,7 +63,7 @@ def test_what_the_snapshot_sees_or_is_done_is_not_new() -> None:
 
 
 def test_without_polling_the_position_in_the_wal_says_what_is_new() -> None:
-    found = Cursor(Position(None, applied_lsn=Lsn(15)), NOTHING, polls=False)
+    found = SinkProgress(Position(None, applied_lsn=Lsn(15)), NOTHING, polls=False)
     assert new(found, 14, 15, 16) == [False, False, True]
     found.join(Lsn(0))
     first, second = commit(20), commit(30)
@@ -74,7 +74,7 @@ def test_without_polling_the_position_in_the_wal_says_what_is_new() -> None:
     assert found.to_store() == (delivered, [30])
     # Until the position tells it.
     assert found.to_store() == (delivered, [30])
-    again = Cursor(delivered, np.array([30], np.int64), polls=False)
+    again = SinkProgress(delivered, np.array([30], np.int64), polls=False)
     assert new(again, 20, 30, 40) == [True, False, True]
     found.finish(first)
     assert found.to_store() == (replace(delivered, applied_lsn=Lsn(30)), [])
@@ -157,7 +157,7 @@ def test_what_takes_long_does_not_keep_the_next_difference_or_the_stream() -> No
     assert (position.polled_offset, unstored) == (BEFORE_FIRST, [12, 21])
     found.join(Lsn(25))
     assert new(found, 11, 12, 21, 29, 31) == [False, False, False, False, True]
-    after_a_crash = Cursor(position, np.array(unstored), polls=True)
+    after_a_crash = SinkProgress(position, np.array(unstored), polls=True)
     assert after_a_crash.reading == (Snapshot(10, 10), Snapshot(20, 20), BEFORE_FIRST)
     assert after_a_crash.known.tolist() == [12, 21]
     found.finish(slow)
@@ -182,10 +182,10 @@ def test_whatever_ends_first_each_transaction_is_delivered(
     stored = at.to_store()
     stored_done: set[int] = set()
     kept: list[int] = []
-    under_way: list[Commit] = []
+    under_way: list[SinkCommit] = []
     upto = 3
 
-    def unread(of: Cursor) -> list[int]:
+    def unread(of: SinkProgress) -> list[int]:
         assert of.reading is not None
         before, after, polled = of.reading
         xids = [xid for xid in range(before.xmax, after.xmax) if xid > polled]
@@ -221,7 +221,7 @@ def test_whatever_ends_first_each_transaction_is_delivered(
             seen = stored[0].snapshot
             assert seen is not None
             kept = [xid for xid in kept if xid >= seen.xmax]
-            at = Cursor(stored[0], np.array(kept, np.int64), polls=True)
+            at = SinkProgress(stored[0], np.array(kept, np.int64), polls=True)
             under_way, done = [], set(stored_done)
             upto = max(3, at.end.xmax if at.end else 3)
         elif step == "end":

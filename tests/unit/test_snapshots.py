@@ -40,7 +40,7 @@ def test_it_covers_another_that_sees_no_more(one: Snapshot, other: Snapshot) -> 
 def test_everything_covers_the_beginning(snapshot: Snapshot) -> None:
     assert snapshot.covers(BEGINNING)
     assert not visible(BEGINNING)
-    assert snapshot.covers(snapshot.settled())
+    assert snapshot.covers(snapshot.certain())
 
 
 @given(snapshots())

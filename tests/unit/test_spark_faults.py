@@ -13,7 +13,7 @@ from pyspark.errors import (
 )
 
 from relay.faults import ConfigurationError
-from relay.spark.faults import of_function, told
+from relay.spark.faults import of_function, safe_description
 
 SECRET = "4111-1111"
 TRACEBACK = """
@@ -109,17 +109,17 @@ REASON = "ExecutorLostFailure (executor 2 exited) Reason: Command exited with co
         (ConfigurationError("handlers.lake: wrong"), "handlers.lake: wrong"),
     ],
 )
-def test_a_message_that_may_quote_values_is_not_told(error: Exception, expected: str) -> None:
-    assert told(error) == expected
+def test_a_message_that_may_quote_values_is_not_shown(error: Exception, expected: str) -> None:
+    assert safe_description(error) == expected
 
 
-def test_an_error_of_a_query_is_told_unless_a_function_made_the_query() -> None:
+def test_an_error_of_a_query_is_shown_unless_a_function_made_the_query() -> None:
     error = AnalysisException(f"[X] no column {SECRET};\n'Project", "UNRESOLVED_COLUMN", {})
-    assert told(error).startswith("AnalysisException: [")
-    assert SECRET not in told(error, quoted=False)
+    assert safe_description(error).startswith("AnalysisException: [")
+    assert SECRET not in safe_description(error, quoted=False)
 
 
-def test_of_a_function_its_kind_and_line_are_told() -> None:
+def test_of_a_function_its_kind_and_line_are_shown() -> None:
     with (
         pytest.raises(
             Exception, match=r"^handlers\.x\.transform: ValueError \(.*faults\.py:\d+\)$"

@@ -9,7 +9,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from relay.model.batch import Batch, DeadTransaction, Outcome, TaskOutcome, Window
+from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome, Window
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.observe.summary import Summary
@@ -25,7 +25,7 @@ def batch(number: int, seconds_ago: float) -> Batch:
 
 OUTCOME = Outcome(
     "inline",
-    [TaskOutcome((0,), applied=1, dead=(DeadTransaction(None, Lsn(1), 2, "h", "KeyError"),))],
+    [TaskOutcome((0,), applied=1, dead=(DeadLettered(None, Lsn(1), 2, "h", "KeyError"),))],
 )
 
 
@@ -49,7 +49,7 @@ def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) 
 def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
-    window = Window(snapshot_id=1, upto=9, shares=[], floors={}, left=70)
+    window = Window(snapshot_id=1, upto=9, shares=[], lower_bounds={}, left=70)
     summary.note(Batch(1, Transactions.none(), Lsn(0), 9, 0, window=window), OUTCOME)
     summary.close()
     (line,) = lines(caplog)

@@ -10,24 +10,24 @@ import pytest
 
 from relay.model.events import Lsn
 from relay.observe.frame import Size, lines, spark
-from relay.observe.rates import Looks
+from relay.observe.rates import Observations
 from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.brakes import BrakedHandler
-from relay.store.deferred import Reason, Waiting
-from relay.store.engines import Applied
-from relay.store.offsets import Cursor
-from relay.store.sinks import Position, Sink
+from relay.store.deferred import DeferredSummary, Reason
+from relay.store.engines import EngineTotals
+from relay.store.offsets import PartitionPosition
+from relay.store.sinks import Position, StoredSink
 
 NOW = datetime.now(UTC)
 SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None)
 
 
-def sink(name: str, state: str = "attached", fault: str | None = None) -> Sink:
+def sink(name: str, state: str = "attached", fault: str | None = None) -> StoredSink:
     since = NOW - timedelta(minutes=5) if fault else None
     lags = state == "lagging"
-    return Sink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
+    return StoredSink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
 
 
 def picture(**more: Any) -> Picture:
@@ -38,13 +38,13 @@ def picture(**more: Any) -> Picture:
 def shown(
     found: Picture, width: int = 100, height: int = 40, ascii_only: bool = False
 ) -> list[str]:
-    looks = Looks()
-    looks.note(found)
-    return [line.plain for line in lines(found, looks, Size(width, height, ascii_only))]
+    observations = Observations()
+    observations.note(found)
+    return [line.plain for line in lines(found, observations, Size(width, height, ascii_only))]
 
 
 def crowded() -> Picture:
-    partitions = [Cursor(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
+    partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
     sinks = [sink(f"sink{number}", "lagging") for number in range(50)]
     sinks[33] = sink("broken", "lagging", "HTTP 503")
     unread = {f"sink{number}": Backlog(number) for number in range(50) if number != 33}
@@ -54,7 +54,7 @@ def crowded() -> Picture:
 
 def test_what_is_not_known_to_be_read_is_not_said_to_be() -> None:
     """As of an outbox of messages, and while the source is away."""
-    partitions = [Cursor(number, Lsn(0), 1, 0, 1) for number in range(8)]
+    partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(8)]
     (line,) = [each for each in shown(picture(partitions=partitions)) if "partitions" in each]
     assert line.split() == ["partitions", "8"]
     (line,) = [
@@ -84,7 +84,7 @@ def test_the_worst_come_first() -> None:
 
 
 def test_everything_that_is_wrong_is_named() -> None:
-    waiting = Waiting(7, 1, [Reason("shop", "retry", "shop", "HTTP 503", 7, NOW, NOW, NOW)])
+    waiting = DeferredSummary(7, 1, [Reason("shop", "retry", "shop", "HTTP 503", 7, NOW, NOW, NOW)])
     lost = SlotState("s", "pgoutput", "db", False, None, "lost", "0/1", 1, 1, "wal_removed")
     text = "\n".join(
         shown(
@@ -119,7 +119,7 @@ def test_values_cannot_move_the_cursor() -> None:
 
 
 def test_a_terminal_without_unicode_gets_none() -> None:
-    waiting = Waiting(2, 0, [])
+    waiting = DeferredSummary(2, 0, [])
     for line in shown(picture(sinks=[sink("a" * 90)], deferred=waiting), 60, 30, ascii_only=True):
         assert line.isascii()
 
@@ -133,17 +133,17 @@ def test_sparklines(series: Sequence[float], bars: str | None) -> None:
     assert bars is None or spark(series) == bars
 
 
-def test_rates_are_taken_over_several_looks() -> None:
+def test_rates_are_taken_over_several_observations() -> None:
     """relay stores its counts every five seconds, so that two looks would tell nothing, or too much."""
-    looks = Looks()
+    observations = Observations()
     for second in range(0, 31, 2):
         stored = second // 5 * 5
-        engines = [Applied("inline", "small", 1, stored * 100, stored * 10, NOW)]
+        engines = [EngineTotals("inline", "small", 1, stored * 100, stored * 10, NOW)]
         taken = NOW + timedelta(seconds=second)
-        looks.note(Picture("main", taken, engines=engines))
-    rates = looks.rates()
+        observations.note(Picture("main", taken, engines=engines))
+    rates = observations.rates()
     assert rates is not None
     assert 60 <= rates.events <= 140
     assert rates.events == pytest.approx(10 * rates.transactions)
-    assert looks.rates("spark") is not None
-    assert looks.rates("spark").events == 0  # type: ignore[union-attr]
+    assert observations.rates("spark") is not None
+    assert observations.rates("spark").events == 0  # type: ignore[union-attr]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from opentelemetry.trace import get_current_span
 from pydantic import TypeAdapter
 
-from relay.config.handlers import Handler, NatsHandler
+from relay.config.handlers import HandlerSettings, NatsHandler
 from relay.handlers import cloudevents, kafka, nats, rabbitmq, redis
 from relay.handlers.messages import Message, Publishing
-from relay.handlers.window import Unanswered, Window
+from relay.handlers.window import SendWindow, Unanswered
 from relay.model.events import Event
 from relay.model.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from relay.observe.spans import parent
@@ -116,7 +116,7 @@ class _Broker:
 
 @pytest.mark.parametrize("mode", ["structured", "binary"])
 def test_messages_carry_the_context_beside_the_cloud_event(mode: str) -> None:
-    settings: Any = TypeAdapter(Handler).validate_python(
+    settings: Any = TypeAdapter(HandlerSettings).validate_python(
         {"type": "nats", "servers": ["nats://localhost"], "topic": "t", "mode": mode}
     )
     assert isinstance(settings, NatsHandler)
@@ -178,7 +178,7 @@ def test_entries_of_redis_and_messages_of_rabbitmq_carry_the_context() -> None:
         channel = rabbitmq._Channel.__new__(rabbitmq._Channel)
         channel._fault, channel._exchange, channel._number = None, "", 0
         channel._channel, channel.unanswered = client, Unanswered()
-        window = Window(1.0)
+        window = SendWindow(1.0)
         await channel.publish(window.sending([message]), 0)
 
     asyncio.run(send())

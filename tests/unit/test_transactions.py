@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.model.transactions import FACTS, SPARE, Rows, Transactions, Undecoded
+from relay.model.transactions import FACTS, PADDING, Rows, Transactions, Undecoded
 
 HOSTS = st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True).map(tuple)
 ROWS = st.lists(st.binary(max_size=20), min_size=1, max_size=4)
@@ -31,7 +31,7 @@ def of(commits: Commits) -> Transactions:
             ids.append(transaction_id)
             hosts.append(host)
             rows += [b"##" + row for row in tuples]
-    return Transactions(("c",), np.array(facts, FACTS), ids, hosts, Rows.of(rows).behind(2))
+    return Transactions(("c",), np.array(facts, FACTS), ids, hosts, Rows.of(rows).without_header(2))
 
 
 def plain(each: Undecoded) -> Plain:
@@ -51,7 +51,7 @@ def expected(commits: Commits) -> list[Plain]:
 def test_each_transaction_is_what_it_was(commits: Commits) -> None:
     transactions = of(commits)
     assert list(map(plain, transactions)) == expected(commits)
-    assert [plain(transactions[place]) for place in range(len(transactions))] == expected(commits)
+    assert [plain(transactions[index]) for index in range(len(transactions))] == expected(commits)
     assert transactions.events == sum(len(rows) for *_, rows in expected(commits))
 
 
@@ -81,12 +81,12 @@ def test_those_that_are_taken_keep_their_order_and_travel_alone(
     commits: Commits, data: st.DataObject
 ) -> None:
     everything = expected(commits)
-    places = sorted(data.draw(st.sets(st.integers(0, len(everything) - 1))))
-    taken = of(commits).take(np.array(places, np.int64))
+    indices = sorted(data.draw(st.sets(st.integers(0, len(everything) - 1))))
+    taken = of(commits).take(np.array(indices, np.int64))
     sent = pickle.loads(pickle.dumps(taken))
     for found in (taken, sent):
-        assert list(map(plain, found)) == [everything[place] for place in places]
-    assert len(sent.rows.data) <= taken.held + len(SPARE)
+        assert list(map(plain, found)) == [everything[index] for index in indices]
+    assert len(sent.rows.data) <= taken.held + len(PADDING)
 
 
 @given(COMMITS.filter(bool), st.data())

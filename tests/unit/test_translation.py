@@ -101,7 +101,7 @@ def test_many_rows_are_translated_as_each_is(last: bytes) -> None:
     ]
     rows = [wire.tuple_data(each) for each in cells * 20]
     # Rows of a stream lie between other messages.
-    apart = Rows.of([b"header" + row for row in rows]).behind(6)
+    apart = Rows.of([b"header" + row for row in rows]).without_header(6)
     assert list(found.rows(apart)) == [found.row(row) for row in rows]
     assert list(found.rows(Rows.of(rows[:3]))) == [found.row(row) for row in rows[:3]]
 

@@ -49,11 +49,11 @@ def _way_of_walking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def test_the_values_of_many_rows_are_what_decoding_finds(
     rows: list[list[wire.Cell]], data: st.DataObject
 ) -> None:
-    places = data.draw(st.lists(st.integers(0, len(rows[0]) - 1)))
+    indices = data.draw(st.lists(st.integers(0, len(rows[0]) - 1)))
     expected = [[cell if isinstance(cell, bytes) else None for cell in row] for row in rows]
-    found = values(Rows.of([wire.tuple_data(row) for row in rows]), places)
-    assert {place: list(column) for place, column in found.items()} == {
-        place: [row[place] for row in expected] for place in places
+    found = values(Rows.of([wire.tuple_data(row) for row in rows]), indices)
+    assert {index: list(column) for index, column in found.items()} == {
+        index: [row[index] for row in expected] for index in indices
     }
 
 
@@ -63,14 +63,14 @@ def test_the_values_of_many_rows_are_what_decoding_finds(
 def test_a_cut_row_never_yields_another_value(
     row: list[wire.Cell], behind: list[wire.Cell], data: st.DataObject
 ) -> None:
-    place = data.draw(st.integers(0, min(len(row), len(behind)) - 1))
+    index = data.draw(st.integers(0, min(len(row), len(behind)) - 1))
     sent = wire.tuple_data(row)
     cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
     try:
-        found = values(Rows.of([cut, wire.tuple_data(behind)]), [place])
+        found = values(Rows.of([cut, wire.tuple_data(behind)]), [index])
     except ProtocolError:
         return
-    assert found[place][0] == row[place]
+    assert found[index][0] == row[index]
 
 
 # Commits.
@@ -256,7 +256,7 @@ def test_a_cut_row_is_a_protocol_error_and_no_shorter_event(
 ) -> None:
     sent = wire.tuple_data(row)
     cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
-    decoder = RowDecoder([f"c{place}" for place in range(len(row))], {"payload": "c0"})
+    decoder = RowDecoder([f"c{index}" for index in range(len(row))], {"payload": "c0"})
     with pytest.raises(ProtocolError):
         decoder.event(cut, COMMIT_FIELDS)
 

@@ -12,7 +12,7 @@ import pytest
 from relay.handlers import window
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, Unanswered, Window
+from relay.handlers.window import Sending, SendWindow, Unanswered
 
 
 def messages(count: int) -> list[Message]:
@@ -50,7 +50,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_all_are_sent_before_the_first_is_answered() -> None:
     async def test() -> None:
-        broker, sends = Broker(), Window(1)
+        broker, sends = Broker(), SendWindow(1)
         task = asyncio.create_task(sends.send(sends.sending(messages(5)), broker.publish))
         await soon()
         assert [index for _, index in broker.got] == [0, 1, 2, 3, 4]
@@ -65,7 +65,7 @@ def test_all_are_sent_before_the_first_is_answered() -> None:
 
 def test_what_waits_for_room_is_sent_in_its_turn() -> None:
     async def test() -> None:
-        broker, sends = Broker(), Window(1)
+        broker, sends = Broker(), SendWindow(1)
         tasks = [
             asyncio.create_task(sends.send(sends.sending(messages(8)), broker.publish))
             for _ in range(3)
@@ -81,7 +81,7 @@ def test_what_waits_for_room_is_sent_in_its_turn() -> None:
 
 def test_a_fault_ends_its_own_delivery_and_leaves_its_room_to_others() -> None:
     async def test() -> None:
-        broker, sends = Broker(), Window(1)
+        broker, sends = Broker(), SendWindow(1)
         for _ in range(5):
             sending = sends.sending(messages(8))
             task = asyncio.create_task(sends.send(sending, broker.publish))
@@ -105,7 +105,7 @@ def test_a_fault_ends_its_own_delivery_and_leaves_its_room_to_others() -> None:
 @pytest.mark.parametrize("count", [3, 30])
 def test_a_delivery_that_is_cancelled_leaves_its_room_to_others(count: int) -> None:
     async def test() -> None:
-        broker, sends = Broker(), Window(1)
+        broker, sends = Broker(), SendWindow(1)
         for _ in range(5):
             task = asyncio.create_task(sends.send(sends.sending(messages(count)), broker.publish))
             await soon()
@@ -123,7 +123,7 @@ def test_a_delivery_that_is_cancelled_leaves_its_room_to_others(count: int) -> N
 
 def test_the_deadline_counts_from_the_last_answer() -> None:
     async def test() -> None:
-        broker, sends = Broker(), Window(0.2)
+        broker, sends = Broker(), SendWindow(0.2)
         task = asyncio.create_task(sends.send(sends.sending(messages(4)), broker.publish))
         began = time.monotonic()
         for _ in range(3):
@@ -138,7 +138,7 @@ def test_the_deadline_counts_from_the_last_answer() -> None:
 
 def test_a_connection_is_silent_when_it_answers_nothing_although_something_was_sent() -> None:
     async def test() -> None:
-        unanswered, sends = Unanswered(), Window(1)
+        unanswered, sends = Unanswered(), SendWindow(1)
         await asyncio.sleep(0.1)
         assert not unanswered.is_silent(0.05)
         sending = sends.sending(messages(2))
@@ -203,7 +203,7 @@ def test_a_broker_that_never_answers_holds_nobody_for_ever(counts: list[int]) ->
     """Deliveries that have a part of the room each, and wait for more, would wait for each other."""
 
     async def test() -> None:
-        broker, sends = Broker(), Window(0.02)
+        broker, sends = Broker(), SendWindow(0.02)
         tasks = [
             asyncio.create_task(sends.send(sends.sending(messages(count)), broker.publish))
             for count in counts

@@ -20,7 +20,7 @@ class Order(models.Model):  # type: ignore[misc]
     amount = models.DecimalField(max_digits=12, decimal_places=2)
 
     @classmethod
-    def place(cls, tenant: uuid.UUID, sku: str, amount: Decimal) -> Order:
+    def index(cls, tenant: uuid.UUID, sku: str, amount: Decimal) -> Order:
         """Store an order and publish that it was placed."""
         with transaction.atomic():
             order: Order = cls.objects.create(tenant=tenant, sku=sku, amount=amount)

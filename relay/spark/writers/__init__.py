@@ -66,25 +66,25 @@ def writer(name: str, settings: SparkHandler) -> Writer:
 def _writer(name: str, settings: SparkHandler) -> Writer:
     kind = settings.format.lower()
     if settings.callable is not None:
-        from relay.spark.writers.call import Call
+        from relay.spark.writers.call import CallableWriter
 
-        return Call(name, settings.callable)
+        return CallableWriter(name, settings.callable)
     if settings.jdbc is not None:
-        from relay.spark.writers.jdbc import Jdbc
+        from relay.spark.writers.jdbc import JdbcWriter
 
-        return Jdbc(name, settings.jdbc)
+        return JdbcWriter(name, settings.jdbc)
     if kind == "iceberg":
-        from relay.spark.writers.iceberg import Iceberg
+        from relay.spark.writers.iceberg import IcebergWriter
 
-        return Iceberg(name, settings)
+        return IcebergWriter(name, settings)
     if settings.table is not None:
-        from relay.spark.writers.table import Table
+        from relay.spark.writers.table import TableWriter
 
-        return Table(name, settings, settings.table)
+        return TableWriter(name, settings, settings.table)
     if kind == "delta":
-        from relay.spark.writers.delta import Delta
+        from relay.spark.writers.delta import DeltaWriter
 
-        return Delta(name, settings)
-    from relay.spark.writers.files import Files
+        return DeltaWriter(name, settings)
+    from relay.spark.writers.files import FilesWriter
 
-    return Files(name, settings)
+    return FilesWriter(name, settings)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-class Call:
+class CallableWriter:
     """Calls `function(frame, batch)` until it returns. The function makes a repeated call for a batch harmless."""
 
     def __init__(self, name: str, path: str) -> None:

@@ -23,7 +23,7 @@ from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
-from relay.spark.writers.delta_files import FACTS, Files, local_path, write_files
+from relay.spark.writers.delta_files import FACTS, BatchFiles, local_path, write_files
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,7 +34,7 @@ _RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.star
 """Metadata of columns whose values every writer has to compute or check."""
 
 
-class Delta:
+class DeltaWriter:
     """Appends to the Delta table at `path`, which the first batch creates."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:
@@ -71,7 +71,7 @@ class Delta:
             require_columns(f"{self._key}.path", _table_schema(table), schema)
         partition_by = self._partition_by if table is None else table.metadata().partition_columns
         require_partition_columns(self._key, partition_by, schema.names)
-        files = Files(self._path, self._options, schema, partition_by, batch.id)
+        files = BatchFiles(self._path, self._options, schema, partition_by, batch.id)
         actions = [
             _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()
         ]
@@ -115,7 +115,7 @@ class Delta:
         self,
         table: deltalake.DeltaTable | None,
         actions: list[AddAction],
-        files: Files,
+        files: BatchFiles,
         batch: BatchId,
     ) -> None:
         schema = deltalake.Schema.from_arrow(files.schema)

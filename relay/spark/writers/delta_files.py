@@ -41,7 +41,7 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class BatchFiles:
     """Where the files of a batch go and what is in them. `options` are deltalake's storage options, and secret."""
 
     path: str
@@ -61,7 +61,7 @@ def local_path(path: str) -> Path | None:
     return None if "://" in path else Path(path)
 
 
-def write_files(files: Files, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a task's rows as files of names that no other attempt uses; gives a row of `FACTS` for each."""
     store = _store(files)
     for table in gathered(files.schema, batches):
@@ -72,7 +72,7 @@ def write_files(files: Files, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
         yield pa.RecordBatch.from_pylist(found, schema=_FACTS_SCHEMA)
 
 
-def _store(files: Files) -> Any:
+def _store(files: BatchFiles) -> Any:
     import pyarrow.fs
 
     folder = local_path(files.path)
@@ -118,7 +118,7 @@ def _value(value: Any) -> str | None:
 
 
 def _write(
-    files: Files, store: Any, values: Mapping[str, str | None], part: pa.Table
+    files: BatchFiles, store: Any, values: Mapping[str, str | None], part: pa.Table
 ) -> dict[str, Any]:
     folders = [
         f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value[:_LONGEST_NAME])}"

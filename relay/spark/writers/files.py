@@ -19,7 +19,7 @@ STALE_SECONDS = 7 * 24 * 3600.0
 """How old the staging folder of an attempt is when it is taken for dead."""
 
 
-class Files:
+class FilesWriter:
     """Folders that are partitioned by the batch, last of all: a batch replaces folders that only it has."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:

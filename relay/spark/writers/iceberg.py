@@ -41,7 +41,7 @@ class _Committed(Exception):
     """Another driver has committed the batch."""
 
 
-class Iceberg:
+class IcebergWriter:
     """Appends to `table` of the catalog that `options` describe; the first batch creates it."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:

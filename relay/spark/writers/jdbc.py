@@ -89,10 +89,10 @@ class Staging:
         return sql.Identifier(self.schema_name, self.table)
 
 
-class Jdbc:
+class JdbcWriter:
     """Appends to a table that exists, beside which it keeps the ledger `relay_batches`."""
 
-    def __init__(self, name: str, settings: handlers.Jdbc) -> None:
+    def __init__(self, name: str, settings: handlers.JdbcSettings) -> None:
         self._key = f"handlers.{name}.jdbc.table"
         self._dsn = settings.dsn.get_secret_value()
         self._table = settings.table

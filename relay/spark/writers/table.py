@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-class Table:
+class TableWriter:
     """A table that is partitioned by the batch, last of all: a batch replaces partitions that only it has."""
 
     def __init__(self, name: str, settings: SparkHandler, table: str) -> None:

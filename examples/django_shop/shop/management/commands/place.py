@@ -22,4 +22,4 @@ class Command(BaseCommand):  # type: ignore[misc]
 
     def handle(self, tenant: uuid.UUID, sku: str, amount: Decimal, **_: object) -> None:
         """Place it, and print its number."""
-        self.stdout.write(str(Order.place(tenant, sku, amount).pk))
+        self.stdout.write(str(Order.index(tenant, sku, amount).pk))
