@@ -22,7 +22,10 @@ from typing import Self
 from tests.process import ROOT
 
 DOCS = ROOT / "docs"
-LONG_SECONDS = 25.0
+LONG_SECONDS = 120.0
+"""A page of Spark waits for a session, here beside other tests."""
+INTERRUPT = "^C"
+"""A line of a console block that ends what was started last."""
 _FILE = re.compile(r"(?:#|--) ([\w./-]+\.[a-z]+)\n")
 _SERVICES = ("relay run", "relay console", "python -m relay.demo.postgres")
 """Commands that go on until somebody stops them."""
@@ -70,6 +73,8 @@ def commands(console: str) -> list[Command]:
     for line in console.splitlines():
         if line.startswith("$ "):
             found.append(Command(line[2:]))
+        elif line == INTERRUPT:
+            found.append(Command(line))
         elif line.startswith("> ") and not found[-1].output:
             found[-1].text += "\n" + line[2:]
         else:
@@ -168,6 +173,9 @@ class Reader:
 
     def run(self, command: Command) -> None:
         """Run a command; a service until it prints what the page shows, a query until then as well."""
+        if command.text == INTERRUPT:
+            self.stop(list(self.services)[-1])
+            return
         if command.text.startswith(_SERVICES) or command.text.endswith("&"):
             self.start(command)
             return

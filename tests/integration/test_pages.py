@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from relay.demo.embedded import free_port
+from tests.brokers import KafkaCluster
 from tests.pages import Reader, blocks, pages
 from tests.postgres import Server
 
@@ -28,13 +29,21 @@ STATEMENTS = [
 
 
 @pytest.fixture
-def reader(server: Server, tmp_path: Path) -> Iterator[Reader]:
-    """Somebody with two empty databases, SOURCE and TARGET."""
+def broker(tmp_path: Path) -> Iterator[str]:
+    """The address of a broker of Kafka, one of a cluster in this process."""
+    with KafkaCluster(tmp_path) as cluster:
+        yield cluster.handler["bootstrap"][0]
+
+
+@pytest.fixture
+def reader(server: Server, broker: str, tmp_path: Path) -> Iterator[Reader]:
+    """Somebody with two empty databases, SOURCE and TARGET, and a broker."""
     names = ("page_source", "page_target")
     source, target = (server.create_database(name) for name in names)
     try:
         # The tutorial starts a server of its own, at this port.
-        with Reader(tmp_path, {"5433": str(free_port())}, SOURCE=source, TARGET=target) as made:
+        replaced = {"5433": str(free_port()), "localhost:9092": broker}
+        with Reader(tmp_path, replaced, SOURCE=source, TARGET=target) as made:
             yield made
     finally:
         for name in names:

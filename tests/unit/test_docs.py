@@ -18,7 +18,6 @@ from relay.config.suggestions import keys_at, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()
-README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -76,15 +75,6 @@ def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("path", COMMANDS)
-def test_readme_has_every_command(path: str) -> None:
-    """As `relay dlq list`, or as a further one of its row: `list`, `show`."""
-    rows = [line for line in README.splitlines() if line.startswith("| `relay")]
-    group, _, name = path.rpartition(" ")
-    first = "relay" if group == "relay" else group
-    assert any(
-        f"`{path}`" in row or (f"`{first} " in row and f"`{name}`" in row) for row in rows
-    ), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
