@@ -17,7 +17,7 @@ def test_what_names_the_version_agrees() -> None:
     assert versions[:2] == ["Unreleased", relay.__version__]
     label = f'org.opencontainers.image.version="{relay.__version__}"'
     assert label in (ROOT / "Dockerfile").read_text()
-    assert f"relay_outbox-{relay.__version__}-py3" in (ROOT / "README.md").read_text()
+    assert f"relay_outbox-{relay.__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
     minor = relay.__version__.rpartition(".")[0]
     assert f"| {minor}.x | yes |" in (ROOT / "SECURITY.md").read_text()
 
