@@ -75,8 +75,6 @@ def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     assert missing == []
 
 
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_no_option_that_no_command_has(page: Path) -> None:
     """Only of lines and code that name relay."""
