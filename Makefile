@@ -68,10 +68,13 @@ fmt: $(INSTALLED) ## put the code in format and repair what can be repaired
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-# Warnings of the build, such as a link that leads nowhere, make it fail.
+# Warnings of the build, such as a link that leads nowhere, make it fail; so does what a reader would fetch from another host.
+FOREIGN = '<(script|img|iframe|link rel="(stylesheet|preconnect|icon)")[^>]* (src|href)="(https?:)?//[^"]*"'
+
 docs: build/zensical/.installed ## build the documentation as a site, and check its links: build/site
 	@NO_COLOR=1 build/zensical/bin/zensical build --clean --strict
-	@echo "open build/site/index.html"
+	@! grep -rnoE $(FOREIGN) build/site --include '*.html' || { echo "docs: pages fetch this from another host" >&2; exit 1; }
+	@echo "open build/site/index.html, or: $(PYTHON) -m http.server -d build/site"
 
 reference: $(INSTALLED) ## write the pages of docs/reference that are made of the code
 	@$(BIN)/python -m tests.reference
