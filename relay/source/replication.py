@@ -115,7 +115,7 @@ class Replication:
     def connect(self) -> Stream | None:
         """Open the stream, however long that takes; None once it is closed. Raises RelayError, psycopg.Error."""
         retrying = Retrying(
-            retry=retry_if_exception(_worth_waiting),
+            retry=retry_if_exception(_may_pass),
             wait=_wait,
             stop=stop_when_event_set(self.closing),
             sleep=sleep_using_event(self.closing),
@@ -345,7 +345,7 @@ def _is_read(conn: Connection, slot: str) -> bool:
     return state is not None and state.active
 
 
-def _worth_waiting(error: BaseException) -> bool:
+def _may_pass(error: BaseException) -> bool:
     return isinstance(error, _SlotActive | Unavailable) or is_transient(error)
 
 

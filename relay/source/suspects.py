@@ -58,7 +58,7 @@ class ReceiverSuspects:
         self._left = 2 * self._settings.source.buffer_bytes
 
     def count_received(self, size: int, begun: OpenCommit | None) -> None:
-        """So many bytes were taken in, and a commit is open now. Raises Undigestible before its next row."""
+        """So many bytes were taken in, and a commit is open now. Raises FatalCommit before its next row."""
         if self._noted is None and not self.guarding:
             return
         if begun is not None and begun == self._noted:

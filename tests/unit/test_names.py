@@ -1,0 +1,60 @@
+"""Names of relay have no word that docs/glossary.md lists as one to avoid, and the glossary has each term once."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+AVOIDED = frozenset(
+    word
+    for row in re.findall(
+        r"^\| ([a-z].*?) \|", GLOSSARY.split("## Words to avoid in names")[1], re.MULTILINE
+    )
+    for word in re.findall("[a-z]+", re.sub(r"\(.*?\)", "", row))
+) - {"words"}
+"""The words of the table of words to avoid."""
+
+
+def names(tree: ast.Module) -> Iterator[str]:
+    """The names of classes, functions and parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def words(name: str) -> list[str]:
+    """The words of a name in snake or camel case, in lower case, without the term dead letter."""
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return re.findall(r"[a-z]+", re.sub(r"dead_letters?", "", snake))
+
+
+def test_no_name_has_a_word_to_avoid() -> None:
+    assert len(AVOIDED) > 30
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in sorted((ROOT / "relay").rglob("*.py"))
+        for name in [file.stem, *names(ast.parse(file.read_text()))]
+        if not AVOIDED.isdisjoint(words(name))
+    ]
+    assert not found, "see docs/glossary.md:\n" + "\n".join(found)
+
+
+def test_words_of_names() -> None:
+    assert words("ReceiverSuspects") == ["receiver", "suspects"]
+    assert words("_dead_letter_of") == ["of"]
+    assert words("DeadLetters") == []
+    assert words("letter_id") == ["letter", "id"]
+
+
+def test_the_glossary_has_each_term_once() -> None:
+    table = GLOSSARY.split("## Words to avoid in names")[0]
+    terms = re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)
+    found = [term for term in terms if term != "term" and not term.startswith("-")]
+    assert len(found) > 60
+    assert sorted(found) == sorted(set(found))
