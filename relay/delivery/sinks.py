@@ -23,13 +23,13 @@ from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import RelayError
 from relay.handlers import Sink
+from relay.heartbeat import Due, Heartbeat
 from relay.meter import Meter
 from relay.model.batch import Batch
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.routing import BatchRouter
-from relay.pulse import Due, Heartbeat
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker

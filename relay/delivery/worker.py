@@ -14,8 +14,8 @@ from relay.delivery.feed import Feed
 from relay.delivery.session import SinkSession, Stream
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
+from relay.heartbeat import Due, Heartbeat
 from relay.meter import Meter
-from relay.pulse import Due, Heartbeat
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import SourcePosition
 from relay.store import sinks

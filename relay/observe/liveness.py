@@ -18,11 +18,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from relay.config.settings import Settings
+from relay.heartbeat import Due, Heartbeat
 from relay.observe.databases import Databases
 from relay.observe.parts import Parts
 from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
-from relay.pulse import Due, Heartbeat
 from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from threading import Event
 
 from relay.faults import RelayError, TaskFault
+from relay.heartbeat import Due, Heartbeat
 from relay.pipeline.apply import Applier, Redelivery
-from relay.pulse import Due, Heartbeat
 from relay.retry import log_first, retry_until_success
 from relay.threads import Thread
 

@@ -29,6 +29,7 @@ from relay.faults import (
     describe,
     is_transient,
 )
+from relay.heartbeat import Due, Heartbeat
 from relay.meter import Meter
 from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.model.events import Lsn
@@ -36,7 +37,6 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
-from relay.pulse import Due, Heartbeat
 from relay.retry import retry_until_success
 from relay.store import arrays
 from relay.store.connections import open_pool

@@ -13,10 +13,10 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import RelayError, describe
+from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
-from relay.pulse import Due, Heartbeat
 from relay.source.assembler import OpenCommit
 from relay.source.interval import Interval
 from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode

@@ -22,10 +22,10 @@ from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
+from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
-from relay.pulse import Due, Heartbeat
 from relay.retry import log_first, retry_until_success
 from relay.source.differences import Difference
 from relay.source.interval import Interval

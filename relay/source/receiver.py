@@ -16,10 +16,10 @@ from psycopg.abc import Buffer
 
 from relay.config.settings import Settings
 from relay.faults import RelayError, describe
+from relay.heartbeat import Due
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
-from relay.pulse import Due
 from relay.source.assembler import Assembler, OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted

@@ -32,8 +32,8 @@ from relay.faults import (
     first_line,
     is_transient,
 )
+from relay.heartbeat import Due, Heartbeat
 from relay.model.events import Lsn
-from relay.pulse import Due, Heartbeat
 from relay.source.columns import is_partitioned
 from relay.source.progress import Progress
 from relay.source.recovery import (
