@@ -1,8 +1,8 @@
 """The code blocks of the documentation, and a reader that types what they show.
 
 A block ```console has commands after `$ `, each followed by the lines that it prints; a line that begins with `> `
-continues the command. A block whose first line is a comment with the name of a file is that file. A block ```sh shows
-commands that are not run.
+continues the command, and a line `^C` ends the service that was started last. A block whose first line is a comment
+with the name of a file is that file. A block ```sh shows commands that are not run.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Reader:
             return
         status, printed = self.bash(command.text)
         is_as_shown = has_shape(printed, command.output) if command.output else status == 0
-        assert is_as_shown, output(command, printed)
+        assert is_as_shown, mismatch(command, printed)
 
     def bash(self, text: str) -> tuple[int, str]:
         """The exit status and all output of a command; what it exports, and where it goes, lasts."""
@@ -240,12 +240,12 @@ def expect(command: Command, printed: Callable[[], str]) -> None:
     """Wait until what is printed has the lines of the page."""
     deadline = time.monotonic() + LONG_SECONDS
     while not has_shape(last := printed(), command.output):
-        assert time.monotonic() < deadline, output(command, last)
+        assert time.monotonic() < deadline, mismatch(command, last)
         time.sleep(0.3)
 
 
-def output(command: Command, printed: str) -> str:
-    """What went otherwise than a page says."""
+def mismatch(command: Command, printed: str) -> str:
+    """What a command prints beside what the page shows."""
     return f"$ {command.text}\nprinted\n{printed}\nand the page has\n" + "\n".join(command.output)
 
 
