@@ -29,7 +29,7 @@ from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
-from relay.source.rows import OutboxRows
+from relay.source.outbox_table import OutboxTable
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.spark.java import java_home
 from relay.store import admission, deferred, migrations, offsets, sinks, streams
@@ -281,7 +281,7 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 
 def _marks(conn: Connection, settings: Settings) -> Finding:
-    rows = OutboxRows(settings)
+    rows = OutboxTable(settings)
 
     def require(conn: Connection) -> None:
         rows.require_marked(conn)

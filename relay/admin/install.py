@@ -26,7 +26,7 @@ from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.open_transactions import reporting_blockers
-from relay.source.rows import OutboxRows
+from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position, durable_position
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
 from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
@@ -190,7 +190,7 @@ class _Start:
         now = current_position(source).snapshot
         if self.asked in (None, "now"):
             return [now], offsets.FIRST
-        OutboxRows(settings).require_offsets(source, "run `relay init` again")
+        OutboxTable(settings).require_offsets(source, "run `relay init` again")
         first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
         return [BEGINNING, now], first
 
@@ -478,7 +478,7 @@ def _attach(source: Connection, settings: Settings) -> None:
     source.execute(
         "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
     )
-    OutboxRows(settings).require_marked(source)
+    OutboxTable(settings).require_marked(source)
 
 
 def _let_read(source: Connection, settings: Settings) -> None:

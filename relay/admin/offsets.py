@@ -22,11 +22,12 @@ from relay.pipeline.runner import Pipeline
 from relay.reporting import ProgressReport, silent
 from relay.retention import floor
 from relay.source.applied import AppliedPosition, applied_in
+from relay.source.outbox_table import OutboxTable
 from relay.source.polling import Poller
 from relay.source.recovery import Recognition
-from relay.source.rows import OutboxRows
 from relay.source.server import durable_position
 from relay.source.slot import slot_state
+from relay.source.unread import UnreadRows
 from relay.source.wal import commits_after
 from relay.spark.session import Session
 from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
@@ -96,7 +97,7 @@ def positions(settings: Settings) -> list[PartitionStatus]:
         noted = snapshots.noted(target, settings.group)
     unread: dict[int, Any] = {}
     if applied:
-        rows = OutboxRows(settings.model_copy(update={"partitions": len(positions)}))
+        rows = UnreadRows(settings.model_copy(update={"partitions": len(positions)}))
         with reach_source(settings) as source:
             unread = rows.unread(source, applied, noted)
     standing = {each.partition: str(each.snapshot) for each in applied}
@@ -125,8 +126,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
         before = applied_in(target, group, partition)
         noted = snapshots.noted(target, group)
         with reach_source(settings) as source:
-            rows = OutboxRows(settings)
-            goal = find_goal(settings, source, rows, to)
+            goal = find_goal(settings, source, OutboxTable(settings), to)
             along = (
                 _sinks_to_move(target, source, settings) if len(chosen) == len(positions) else []
             )
@@ -138,7 +138,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
                 AppliedPosition(position.partition_id, goal.snapshot, goal.now, goal.polled_offset)
                 for position in chosen
             ]
-            again, skipped = rows.moved(source, before, noted, after)
+            again, skipped = UnreadRows(settings).moved(source, before, noted, after)
     return OffsetsMove(goal, again, skipped, given_up, along)
 
 
@@ -370,7 +370,7 @@ def _chosen(
 def find_goal(
     settings: Settings,
     source: Connection,
-    rows: OutboxRows,
+    table: OutboxTable,
     to: str,
     option: str = "--to",
     lsn: bool = True,
@@ -394,10 +394,10 @@ def find_goal(
         return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
     if to == "end":
         return Goal("with what is published from now on", seen.snapshot, seen.snapshot)
-    rows.require_offsets(source, "seek again")
+    table.require_offsets(source, "seek again")
     if to == "beginning":
         return Goal("with the oldest event", BEGINNING, seen.snapshot)
-    following = rows.next_offset(source)
+    following = table.next_offset(source)
     if to.isdecimal():
         if int(to) > following:
             raise ConfigurationError(
@@ -405,9 +405,9 @@ def find_goal(
             )
         offset = int(to)
     else:
-        found = rows.first_since(source, _moment(to, option, lsn))
+        found = table.first_since(source, _moment(to, option, lsn))
         offset = following if found is None else found
-    split = tuple(rows.split_at(source, offset - 1))
+    split = tuple(table.split_at(source, offset - 1))
     return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
 
 

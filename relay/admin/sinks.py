@@ -17,7 +17,8 @@ from relay.admin.offsets import Goal, find_goal, move_sink
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import floor
-from relay.source.rows import OutboxRows
+from relay.source.outbox_table import OutboxTable
+from relay.source.unread import UnreadRows
 from relay.store import actions, admission, deferred, offsets, presence, sinks
 from relay.store.rewind import GivenUp
 
@@ -79,7 +80,7 @@ def listed(
     unread: dict[str, tuple[int, datetime | None]] = {}
     try:
         with reach_source(settings) as source:
-            rows = OutboxRows(settings)
+            rows = UnreadRows(settings)
             for each in stored:
                 if each.position.snapshot is None or each.is_fed(running):
                     continue
@@ -151,7 +152,7 @@ def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> S
                 f"{option}: {to!r} is a position in the WAL, which relay reads as a whole: give a c_offset or a time"
             )
         with reach_source(settings) as source:
-            goal = find_goal(settings, source, OutboxRows(settings), to, option, lsn=False)
+            goal = find_goal(settings, source, OutboxTable(settings), to, option, lsn=False)
         with target.transaction(force_rollback=True):
             return SinkMove(goal, move_sink(target, settings, name, goal))
 

@@ -15,8 +15,8 @@ from relay.faults import ConfigurationError
 from relay.retention import floor, partitions
 from relay.source.applied import applied_in
 from relay.source.open_transactions import oldest_open
-from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_reader, slot_state
+from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,
     dead_letters,
@@ -164,7 +164,7 @@ def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPositio
     """
     if not positions:
         return 0.0
-    rows = OutboxRows(settings.model_copy(update={"partitions": len(positions)}))
+    rows = UnreadRows(settings.model_copy(update={"partitions": len(positions)}))
     with reach_target(settings) as target:
         applied = applied_in(target, settings.group)
         noted = snapshots.noted(target, settings.group)

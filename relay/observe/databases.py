@@ -21,8 +21,8 @@ from relay.config.settings import Settings
 from relay.faults import RelayError, describe, kind_of
 from relay.model.events import Lsn
 from relay.source.applied import applied_in
-from relay.source.rows import OutboxRows
 from relay.source.slot import SlotState, slot_state
+from relay.source.unread import UnreadRows
 from relay.store import brakes, dead_letters, deferred, groups, presence, sinks, snapshots
 from relay.store.connections import connect, pin_text_form
 from relay.threads import Thread
@@ -124,7 +124,7 @@ class Databases:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._rows = OutboxRows(settings)
+        self._rows = UnreadRows(settings)
         self._connections: dict[tuple[str, str], Connection] = {}
         self._counts = False
         self._counting: Thread | None = None

@@ -12,7 +12,8 @@ from relay.model.events import Lsn, microseconds
 from relay.model.transactions import Int64Array, Transactions
 from relay.model.tuples import ProtocolError
 from relay.source.emitted import Emitted
-from relay.source.grouping import ENDS, Ends, Grouping, Layout
+from relay.source.grouping import Grouping
+from relay.source.layout import ENDS, Ends, Layout
 from relay.source.messages import BEGIN, COMMIT, INSERT, MessageBuffer
 from relay.source.pgoutput import KINDS, Relation
 from relay.source.translation import Encoding, Translation

@@ -14,7 +14,7 @@ from relay.config.settings import Settings
 from relay.faults import RelayError, TransientFault, first_line, refused_for_good
 from relay.model.events import Lsn
 from relay.source.open_transactions import oldest_open, reporting_blockers
-from relay.source.rows import OutboxRows
+from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position, server_of
 from relay.source.slot import (
     create_slot,
@@ -148,7 +148,7 @@ class Recognition:
         found = SourceComparison(settings.group, origin, system)
         if not found.foreign or not origin.xmax:
             return found
-        restored = OutboxRows(settings).are_restored(conn)
+        restored = OutboxTable(settings).are_restored(conn)
         return replace(found, table=settings.source.table, restored=restored)
 
     def follow(self, comparison: SourceComparison, incomplete: bool) -> int:

@@ -15,7 +15,8 @@ from relay.model.events import FIELDS, Commit, Event, Lsn
 from relay.model.transactions import Rows
 from relay.model.tuples import ProtocolError, RowDecoder, Walked, values
 from relay.source import grouping
-from relay.source.grouping import Grouping, Layout, polled
+from relay.source.grouping import Grouping
+from relay.source.layout import Layout, polled
 from tests.unit import wire
 
 COMMIT_FIELDS = ("0/10", "2000-01-01 00:00:00+00", "7")

@@ -1,0 +1,166 @@
+"""The outbox's columns as the stream has them, and what planning needs of rows, many at a time. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relay.faults import ConfigurationError
+from relay.model.events import INSERTED_BY
+from relay.model.transactions import COMMIT_FACTS, Int64Array, Mask, Rows
+from relay.model.tuples import FEW_ROWS, Walked, columns
+
+_NO_OFFSET = np.iinfo(np.int64).max
+_XID = 0xFFFFFFFF
+"""What the WAL has of a transaction id: no epoch."""
+
+
+Ends = NDArray[np.void]
+ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
+"""Where commits end: how many rows there are up to each, and what `Commit` has of it."""
+
+
+def polled(ends: Sequence[tuple[int, int]]) -> Ends:
+    """Where commits end whose rows were read from the table: the number of rows, and what `c_xid` is in them or 0."""
+    found = np.zeros(len(ends), ENDS)
+    found["rows"], found["xid"] = [rows for rows, _ in ends], [xid & _XID for _, xid in ends]
+    return found
+
+
+class Peeked(NamedTuple):
+    """The fields that planning needs, row by row. An offset is 0 where there is none, so is an xid.
+
+    Users decide only where there is no transaction_id, so there are none where all rows have one.
+    """
+
+    hosts: Sequence[bytes | None]
+    transaction_ids: Sequence[bytes | None]
+    offsets: Sequence[int]
+    users: Sequence[bytes | None]
+    xids: Sequence[int]
+
+
+class Survey(NamedTuple):
+    """What planning needs of commits, where each is one business transaction of one host (`uniform`).
+
+    `old` marks the rows that are no new events, where there are any.
+    """
+
+    uniform: Sequence[bool]
+    hosts: Sequence[bytes | None]
+    ids: Sequence[bytes | None]
+    first_offsets: Int64Array
+    last_offsets: Int64Array
+    old: Mask | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The outbox's columns as they are now, and the index of each peeked field among them, None where it is missing.
+
+    `partitioned` says that the outbox is, so that a row that is moved between partitions comes again.
+    """
+
+    columns: tuple[str, ...]
+    indices: tuple[int | None, ...]
+    offset_column: str
+    partitioned: bool
+
+    @classmethod
+    def of(
+        cls, columns: Sequence[str], mapping: dict[str, str], table: str, partitioned: bool = False
+    ) -> Layout:
+        """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
+        index = {name: position for position, name in enumerate(columns)}
+        names = [
+            mapping.get(name, name)
+            for name in ("host_id", "transaction_id", "c_offset", INSERTED_BY, "user_id")
+        ]
+        if names[0] not in index:
+            raise ConfigurationError(
+                f"source.table: {table} no longer has the column {names[0]!r}: "
+                "restore it, or map host_id in source.columns"
+            )
+        return cls(tuple(columns), tuple(map(index.get, names)), names[2], partitioned)
+
+    def peek(self, rows: Rows) -> Peeked:
+        """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
+        *indices, user = self.indices
+        hosts, ids, offsets, xids = columns(rows, indices)
+        (users,) = columns(rows, [user if None in ids else None])
+        return Peeked(hosts, ids, self._numbers(offsets), users, _xids(xids))
+
+    def survey(self, rows: Rows, commits: Ends) -> Survey | None:
+        """Look at the rows of commits that end there. Raises as `peek` does.
+
+        None where looking at them together gains nothing: they are few, or have no transaction_id.
+        """
+        host, transaction_id, offset, xid, _ = self.indices
+        if len(rows) < FEW_ROWS or host is None or transaction_id is None:
+            return None
+        walked = Walked(rows, [index for index in self.indices[:4] if index is not None])
+        ends = commits["rows"]
+        starts = np.concatenate(([0], ends[:-1]))
+        same_transaction = np.ones(len(rows), np.bool_)
+        same_transaction[1:] = walked.repeats(host) & walked.repeats(transaction_id)
+        same_transaction[starts] = ~walked.absent(transaction_id)[starts]
+        offsets = self._offsets(walked, offset, len(rows))
+        known = np.where(offsets == 0, _NO_OFFSET, offsets)
+        first = np.minimum.reduceat(known, starts)
+        return Survey(
+            np.logical_and.reduceat(same_transaction, starts).tolist(),
+            walked.some(host, starts),
+            walked.some(transaction_id, starts),
+            np.where(first == _NO_OFFSET, 0, first),
+            np.maximum.reduceat(offsets, starts),
+            self._old(walked, xid, offsets, commits),
+        )
+
+    def _old(
+        self, walked: Walked, index: int | None, offsets: Int64Array, ends: Ends
+    ) -> Mask | None:
+        """The rows that another transaction has inserted than the one they come with, or that come twice with it."""
+        if index is None:
+            return None
+        numbers = walked.numbers(index)
+        xids = np.array(_xids(walked.values(index))) if numbers is None else numbers & _XID
+        commits = np.repeat(np.arange(len(ends)), np.diff(ends["rows"], prepend=0))
+        expected = ends["xid"][commits]
+        old: Mask = (xids != expected) & (xids != 0) & (expected != 0)
+        if self.partitioned:
+            old |= _repeated(commits, np.where(old, 0, offsets))
+        return old if old.any() else None
+
+    def _offsets(self, walked: Walked, index: int | None, count: int) -> Int64Array:
+        if index is None:
+            return np.zeros(count, np.int64)
+        numbers = walked.numbers(index)
+        return np.array(self._numbers(walked.values(index))) if numbers is None else numbers
+
+    def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
+        if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
+            raise ConfigurationError(
+                f"source.columns: the outbox's column {self.offset_column!r} holds something else than offsets, "
+                "which are whole numbers: map a column of type bigint to c_offset"
+            )
+        return [int(offset or 0) for offset in offsets]
+
+
+def _xids(values: Sequence[bytes | None]) -> list[int]:
+    """Transaction ids without their epoch, 0 where there is none."""
+    return [int(value) & _XID if value else 0 for value in values]
+
+
+def _repeated(commits: Int64Array, offsets: Int64Array) -> Mask:
+    """The rows whose commit has had their offset before."""
+    order = np.lexsort((np.arange(len(offsets)), offsets, commits))
+    same = np.concatenate(
+        ([False], (np.diff(commits[order]) == 0) & (np.diff(offsets[order]) == 0))
+    )
+    repeated: Mask = np.zeros(len(offsets), np.bool_)
+    repeated[order] = same & (offsets[order] != 0)
+    return repeated

@@ -1,0 +1,199 @@
+"""The outbox as a table: its columns, its numbers, and whether polling can read it.
+
+Rows are read in `rows`, counted in `unread`.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, first_line
+from relay.model.events import INSERTED_BY
+
+Connection = psycopg.Connection[Any]
+
+
+class OutboxTable:
+    """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._mapping = settings.source.mapping
+        self._table = sql.Identifier(*settings.source.table_name)
+        self._offset = sql.Identifier(self._mapping["c_offset"])
+        self._partition = sql.SQL(
+            "mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int"
+        ).format(sql.Identifier(self._mapping["host_id"]), sql.Literal(settings.partitions))
+        self._known: frozenset[str] | None = None
+
+    def columns(self, conn: Connection) -> list[tuple[str, int]]:
+        """The outbox's columns that hold fields, in the order of the table, each with the oid of its type."""
+        wanted = set(self._mapping.values())
+        cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+        return [
+            (column.name, column.type_code)
+            for column in cursor.description or ()
+            if column.name in wanted
+        ]
+
+    def next_offset(self, conn: Connection) -> int:
+        """One more than the greatest c_offset there is; 1 without rows."""
+        row = conn.execute(
+            sql.SQL("select max({}) + 1 from {}").format(self._offset, self._table)
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else 1
+
+    def split_at(self, conn: Connection, offset: int) -> list[int]:
+        """The transactions with rows both up to a c_offset and after it, by the ids that the WAL has."""
+        xid = sql.Identifier(INSERTED_BY)
+        rows = conn.execute(
+            sql.SQL(
+                "select mod({xid}::text::numeric, 4294967296)::bigint from {table} where {xid} is not null"
+                " group by {xid} having min({offset}) <= %(at)s and max({offset}) > %(at)s"
+            ).format(xid=xid, table=self._table, offset=self._offset),
+            {"at": offset},
+        )
+        return [found for (found,) in rows]
+
+    def first_since(self, conn: Connection, moment: datetime) -> int | None:
+        """The least c_offset of a row whose event_ts is not before `moment`."""
+        row = conn.execute(
+            sql.SQL("select min({}) from {} where {} >= %s").format(
+                self._offset, self._table, self._or_null(conn, "event_ts", "null::timestamptz")
+            ),
+            (moment,),
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else None
+
+    def require_marked(self, conn: Connection) -> None:
+        """Raise ConfigurationError unless the table has the columns that polling needs."""
+        missing = [
+            name
+            for name in (INSERTED_BY, self._mapping["c_offset"])
+            if name not in self._names(conn)
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has no column {missing[0]}, which polling needs: "
+                "run `relay init`, which adds it, or set source.mode: wal"
+            )
+        marks = conn.execute(
+            "select from pg_attribute where attrelid = to_regclass(%s) and attname = %s and atthasdef",
+            (self._table.as_string(conn), INSERTED_BY),
+        )
+        if not marks.rowcount:
+            raise ConfigurationError(
+                f"source.table: the column {INSERTED_BY} of {self._settings.source.table} has no default, so new rows "
+                "would not tell which transaction inserted them: run `relay init`, which sets it"
+            )
+        if self._settings.source.offsets == "sequence":
+            self._require_order(conn)
+
+    def _require_order(self, conn: Connection) -> None:
+        """Raise ConfigurationError if c_offset does not tell the order of insertion."""
+        found = conn.execute(
+            """
+            select s.seqrelid::regclass::text
+              from pg_sequence as s
+              join pg_depend as d on s.seqrelid in (d.objid, d.refobjid)
+              left join pg_attrdef as a on d.classid = 'pg_attrdef'::regclass and d.objid = a.oid
+              join pg_attribute as c
+                on (c.attrelid, c.attnum) in ((d.refobjid, d.refobjsubid), (a.adrelid, a.adnum))
+             where c.attrelid = to_regclass(%s) and c.attname = %s
+               and (d.deptype = 'i' or a.oid is not null) and (s.seqcache > 1 or s.seqincrement < 0)
+            """,
+            (self._table.as_string(conn), self._mapping["c_offset"]),
+        ).fetchone()
+        if found:
+            raise ConfigurationError(
+                f"source.table: the sequence {found[0]} does not number the rows of "
+                f"{self._settings.source.table} in the order in which they are inserted, which polling needs: "
+                f"run `alter sequence {found[0]} increment 1 cache 1`, or set source.mode: wal"
+            )
+
+    def require_offsets(self, conn: Connection, then: str) -> None:
+        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over.
+
+        `then` says what to do when they have one.
+        """
+        column = self._mapping["c_offset"]
+        found = conn.execute(
+            sql.SQL("select from {} where {} is null limit 1").format(self._table, self._offset)
+        )
+        if found.rowcount:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows without {column}, which polling would pass "
+                f"over: number them in the order in which they are to be relayed, and {then}"
+            )
+        if INSERTED_BY not in self._names(conn):
+            return
+        twice = conn.execute(
+            sql.SQL(
+                "select from {} where {} is null group by {} having count(*) > 1 limit 1"
+            ).format(self._table, sql.Identifier(INSERTED_BY), self._offset)
+        )
+        if twice.rowcount:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows from before relay came that share a {column}: "
+                "number each of them, in the order in which they are to be relayed"
+            )
+
+    def require_own_xids(self, conn: Connection) -> None:
+        """Raise ConfigurationError if a row has a c_xid that the server has not given yet."""
+        row = conn.execute(
+            # In this form the index on c_xid answers.
+            sql.SQL(
+                "select {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
+                " where {xid} is not null order by {xid} desc limit 1"
+            ).format(xid=sql.Identifier(INSERTED_BY), table=self._table)
+        ).fetchone()
+        if row and row[0]:
+            raise ConfigurationError(
+                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not given yet: they "
+                "come from another cluster, by logical replication or a dump: set their c_xid to null, which stands "
+                "for events from before relay, and `relay offsets seek` to where relay is to go on"
+            )
+
+    def are_restored(self, conn: Connection) -> bool:
+        """Whether rows were inserted before the transaction that they name: by a restore, or a subscription.
+
+        Updates and savepoints give a row a later xmin than its c_xid, never an earlier one. Reads the whole table.
+        """
+        xid = sql.Identifier(INSERTED_BY)
+        # xmin is at most half a cycle of 2^32 transactions away, and 2 or less in rows that an old server has frozen.
+        lag = sql.SQL("(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)").format(
+            xid
+        )
+        found = conn.execute(
+            sql.SQL(
+                "select from {} where {} is not null and xmin::text::bigint > 2"
+                " and mod({} + 4294967296, 4294967296) between 1 and 2147483647 limit 1"
+            ).format(self._table, xid, lag)
+        )
+        return found.rowcount > 0
+
+    def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
+        column = self._mapping[field]
+        return sql.Identifier(column) if column in self._names(conn) else sql.SQL(null)
+
+    def _names(self, conn: Connection) -> frozenset[str]:
+        if self._known is None:
+            source = self._settings.source
+            try:
+                cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+            except psycopg.errors.UndefinedTable:
+                raise ConfigurationError(
+                    f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, or name "
+                    "the table that you have"
+                ) from None
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise ConfigurationError(
+                    f"source.table: {first_line(error)}: grant SELECT on {source.table} to the role of source.dsn"
+                ) from None
+            self._known = frozenset(column.name for column in cursor.description or ())
+        return self._known
