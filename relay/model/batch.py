@@ -1,4 +1,4 @@
-"""What is applied at once: batches, the tasks that they are split into, and what became of them. No I/O."""
+"""Batches, the tasks that they are split into, and their outcomes. No I/O."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relay.model.transactions import Int64Array, Transactions
 class Share:
     """Transactions of a difference that touch the same partitions, in order of their positions.
 
-    `xids` and `positions` are int64, one for each transaction. `unmarked`: they are rows from before the outbox had
-    c_xid, and `xids` has the c_offset of each.
+    `xids` and `positions` are int64, one element for each transaction. With `unmarked` they are rows from before the
+    outbox had c_xid, and `xids` has the c_offset of each.
     """
 
     partitions: tuple[int, ...]
@@ -27,9 +27,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Transactions of the difference that begins at a snapshot of the group, after one position up to another.
+    """The transactions of a difference after one position and up to another, `upto`.
 
-    `floors` are positions that partitions must have reached before. `left` counts the events of the difference after
+    The difference begins at the group's snapshot `snapshot_id`. `lower_bounds` are positions that partitions must have
+    reached before. `left` counts the events of the difference after
     the window. `by_reference` are c_offsets of rows that are too large to be read.
     """
 
@@ -46,7 +47,7 @@ class Batch:
     """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
 
     A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `source_epoch` is the
-    group's when it was received, and `next_xid` about what the source gave next.
+    group's epoch when the batch was received, and `next_xid` about the transaction id that the source gave next.
     """
 
     number: int
@@ -62,12 +63,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """The transactions of a batch that one target transaction applies, and the partitions that they touch.
+    """The transactions of a batch that one database transaction of the target applies, and the partitions they touch.
 
-    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts. `floors` is
-    the applied_lsn that partitions must have, of those that the target could have forgotten in a crash, `source_epoch`
-    and `next_xid` the batch's. `after` is the applied_lsn at which the batch before leaves partitions, if that one is
-    still in flight: until they have it, the task is busy.
+    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts.
+    `lower_bounds` is the applied_lsn that partitions must have, of those that the target could have forgotten in a
+    crash; `source_epoch` and `next_xid` are the batch's. `after` is the applied_lsn that the batch before gives to
+    partitions, if that one is still in flight: until they have it, the task is busy.
     """
 
     partitions: tuple[int, ...]
@@ -86,10 +87,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """The shares of a window that join some partitions; a task reads their rows by itself.
+    """The shares of a window that one database transaction of the target applies; the task reads their rows itself.
 
-    `events` is how many there were when it was planned; the rest as in Window. Of rows with an offset in
-    `by_reference`, payload and metadata are not read, and their transactions are dead-lettered.
+    `events` is how many there were when the range was planned; the other fields are as in Window. Of rows with an
+    offset in `by_reference`, payload and metadata are not read, and their transactions are dead-lettered.
     """
 
     partitions: tuple[int, ...]
@@ -102,7 +103,7 @@ class Range:
 
 
 Work = Task | Range
-"""What one target transaction applies."""
+"""What one database transaction of the target applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class DeadLettered:
 
     @property
     def fields(self) -> dict[str, object]:
-        """What a log line says of it."""
+        """The fields of a log line about it."""
         return {
             "transaction_id": self.transaction_id,
             "lsn": str(self.end_lsn),
@@ -160,12 +161,12 @@ class DeadLettered:
 class TaskOutcome:
     """What became of one task's events.
 
-    `applied` counts those of transactions that went through, `deferred` those of transactions that wait. `busy`
-    says that nothing was done: another instance holds the partitions of a range, a difference is open in those of a
-    task, or they have not reached its `after`. `braked` has a line for each sink that the task has stopped.
-    `reached` is the applied_lsn at which a task left its partitions, if the target may still lose the commit. `trail`
-    is there only with `observe.traces`. `transactions` counts the business transactions that were not skipped;
-    `seconds` is how long each handler took.
+    `applied` counts the events of transactions that were applied, `deferred` those of deferred ones. `busy` says that
+    nothing was done: another instance holds the partitions of a range, a difference is open in those of a task, or they
+    have not reached its `after`. `braked` has a line for each handler that the task has stopped. `reached` is the
+    applied_lsn that a task gave to its partitions, if the target may still lose the commit. `trace_record` is there
+    only with `observe.traces`. `transactions` counts the business transactions that were not skipped; `seconds` is how
+    long each handler took.
     """
 
     partitions: tuple[int, ...]
@@ -183,7 +184,7 @@ class TaskOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch, task by task, which engine ran it, and why that one."""
+    """What became of a batch, task by task; the engine that ran it, and the reason for that engine."""
 
     engine: str
     tasks: Sequence[TaskOutcome]
@@ -191,27 +192,27 @@ class Outcome:
 
     @property
     def deferred(self) -> int:
-        """Events of transactions that wait."""
+        """How many events were deferred with their transactions."""
         return sum(task.deferred for task in self.tasks)
 
     @property
     def applied(self) -> int:
-        """Events of transactions that went through."""
+        """How many events were applied."""
         return sum(task.applied for task in self.tasks)
 
     @property
     def skipped(self) -> int:
-        """Events that were in the target already."""
+        """How many events the target had already."""
         return sum(task.skipped for task in self.tasks)
 
     @property
     def busy(self) -> bool:
-        """Whether a task was not done."""
+        """Whether a task did nothing."""
         return any(task.busy for task in self.tasks)
 
     @property
     def reached(self) -> dict[int, Lsn]:
-        """Where the tasks left their partitions, if the target may still lose their commits."""
+        """The applied_lsn of each partition after the tasks, if the target may still lose their commits."""
         return {
             partition: reached for task in self.tasks for partition, reached in task.reached.items()
         }

@@ -1,4 +1,4 @@
-"""What becomes of a transaction that was not applied, and when it may be tried again. No I/O."""
+"""Dispositions: what becomes of a transaction that was not applied, and when it may be retried. No I/O."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from relay.config.handlers import RetrySettings
 
 LONGEST_ASKED_SECONDS = 86_400.0
-"""What a fault may ask for until the next attempt: an endpoint's Retry-After must not hold a key for ever."""
+"""The longest wait that a fault may ask for: an endpoint's Retry-After must not hold a key for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """What became of a transaction before: how many attempts it has cost, and since when (seconds since 1970)."""
+    """The earlier attempts to apply a transaction: how many, and when the first was made (seconds since 1970)."""
 
     attempts: int = 0
     since: float | None = None
@@ -32,8 +32,8 @@ NEW = AttemptHistory()
 class Failure:
     """Why a transaction was not applied, and after how many attempts.
 
-    `handler` is the one that failed; None where no route matched, or processes died. It may be tried again `after` so
-    many seconds; never again where that is None: then it is dead, and if it `holds` its keys nothing may follow on it.
+    `handler` is the one that failed; None where no route matched, or processes died. It is retried `after` so many
+    seconds. Where that is None it is dead; if it `holds` its keys then, later transactions with them are blocked.
     """
 
     handler: str | None
@@ -45,12 +45,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """It was not tried, or its effects were rolled back, since one before it with the same key has to wait."""
+    """It was not tried, or its effects were rolled back, since an earlier one holds one of its keys."""
 
 
 Disposition = Failure | Blocked
 Dispositions = dict[int, Disposition]
-"""What became of the transactions that were not applied, by place."""
+"""What became of the transactions that were not applied, by index."""
 
 
 def is_dead(disposition: Disposition | None) -> TypeGuard[Failure]:
@@ -59,7 +59,7 @@ def is_dead(disposition: Disposition | None) -> TypeGuard[Failure]:
 
 
 def holds_up_followers(disposition: Disposition) -> bool:
-    """Whether what follows with the same keys has to wait."""
+    """Whether later transactions with the same keys are blocked."""
     return isinstance(disposition, Blocked) or disposition.after is not None or disposition.holds
 
 
@@ -71,7 +71,7 @@ def judge(
     retry: RetrySettings,
     blocks: bool,
 ) -> Failure:
-    """What a fault leads to after so many attempts in all; `blocks` says that a dead transaction holds its keys."""
+    """Map a fault to a failure after `attempts` attempts; `blocks` says that a dead transaction holds its keys."""
     after = retry_delay(retry, error, attempts)
     if action_for(error) is not Action.RETRY or _exhausted(retry, attempts, before.since, after):
         return Failure(handler, error, attempts, holds=blocks)
@@ -85,7 +85,7 @@ def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int
     backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
     jitter = wait_random(0, retry.jitter)
     asked = error.after if isinstance(error, TransientFault) else None
-    # An endpoint may ask for any number, and for none that there is (NaN), which no comparison holds for.
+    # An endpoint may ask for any number, also NaN, for which every comparison is false.
     asked = min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
     return max(backoff(state) + jitter(state), asked)
 

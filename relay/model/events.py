@@ -1,4 +1,4 @@
-"""The vocabulary of the data flow: positions, events, transactions, batches and outcomes. No I/O."""
+"""Events, commits and business transactions as handlers see them, and positions in the WAL. No I/O."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOTE = "relay: undecodable"
 """A column that rows of a source in another encoding than UTF-8 get: which bytes could not be decoded, or null."""
 
 COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
-"""What the commit adds to each of its events."""
+"""The fields that the commit adds to each of its events."""
 
 EVENT_FIELDS = FIELDS + COMMIT_FIELDS
 """Every field that a statement, a `batch` relation or a route may name."""
@@ -113,10 +113,10 @@ POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 class Commit(NamedTuple):
-    """One database commit of the source: where it stands in the WAL and when it happened.
+    """A commit of the source: its position in the WAL and its time.
 
-    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar. Of rows that were read from the table only
-    the xid is known, and of those from before there was `c_xid` not even that; what is not known is 0.
+    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar. Rows that were read from the table have only
+    the xid, and those from before there was `c_xid` not even that; what is not known is 0.
     """
 
     lsn: Lsn
@@ -141,12 +141,12 @@ def timestamp(microseconds: int) -> str:
 
 
 def microseconds(moment: datetime) -> int:
-    """How long after POSTGRES_EPOCH a moment is. Raises TypeError for one without a time zone."""
+    """The microseconds from POSTGRES_EPOCH to a moment. Raises TypeError for one without a time zone."""
     return (moment - POSTGRES_EPOCH) // timedelta(microseconds=1)
 
 
 class Event:
-    """One row of the outbox. Values are parsed when they are asked for, so what nobody reads costs nothing."""
+    """One row of the outbox. Values are parsed when they are asked for, so that unread ones cost nothing."""
 
     __slots__ = ("_headers", "row")
 
@@ -261,7 +261,7 @@ class Event:
 
     @property
     def c_offset(self) -> int | None:
-        """The gapless offset: its order is the commit order."""
+        """The event's number in the order of insertion. Gaps mean nothing."""
         return self._int("c_offset")
 
     @property
@@ -271,7 +271,7 @@ class Event:
 
     @property
     def transaction_ordinal(self) -> int | None:
-        """The event's place in its business transaction, from 1."""
+        """The event's number in its business transaction, from 1."""
         return self._int("transaction_ordinal")
 
     @property
@@ -286,7 +286,7 @@ class Event:
 
     @property
     def commit_lsn(self) -> Lsn | None:
-        """Where the commit record stands in the WAL."""
+        """The position of the commit record in the WAL."""
         value = self.text("commit_lsn")
         return None if value is None else Lsn.parse(value)
 
@@ -334,7 +334,7 @@ class TypedEvent(Event):
 
 
 class Tuples(Protocol):
-    """The undecoded rows of a transaction, in order: a tuple in memory, or a window on a spool file."""
+    """The undecoded rows of a transaction, in order: in memory, or in a spool file."""
 
     def __len__(self) -> int: ...
 
@@ -342,17 +342,17 @@ class Tuples(Protocol):
 
 
 class Decoder(Protocol):
-    """Reads the undecoded rows of one table layout."""
+    """Decodes the rows of one table layout."""
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
-        """One row as an event."""
+        """Decode one row."""
 
 
 class Events:
-    """Events of a transaction, in order, as they came.
+    """The events of a transaction, in order.
 
-    They are decoded each time they are read: what nobody reads costs nothing, and a large transaction
-    is never whole in memory.
+    They are decoded each time they are read: unread ones cost nothing, and a large transaction is never wholly in
+    memory.
     """
 
     __slots__ = ("commit", "decoder", "tuples")

@@ -39,12 +39,12 @@ def attribute(name: str) -> str:
 
 
 def named(value: Any) -> Any:
-    """The column of each header; a list names headers that are called as their columns are."""
+    """The column of each header. A list names columns whose headers have the same name."""
     return {name: name for name in value} if isinstance(value, list) else value
 
 
 def require_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that cannot be a header's, or whose extension attribute is taken."""
+    """Raise ValueError for a name that no header may have, or whose extension attribute is in use."""
     taken: dict[str, str] = {}
     for name in names:
         if not is_name(name):

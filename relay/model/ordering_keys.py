@@ -1,4 +1,4 @@
-"""What an ordering key looks like: a host, then what is ordered within it. No I/O."""
+"""Ordering keys as text: the host, then what is ordered within it. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTES_OF_CHARACTER = 4
 
 
 def host_part(host: str) -> str:
-    """What the keys of a host begin with, before a space: the host_id, or the digest of a long one."""
+    """The first part of a host's keys, before a space: the host_id, or its digest if it is long."""
     if len(host) * _BYTES_OF_CHARACTER <= LONGEST:
         return host
     octets = host.encode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Snapshots: which transactions of the source are visible at a moment. Polling's positions. No I/O."""
+"""Snapshots: which transactions of the source are visible at a moment. They are the positions of polling. No I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CYCLE = 1 << 32
 class Snapshot:
     """What PostgreSQL's `pg_snapshot` says: which transactions had ended when it was taken.
 
-    Those below `xmin` had, those from `xmax` on had not, of those between them all but `in_progress` had.
+    Those below `xmin` had, those from `xmax` on had not, of those between, all but `in_progress` had.
 
     Source: PostgreSQL documentation, "Transaction ID and Snapshot Information Functions".
     """
@@ -43,18 +43,18 @@ class Snapshot:
         return self.xmax <= BEGINNING.xmax
 
     def certain(self) -> Snapshot:
-        """What a hot standby's snapshot is sure of: it has no list of what is in progress above `xmin`."""
+        """The part of a hot standby's snapshot that is certain: it does not list what is in progress above `xmin`."""
         return Snapshot(self.xmin, self.xmin)
 
     def sees(self, xids: Xids) -> NDArray[np.bool_]:
-        """Which of some transactions are visible, if they were committed."""
+        """Which of some transactions are visible if they were committed; a bool for each element of `xids`."""
         visible: NDArray[np.bool_] = xids < self.xmax
         if self.in_progress and bool((xids[visible] >= self.xmin).any()):
             visible &= ~np.isin(xids, self._between)
         return visible
 
     def covers(self, other: Snapshot) -> bool:
-        """Whether everything that the other one sees is visible here."""
+        """Whether this snapshot sees everything that another one sees."""
         later = sum(xid >= self.xmax for xid in other.in_progress)
         return other.xmax - self.xmax <= later and not bool(other.sees(self._between).any())
 
@@ -68,7 +68,7 @@ BEGINNING = Snapshot(1, 1)
 
 
 def full_xids(xids: NDArray[np.int64] | NDArray[np.uint32], next_xid: int) -> Xids:
-    """Transaction ids of the WAL with their epoch: those nearest to the id that the server gives next.
+    """Add the epoch to transaction ids of the WAL: each becomes the full id that is nearest to `next_xid`.
 
     PostgreSQL gives no id that is further than half a cycle from the oldest one that a slot has still to read.
     """

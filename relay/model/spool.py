@@ -23,7 +23,7 @@ class Spool:
         self._end = 0
 
     def append(self, row: bytes, to: SpooledTuples) -> None:
-        """Write one row behind the others and note whose it is."""
+        """Append a row to the file, and to the rows of its business transaction."""
         self._file.write(_LENGTH.pack(len(row)))
         self._file.write(row)
         start = self._end
@@ -47,14 +47,14 @@ class Spool:
                 yield buffer[at + _LENGTH.size : after]
                 at = after
             if not at:
-                # A row that is longer than what is read at once: read by itself, it is copied only once.
+                # A row longer than the buffer is read by itself, so that it is copied only once.
                 (length,) = _LENGTH.unpack(self._exactly(start, _LENGTH.size))
                 yield self._exactly(start + _LENGTH.size, length)
                 at = _LENGTH.size + length
             start += at
 
     def _exactly(self, start: int, size: int) -> bytes:
-        """So many bytes from a position on. Raises OSError if the file ends before."""
+        """Read `size` bytes from a position. Raises OSError if the file ends before."""
         data = os.pread(self._file.fileno(), size, start)
         if len(data) < size:
             raise OSError(errno.EIO, "the spool file of a large transaction was cut short")
@@ -62,7 +62,7 @@ class Spool:
 
 
 class SpooledTuples:
-    """The rows of one business transaction inside a spool: a list of runs, one where nothing interleaves."""
+    """The rows of one business transaction in a spool: a list of runs, a single one where nothing interleaves."""
 
     __slots__ = ("_count", "_ends", "_spool", "_starts")
 
@@ -73,7 +73,7 @@ class SpooledTuples:
         self._count = 0
 
     def extend(self, start: int, end: int) -> None:
-        """Note one more row, which stands between the two positions."""
+        """Add a row, which lies between two positions of the file."""
         self._count += 1
         if self._ends and self._ends[-1] == start:
             self._ends[-1] = end

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from relay.model.events import Event
 
 MOST_BYTES = 64 * 1024
-"""Metadata above so many bytes are not looked into."""
+"""Metadata above so many bytes are not parsed."""
 MOST_STATE = 512
 """Characters of a `tracestate`: a longer one is left out."""
 
@@ -26,14 +26,14 @@ _PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII
 )
 _STATE = re.compile(r"[\x20-\x7e]*", re.ASCII)
-"""What may stand in a header: no line ends."""
+"""Characters that a header may have: no line ends."""
 
 
 Headers = Mapping[str, str]
 
 
 class TraceContext(NamedTuple):
-    """Where in a trace an event was published: ids in hexadecimal, and `tracestate`, empty where there is none."""
+    """The span in which an event was published: ids in hexadecimal, and `tracestate`, empty where there is none."""
 
     trace_id: str
     span_id: str
@@ -47,7 +47,7 @@ class TraceContext(NamedTuple):
 
     @property
     def headers(self) -> Headers:
-        """As headers of HTTP, and of messages."""
+        """The headers `traceparent` and `tracestate` of HTTP requests and of messages."""
         found = {_FIELD: f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"}
         return found | {"tracestate": self.state} if self.state else found
 
@@ -82,7 +82,7 @@ def trace_id(events: Iterable[Event]) -> str | None:
 
 
 class PublishOrigin(NamedTuple):
-    """Where events of a business transaction were published: how many, and the id of the first."""
+    """The span in which events of a business transaction were published: how many, and the id of the first."""
 
     context: TraceContext
     events: int
@@ -93,7 +93,7 @@ class Traced(NamedTuple):
     """A business transaction with events of sampled traces, and what became of it.
 
     `disposition` is `applied`, `deferred` or `dead`; `handlers` are the transactional ones that got events of it.
-    `committed` is when the source committed, in microseconds since POSTGRES_EPOCH, 0 where that is not known.
+    `committed` is the time of the source's commit, in microseconds since POSTGRES_EPOCH, 0 where that is not known.
     `attempts` counts those before this one.
     """
 
@@ -108,9 +108,10 @@ class Traced(NamedTuple):
 
 
 class TraceRecord(NamedTuple):
-    """The traced transactions of one target transaction, which began and was committed at these times.
+    """The traced transactions that one database transaction of the target applied, and its times.
 
-    Times are in nanoseconds since 1970, by the clock of the process that applied. `left_out` counts what was too much.
+    Times are in nanoseconds since 1970, by the clock of the process that applied.
+    `left_out` counts transactions above the limit.
     """
 
     traced: tuple[Traced, ...]
@@ -119,24 +120,24 @@ class TraceRecord(NamedTuple):
     committed: int = 0
 
     def since(self, began: int) -> TraceRecord:
-        """The trail of what began at a time and is committed now."""
+        """The same record, begun at a time and committed now."""
         return self._replace(began=began, committed=time.time_ns())
 
 
 _NONE: Headers = {}
 _headers: ContextVar[Callable[[Event], Headers] | None] = ContextVar("trace headers", default=None)
-"""Gives the headers for an event of the current delivery. What is not delivered under a span has none."""
+"""Returns the headers for an event of the current delivery; None outside a span."""
 
 
 def headers(event: Event) -> Headers:
-    """`traceparent` and `tracestate` for what carries an event now; empty where the event's trace is not recorded."""
+    """`traceparent` and `tracestate` for the message that carries an event; empty if its trace is not recorded."""
     of = _headers.get()
     return _NONE if of is None else of(event)
 
 
 @contextmanager
 def carrying(of: Callable[[Event], Headers]) -> Iterator[None]:
-    """Let `headers` ask a function, in the current task."""
+    """Let `headers` call a function, in the current task."""
     token = _headers.set(of)
     try:
         yield

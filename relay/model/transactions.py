@@ -1,4 +1,4 @@
-"""Business transactions as they came, undecoded and side by side: what concerns each of many is an array. No I/O."""
+"""Business transactions as columns: undecoded rows in one buffer, and an array for each fact about them. No I/O."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 Int64Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Values = Sequence[bytes | None]
-"""A column's values as they came."""
+"""The values of a column, undecoded, row by row; None for null."""
 
 COMMIT_FACTS = [("lsn", np.uint64), ("end_lsn", np.uint64), ("ts", np.int64), ("xid", np.int64)]
-"""What `Commit` has, in its order."""
+"""The fields of `Commit`, in its order."""
 FACTS = np.dtype(
     [
         *COMMIT_FACTS,
@@ -33,31 +33,39 @@ FACTS = np.dtype(
         ("hosts", np.int64),
     ]
 )
-"""What is known of a transaction: its commit, the least and the greatest c_offset (both 0 where there is none), how
-many events and bytes it has, and the place of its hosts among the distinct ones."""
+"""The dtype of `Transactions.facts`: the commit, the least and the greatest c_offset (both 0 where there is none), the
+number of events, their bytes, and the index of the transaction's hosts in `Transactions.hosts`."""
 
 
 def text(value: bytes) -> str:
-    """A value as it came, as text; bytes that are not UTF-8 survive as surrogates."""
+    """Decode a value; bytes that are not UTF-8 become surrogates (`surrogateescape`)."""
     return value.decode("utf-8", "surrogateescape")
 
 
 _PORTION_BYTES = 1024 * 1024
-"""What is pickled at once: a stream that compresses holds as much, and blocks of this size go back to the system."""
+"""Size of a pickled block: a stream that compresses holds as much; blocks of this size go back to the system."""
 PADDING = bytes(32)
-"""Behind the last row or message there is room for what looks at a few octets at once."""
+"""Follows the last row or message of a buffer, so that reads of several octets at once stay within the buffer."""
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
-    """What stands at each octet, were it of that form: values in the stream begin anywhere."""
+    """A view of `data` that has, for each octet, the value of dtype `form` that begins there. Nothing is copied.
+
+    Values in the stream are not aligned. The view's shape is (len(data) - form.itemsize + 1,).
+    """
     return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
 
 
 class Rows:
-    """Rows of TupleData inside one buffer, each from its start up to its end."""
+    """Rows of TupleData in one buffer.
+
+    Row i is `data[starts[i]:ends[i]]`. `starts` and `ends` are int64, one element a row, in the order of the events;
+    rows need not lie side by side, nor cover the buffer. `data` ends in PADDING, after the last row. Parts share the
+    buffer and the arrays of the whole: nobody writes to them.
+    """
 
     __slots__ = ("data", "ends", "starts")
 
@@ -68,16 +76,16 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[Buffer]) -> Self:
-        """Put rows into one buffer."""
+        """Copy rows into one buffer."""
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         ends = np.cumsum(sizes)
         return cls(b"".join((*rows, PADDING)), ends - sizes, ends)
 
     @classmethod
     def joined(cls, parts: list[Rows]) -> Rows:
-        """The rows of all parts, one behind the other; within a part they lie in their order.
+        """Concatenate parts, in whose buffers rows are in ascending order.
 
-        Takes the parts out of the list, so that hardly anything is in memory twice.
+        Empties the list while it copies, so that hardly anything is in memory twice.
         """
         if len(parts) == 1:
             return parts.pop()
@@ -104,13 +112,13 @@ class Rows:
         return (data[start:end] for start, end in spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What travels is what belongs to these rows, not the whole buffer; and not all of them as objects at once.
+        # Only these rows are pickled, not the whole buffer, in blocks: one object a row takes more memory.
         portions = self.portions(len(self), _PORTION_BYTES)
         return _rows_of_portions, ([b"".join(each) for each in portions], self.sizes)
 
     @property
     def sizes(self) -> Int64Array:
-        """The length of each row in bytes."""
+        """The length of each row in bytes, int64."""
         sizes: Int64Array = self.ends - self.starts
         return sizes
 
@@ -120,23 +128,23 @@ class Rows:
         return int(self.sizes.sum())
 
     def part(self, first: int, last: int) -> Rows:
-        """Those from the place `first` up to `last`."""
+        """The rows from index `first` up to, and without, `last`; a view."""
         return Rows(self.data, self.starts[first:last], self.ends[first:last])
 
     def take(self, chosen: Int64Array | Mask) -> Rows:
-        """Those at some places, or those that are marked, in order."""
+        """The rows at some indices, in their order, or those that a mask marks. The buffer is shared."""
         return Rows(self.data, self.starts[chosen], self.ends[chosen])
 
     def without_header(self, header: int) -> Rows:
-        """What of each comes behind a header of so many bytes."""
+        """The rows without their first `header` bytes. The buffer is shared."""
         return Rows(self.data, self.starts + header, self.ends)
 
     def compact(self) -> Rows:
-        """The same rows, copied into a buffer of their own where they are less than half of theirs."""
+        """The same rows, copied into a buffer of their own if they fill less than half of this one."""
         return self if self.size * 2 >= len(self.data) - len(PADDING) else Rows.of(list(self))
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
-        """As many together as reach a count or a size in bytes."""
+        """Cut the rows, in order, into portions of `count` rows, or fewer that reach `size` bytes."""
         cumulative = np.cumsum(self.sizes)
         first = 0
         while first < len(self):
@@ -152,7 +160,7 @@ def _rows_of_portions(portions: Sequence[bytes], sizes: Int64Array) -> Rows:
 
 
 def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
-    """Rows that must not all be in memory, as many together as reach a count or a size in bytes."""
+    """Collect rows, which need not all fit into memory, into portions of `count` rows or `size` bytes."""
     some: list[bytes] = []
     held = 0
     for row in rows:
@@ -166,7 +174,7 @@ def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
 
 
 class Undecoded(NamedTuple):
-    """A business transaction inside one commit, as it came: the unit of planning.
+    """A business transaction inside one commit, undecoded: the unit of planning.
 
     `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
     `hosts` are the distinct host_ids as text; `first_offset` and `last_offset` are the least and the greatest c_offset,
@@ -185,10 +193,12 @@ class Undecoded(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Transactions:
-    """Business transactions in commit order, one behind the other, of one table layout.
+    """Business transactions in commit order, of one table layout, as columns.
 
-    `facts` has an element of FACTS for each, `ids` their transaction_ids as they came, `hosts` the distinct host_ids of
-    a transaction, as text. The rows are in memory (`rows`), or in a file (`spooled`, for each transaction).
+    `facts` has one element of dtype FACTS for each transaction, and `ids` its transaction_id, undecoded. `hosts` has
+    the distinct sets of host_ids, as text: `hosts[facts["hosts"][i]]` are those of transaction i. The events are in
+    memory: `facts["events"][i]` elements of `rows` for each transaction, one transaction after the other; or in a file:
+    then `rows` is empty, and `spooled[i]` has those of transaction i. Parts share arrays: nobody writes to them.
     """
 
     columns: tuple[str, ...]
@@ -205,7 +215,7 @@ class Transactions:
 
     @classmethod
     def joined(cls, parts: list[Transactions]) -> Transactions:
-        """All parts, one behind the other, taken out of the list; they are of one layout and in memory."""
+        """Concatenate parts, which are of one layout and in memory. Empties the list."""
         if len(parts) == 1:
             return parts.pop()
         known: dict[tuple[str, ...], int] = {}
@@ -224,7 +234,7 @@ class Transactions:
         return cls(columns, facts, ids, tuple(known), Rows.joined(rows))
 
     def joins(self, other: Transactions) -> bool:
-        """Whether the other ones may follow in the same batch."""
+        """Whether the other transactions may follow in the same batch: of the same layout, and both in memory."""
         return self.spooled is other.spooled is None and self.columns == other.columns
 
     def __len__(self) -> int:
@@ -266,12 +276,12 @@ class Transactions:
 
     @property
     def touching(self) -> list[int]:
-        """The places in `hosts` that are theirs: what was cut out of a larger whole has the rest's beside them."""
+        """The indices in `hosts` that these transactions use: a part keeps the hosts of the whole."""
         return list(dict.fromkeys(self.facts["hosts"].tolist()))
 
     @property
     def distinct_hosts(self) -> list[str]:
-        """Every host that one of them touches."""
+        """Every host_id of these transactions, once."""
         return list(dict.fromkeys(host for index in self.touching for host in self.hosts[index]))
 
     @property
@@ -280,7 +290,7 @@ class Transactions:
         return Lsn(self.facts["end_lsn"][-1])
 
     def part(self, first: int, last: int) -> Transactions:
-        """Those from the place `first` up to `last`."""
+        """The transactions from index `first` up to, and without, `last`; a view."""
         events = self.facts["events"]
         start = int(events[:first].sum())
         return Transactions(
@@ -293,16 +303,20 @@ class Transactions:
         )
 
     def besides(self, indices: Collection[int]) -> Sequence[int]:
-        """The places of all others, in order."""
+        """The indices of all other transactions, in order."""
         every = range(len(self))
         return [index for index in every if index not in indices] if indices else every
 
     def take(self, chosen: Int64Array | Sequence[int]) -> Transactions:
-        """Those at some places, in their order."""
+        """The transactions at some indices, in the order of `chosen`.
+
+        With 2, 3 and 1 events, take([2, 0]) picks the rows 5, 0 and 1: `wanted` is [1, 2], the first rows 5 and 0 stand
+        at 0 and 1 of the result, so `shift` is [5, -1]; repeated, [5, -1, -1] + [0, 1, 2].
+        """
         indices = np.asarray(chosen, np.int64)
         events = self.facts["events"]
         wanted = events[indices]
-        # Within each transaction the rows go on from its first one.
+        # From a row's index in the result to its index here, the same for all rows of a transaction.
         shift = (np.cumsum(events) - events)[indices] - (np.cumsum(wanted) - wanted)
         return Transactions(
             self.columns,
@@ -316,7 +330,10 @@ class Transactions:
         )
 
     def where(self, chosen: Mask) -> Transactions:
-        """The rows that are chosen, which are in memory; transactions without any are left out."""
+        """The transactions with the rows that a mask marks, one element a row; those without any are left out.
+
+        The rows are in memory.
+        """
         events = self.facts["events"]
         starts = np.cumsum(events) - events
         facts = self.facts.copy()
@@ -332,13 +349,13 @@ class Transactions:
         )
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
-        """All rows in order, as many together as reach a count or a size in bytes; never all of a file's at once."""
+        """Cut all rows, in order, into portions of `count` rows or `size` bytes; a file is read portion by portion."""
         if self.spooled is None:
             return self.rows.portions(count, size)
         return portions(chain.from_iterable(self.spooled), count, size)
 
     def fitting(self, events: int, size: int) -> int:
-        """How many of the first ones are whole commits within both limits."""
+        """How many of the first transactions fit within both limits, without cutting a commit."""
         facts = self.facts
         if facts["events"].sum() <= events and facts["size"].sum() <= size:
             return len(facts)
@@ -353,15 +370,15 @@ class Transactions:
 
 
 class ColumnDecoder(Decoder, Protocol):
-    """Reads undecoded rows one by one, and some columns of many."""
+    """Decodes undecoded rows one by one, and some columns of many."""
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
-        """The values of some of FIELDS in many rows, field by field."""
+        """The values of some of FIELDS in many rows, undecoded, field by field."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """Transactions with the events that go to one handler, as the handler sees them, in order."""
+    """The transactions and events that go to one handler, as the handler sees them, in order."""
 
     transactions: Transactions
     decoder: ColumnDecoder

@@ -1,4 +1,4 @@
-"""Undecoded rows, many at a time: the values of some of their columns, and whole rows as events. No I/O.
+"""Decodes TupleData: the values of some columns of many rows, and whole rows as events. No I/O.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats", TupleData.
 """
@@ -25,9 +25,9 @@ _LENGTH = np.dtype(">u4")
 _EIGHT = np.dtype(np.uint64)
 _WORD = _EIGHT.itemsize
 _EVEN_BYTES = 64
-"""Values of one length, as ids have it, are cut out together; longer ones are rather copied only once."""
+"""Values of one length, as ids are, up to this many bytes are copied together; longer ones one by one, only once."""
 _DIGITS = 18
-"""As many decimal digits always fit into 64 bits; no more octets are looked at than Rows has to spare."""
+"""So many decimal digits fit into 64 bits. PADDING has more octets than that."""
 _ZERO = ord("0")
 _UTC = b"+00"
 NULL = ord("n")
@@ -35,11 +35,11 @@ TEXT = ord("t")
 
 
 class ProtocolError(Exception):
-    """The stream holds what pgoutput protocol version 1 does not."""
+    """The stream is not one of pgoutput, protocol version 1."""
 
 
 def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:
-    """The values at some places of many rows of TupleData, column by column. Raises ProtocolError for a cut row."""
+    """The values of the columns at some indices, by index. Raises ProtocolError for a row that is cut short."""
     wanted = sorted(set(indices))
     if not len(rows) or not wanted:
         return {index: [] for index in wanted}
@@ -50,7 +50,7 @@ def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:
 
 
 def columns(rows: Rows, indices: Sequence[int | None]) -> list[Values]:
-    """The columns at some places, in their order; where there is no such place, one without values."""
+    """The values of the columns at some indices, in their order; for an index None, a column of nulls."""
     found = values(rows, [index for index in indices if index is not None])
     nothing: Values = [None] * len(rows)
     return [nothing if index is None else found[index] for index in indices]
@@ -62,7 +62,7 @@ def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
 
 
 def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
-    """The values at ascending places of one row, walking no further than the last of them."""
+    """The values of one row at ascending column indices; the row is not read after the last of them."""
     found: list[bytes | None] = []
     at = 2
     column = 0
@@ -86,9 +86,9 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
 
 
 def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
-    """The rows with the zone UTC behind each time at some places, as if they were of the type `timestamptz`.
+    """Append the zone UTC to each time in the columns at some indices, as if these were of the type `timestamptz`.
 
-    None where the rows are few, or a value does not end in a digit, as infinity and the times before Christ.
+    Returns None for few rows, and where a value does not end in a digit, as infinity and times BC do not.
     """
     if len(rows) < FEW_ROWS:
         return None
@@ -112,9 +112,17 @@ def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
 
 
 class Walked:
-    """Rows walked together: where the values at some places lie in the joined rows, as arrays.
+    """Finds the values of some columns in all rows at once: array operations column by column, not a loop over rows.
 
-    Raises ProtocolError where a row is cut short.
+    For each wanted column it keeps three arrays with one element a row: the start and the end of the value in
+    `rows.data` (int64), and whether there is a value (bool; start equals end where there is none). The columns before
+    the last wanted one are walked too, since each value's length says where the next begins. Raises ProtocolError where
+    a row is cut short.
+
+    Two rows with the columns ("7", null) and ("12", "x") are the octets
+
+        0002 t 00000001 37 n            start of row 0, column 0 at 7, column 1 has no value
+        0002 t 00000002 3132 t 00000001 78
     """
 
     def __init__(self, rows: Rows, wanted: Collection[int]) -> None:
@@ -136,7 +144,7 @@ class Walked:
             at = stop
 
     def values(self, index: int) -> list[bytes | None]:
-        """The column's values."""
+        """The values of a column, undecoded, row by row."""
         start, stop, present = self._spans[index]
         if not present.any():
             return [None] * len(present)
@@ -152,22 +160,22 @@ class Walked:
         return found
 
     def some(self, index: int, rows: Int64Array) -> list[bytes | None]:
-        """The column's values in some of the rows."""
+        """The values of a column in the rows at some indices."""
         data = self._data
         picked = zip(*(each[rows].tolist() for each in self._spans[index]), strict=True)
         return [data[start:stop] if present else None for start, stop, present in picked]
 
     def span(self, index: int) -> tuple[Int64Array, Int64Array]:
-        """Where the column's values start and end, of the rows that have one."""
+        """The starts and ends of a column's values in the buffer, of the rows that have one."""
         start, stop, present = self._spans[index]
         return start[present], stop[present]
 
     def absent(self, index: int) -> Mask:
-        """Where the column has no value."""
+        """A mask of the rows in which a column is null."""
         return ~self._spans[index][2]
 
     def repeats(self, index: int) -> Mask:
-        """Where the column has the value of the row before, or, as there, none."""
+        """For each row but the first, whether the column has the same value as in the row before; nulls are equal."""
         start, _, _ = self._spans[index]
         size = self._even_size(index)
         if size < _WORD:
@@ -181,14 +189,14 @@ class Walked:
         return same
 
     def _even_size(self, index: int) -> int:
-        """The length that the column's value has in every row; 0 where there is no such length."""
+        """The length of a column's values if it is the same in every row, else 0."""
         start, stop, present = self._spans[index]
         length = stop - start
         size = int(length[0])
         return size if present.all() and (length == size).all() else 0
 
     def numbers(self, index: int) -> Int64Array | None:
-        """The column as whole numbers, 0 where it has no value; None if one of them is not made of few digits alone."""
+        """The values of a column as int64, 0 for null. None if a value is not made of at most 18 digits."""
         start, stop, present = self._spans[index]
         length = stop - start
         longest = int(length.max())
@@ -205,7 +213,7 @@ class Walked:
 
 
 class RowDecoder:
-    """Reads TupleData, finding each field by column name.
+    """Decodes TupleData, finding each field by column name.
 
     `names` are the table's columns in order, `mapping` the column name of each field, headers too. A field whose column
     the table does not have is None.
@@ -239,7 +247,7 @@ class RowDecoder:
         return [others.get(field, objects) for field in fields]
 
     def present(self, rows: Rows, field: str) -> Int64Array:
-        """The places of the rows in which a time, or NOTE, has a value.
+        """The indices of the rows in which a time, or NOTE, has a value, int64.
 
         Raises ProtocolError for a row that is cut short.
         """
@@ -247,13 +255,13 @@ class RowDecoder:
         if index is None:
             return np.zeros(0, np.int64)
         if index == self._last:
-            # Neither a time nor a note ends in the octet that stands for null, and to walk all columns costs as much as
-            # all the rest.
+            # Neither a time nor a note ends in the octet that stands for null. Walking all columns would cost as much
+            # as everything else.
             return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
         return np.flatnonzero(~Walked(rows, (index,)).absent(index))
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
-        """Decode one row. Bytes that are not UTF-8 survive as surrogates (`surrogateescape`).
+        """Decode one row. Bytes that are not UTF-8 become surrogates (`surrogateescape`).
 
         Raises ProtocolError for a row that is cut short.
         """
@@ -273,7 +281,7 @@ class RowDecoder:
             raise ProtocolError("malformed TupleData") from error
         if at != len(data):
             raise ProtocolError("column value cut short")
-        texts.append(None)  # what position -1 finds
+        texts.append(None)  # at index -1
         row = (*(texts[position] for position in self._order), *commit_fields)
         return Event(row, self._headers_of(texts) if self._headers else None)
 

@@ -19,7 +19,7 @@ from relay.model import tuples
 from relay.model.events import FIELDS, Commit, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
 from relay.model.tuples import ProtocolError, RowDecoder
-from relay.source import grouping
+from relay.source import layout
 from relay.source.assembler import Assembler
 from tests.unit import wire
 
@@ -524,7 +524,7 @@ def test_commits_that_are_fetched_together_are_the_same(
 ) -> None:
     assembler = new_assembler(max_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "FEW_ROWS", few)
+        patch.setattr(layout, "FEW_ROWS", few)
         patch.setattr(tuples, "FEW_ROWS", few)
         assembler.feed(list(as_messages(commits)))
         fetched = chain.from_iterable(assembler.fetch())

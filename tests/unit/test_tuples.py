@@ -14,7 +14,7 @@ from relay.model import tuples
 from relay.model.events import FIELDS, Commit, Event, Lsn
 from relay.model.transactions import Rows
 from relay.model.tuples import ProtocolError, RowDecoder, Walked, values
-from relay.source import grouping
+from relay.source import layout
 from relay.source.grouping import Grouping
 from relay.source.layout import Layout, polled
 from tests.unit import wire
@@ -101,7 +101,7 @@ def expected_of(rows: Sequence[tuple[bytes | None, ...]]) -> tuple[object, ...] 
 
 @pytest.fixture
 def _no_row_is_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "FEW_ROWS", 0)
+    monkeypatch.setattr(layout, "FEW_ROWS", 0)
 
 
 def survey(
@@ -132,8 +132,8 @@ def test_rows_of_another_transaction_and_repeated_ones_are_no_events(
     commits: list[list[tuple[int | None, int]]],
 ) -> None:
     """However they are looked at: together, one by one, or on their way to a spool file."""
-    monkeypatch.setattr(grouping, "FEW_ROWS", few_rows)
-    layout = Layout.of(("c_xid", *PEEKED), {}, "outbox", partitioned)
+    monkeypatch.setattr(layout, "FEW_ROWS", few_rows)
+    columns = Layout.of(("c_xid", *PEEKED), {}, "outbox", partitioned)
     taken = Grouping({}, max_bytes)
     expected: list[list[int]] = []
     for number, commit in enumerate(commits, 1):
@@ -144,10 +144,10 @@ def test_rows_of_another_transaction_and_repeated_ones_are_no_events(
             for xid, offset in commit
         ]
         middle = len(rows) // 2
-        taken.take(layout, Rows.of(rows[:middle]), polled([]), OWN & 0xFFFFFFFF)
+        taken.take(columns, Rows.of(rows[:middle]), polled([]), OWN & 0xFFFFFFFF)
         end = polled([(len(rows) - middle, OWN)])
         end["end_lsn"] = number
-        taken.take(layout, Rows.of(rows[middle:]), end)
+        taken.take(columns, Rows.of(rows[middle:]), end)
         own: list[int] = []
         for xid, offset in commit:
             if xid != OTHER and not (partitioned and offset and offset in own):
