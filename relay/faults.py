@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psycopg
 from psycopg.pq.abc import PGresult
-from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 
 class Action(Enum):
@@ -259,6 +258,9 @@ def _database_action(error: psycopg.Error) -> Action:
 
 def _lost_connection(error: psycopg.Error) -> bool:
     """Whether an error without SQLSTATE is that of a connection; a client library that was misused has none either."""
+    # Here, because no command needs a pool to print its help.
+    from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
+
     if isinstance(error, PoolTimeout | PoolClosed | TooManyRequests):
         return True
     if not isinstance(error, psycopg.OperationalError):

@@ -1,4 +1,4 @@
-"""The commands on deferred transactions. No logic of their own."""
+"""`relay deferred`: the commands on deferred transactions. No logic of their own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import psycopg
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
+from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
+from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
 from relay.cli.tables import print_table, printable
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.store import deferred_selection
-from relay.store.deferred_selection import KINDS, Deferred, DeferredSelection, FoundDeferred
+
+if TYPE_CHECKING:
+    from relay.store.deferred_selection import Deferred, DeferredSelection, FoundDeferred
 
 deferred = typer.Typer(
-    help="Deferred transactions: those that wait for a time, for another attempt, or for an earlier one of their key.",
+    help="Deferred transactions: scheduled, to be retried, or blocked by an earlier one of their key.",
     no_args_is_help=True,
 )
 
@@ -28,81 +31,90 @@ SinkOption = Annotated[
     str | None, typer.Option("--sink", help="The sink that it goes to; '' for the target.")
 ]
 HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one that failed last.")]
-KindOption = Annotated[str | None, typer.Option("--kind", help=f"One of {', '.join(KINDS)}.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option("--kind", help="One of retry, holding, replay, scheduled, blocked."),
+]
 KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
-
-DRY_RUN_SHOWS = 1_000
-"""How many transactions `--dry-run` prints at most."""
 _KEYS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The configuration, and which deferred transactions of its group a command takes."""
+
+    config: ConfigOption = None
+    id_: IdOption = None
+    sink: SinkOption = None
+    handler: HandlerOption = None
+    kind: KindOption = None
+    key: KeyOption = None
+    host: HostOption = None
+
+    def selection(self) -> DeferredSelection:
+        """The filter as the store takes it. Raises ConfigurationError where there is no such kind."""
+        from relay.store.deferred_selection import KINDS, DeferredSelection
+
+        if self.kind is not None and self.kind not in KINDS:
+            raise ConfigurationError(f"--kind: {self.kind!r} is none of {', '.join(KINDS)}")
+        ids = tuple(self.id_ or ())
+        return DeferredSelection(ids, self.sink, self.handler, self.kind, self.key, self.host)
 
 
 class _Opened(NamedTuple):
     conn: psycopg.Connection[Any]
     group: str
     deferrals: Any
+    wanted: DeferredSelection
+
+    @property
+    def is_filtered(self) -> bool:
+        return bool(self.wanted.as_json())
+
+    def listed(self, limit: int) -> list[Deferred]:
+        from relay.store import deferred_selection
+
+        return deferred_selection.listed(self.conn, self.group, self.wanted, limit)
 
 
 @contextmanager
-def _opened(config: ConfigOption) -> Iterator[_Opened]:
+def _opened(options: SelectionOptions) -> Iterator[_Opened]:
     from relay.admin.check import reach_target
     from relay.admin.deferred import DeferredTransactions
 
-    settings = load(config)
+    wanted, settings = options.selection(), load(options.config)
     with reach_target(settings) as conn:
-        yield _Opened(conn, settings.group, DeferredTransactions(settings, conn))
+        yield _Opened(conn, settings.group, DeferredTransactions(settings, conn), wanted)
 
 
-def _filter(
-    ids: list[int] | None,
-    sink: str | None,
-    handler: str | None,
-    kind: str | None,
-    key: str | None,
-    host: str | None,
-) -> DeferredSelection:
-    if kind is not None and kind not in KINDS:
-        raise ConfigurationError(f"--kind: {kind!r} is none of {', '.join(KINDS)}")
-    return DeferredSelection(tuple(ids or ()), sink, handler, kind, key, host)
+def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferred | None:
+    """Find the transactions that a command acts on, and print what will be done; None where it must not be done.
 
-
-def _found(opened: _Opened, wanted: DeferredSelection, everything: bool) -> FoundDeferred:
-    """What a command acts on. Refuses to act on everything because somebody forgot a filter."""
-    if wanted == DeferredSelection() and not everything:
+    Raises ConfigurationError where neither a filter nor `--all` is given: somebody forgot the filter.
+    """
+    if not opened.is_filtered and not action.everything:
         raise ConfigurationError(
             "say which deferred transactions: with a filter such as --id or --sink, or --all"
         )
-    found: FoundDeferred = opened.deferrals.find(wanted)
+    found: FoundDeferred = opened.deferrals.find(opened.wanted)
     if found.holding:
         warn(
             f"{found.holding} more are dead letters that hold their keys: `relay dlq replay` or `relay dlq discard` "
             "them"
         )
     if not found.transactions:
-        _print_none(wanted, opened.group)
-    return found
+        _print_none(opened)
+        return None
 
+    def show() -> None:
+        _print([each for each in opened.listed(DRY_RUN_SHOWS) if each.kind != "holding"])
 
-def _approved(opened: _Opened, found: FoundDeferred, what: str, dry_run: bool, yes: bool) -> bool:
-    """Show what will be done; returns whether it may be."""
-    if not found.transactions:
-        return False
-    print(f"{found.transactions} transactions with {found.events} events {what}")
-    if dry_run:
-        shown = deferred_selection.listed(opened.conn, opened.group, found.wanted, DRY_RUN_SHOWS)
-        _print([each for each in shown if each.kind != "holding"])
-        if found.transactions > DRY_RUN_SHOWS:
-            print(f"these are the oldest {DRY_RUN_SHOWS} of them")
-        return False
-    if not yes:
-        typer.confirm("Go on?", abort=True)
-    return True
+    return found if approved(found, what, show, "oldest", action.dry_run, action.yes) else None
 
 
 def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
-    """Warn of transactions that are due, by sink, and that nobody tries now."""
+    """Warn of transactions that are due, counted by sink, and that no instance tries now."""
     missing = opened.deferrals.missing_sinks(due)
     paused = [name for name in opened.deferrals.paused_sinks() if name in due]
     for name in missing:
@@ -119,10 +131,10 @@ def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
         warn(f"no instance of group {opened.group!r} is running: they are tried when one starts")
 
 
-def _print_none(wanted: DeferredSelection, group: str) -> None:
+def _print_none(opened: _Opened) -> None:
     """Say on standard error that there is nothing, and whether filters are the reason."""
-    narrowed = "" if wanted == DeferredSelection() else " that matches the filters"
-    print(f"there is no deferred transaction in group {group!r}{narrowed}", file=sys.stderr)
+    narrowed = " that matches the filters" if opened.is_filtered else ""
+    print(f"there is no deferred transaction in group {opened.group!r}{narrowed}", file=sys.stderr)
 
 
 def _print(found: Sequence[Deferred]) -> None:
@@ -156,71 +168,43 @@ def _few(keys: Sequence[str]) -> str:
 
 
 @deferred.command("list")
+@with_groups
 def deferred_list(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    kind: KindOption = None,
-    key: KeyOption = None,
-    host: HostOption = None,
+    options: SelectionOptions,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, oldest first.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List deferred transactions, oldest first."""
-    wanted = _filter(id_, sink, handler, kind, key, host)
-    with _opened(config) as opened:
-        found = deferred_selection.listed(opened.conn, opened.group, wanted, limit)
+    from relay.store.deferred_selection import as_json as described
+
+    with _opened(options) as opened:
+        found = opened.listed(limit)
     if as_json:
-        print(json.dumps([deferred_selection.as_json(item) for item in found], indent=2))
+        print(json.dumps([described(item) for item in found], indent=2))
     elif found:
         _print(found)
     else:
-        _print_none(wanted, opened.group)
+        _print_none(opened)
 
 
 @deferred.command("run")
-def deferred_run(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    kind: KindOption = None,
-    key: KeyOption = None,
-    host: HostOption = None,
-    everything: AllOption = False,
-    reason: ReasonOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-) -> None:
+@with_groups
+def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
     """Have deferred transactions tried now instead of at their time; attempts and order stay what they are."""
-    wanted = _filter(id_, sink, handler, kind, key, host)
-    with _opened(config) as opened:
-        found = _found(opened, wanted, everything)
-        if not _approved(opened, found, "will be tried now", dry_run, yes):
+    with _opened(options) as opened:
+        found = _approved(opened, "will be tried now", action)
+        if found is None:
             return
-        due: dict[str, int] = opened.deferrals.run(found, reason)
+        due: dict[str, int] = opened.deferrals.run(found, action.reason)
         print(f"{sum(due.values())} transactions are due")
         _warn_of_idle(opened, due)
 
 
 @deferred.command("cancel")
-def deferred_cancel(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    kind: KindOption = None,
-    key: KeyOption = None,
-    host: HostOption = None,
-    everything: AllOption = False,
-    reason: ReasonOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-) -> None:
+@with_groups
+def deferred_cancel(options: SelectionOptions, action: ActionOptions) -> None:
     """Give deferred transactions up: they become dead letters, which `relay dlq replay` brings back."""
-    wanted = _filter(id_, sink, handler, kind, key, host)
-    with _opened(config) as opened:
-        found = _found(opened, wanted, everything)
-        if _approved(opened, found, "will be dead letters", dry_run, yes):
-            print(f"{opened.deferrals.cancel(found, reason)} transactions are dead letters")
+    with _opened(options) as opened:
+        found = _approved(opened, "will be dead letters", action)
+        if found is not None:
+            print(f"{opened.deferrals.cancel(found, action.reason)} transactions are dead letters")

@@ -1,4 +1,4 @@
-"""The commands on dead letters. No logic of their own."""
+"""`relay dlq`: the commands on dead letters. No logic of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
@@ -16,7 +16,18 @@ from typing import Annotated, Any, NamedTuple, TextIO
 import psycopg
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, out, warn
+from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
+from relay.cli.options import (
+    AllOption,
+    ConfigOption,
+    DryRunOption,
+    JsonOption,
+    ReasonOption,
+    YesOption,
+    out,
+    warn,
+    with_groups,
+)
 from relay.cli.progress import progress
 from relay.cli.tables import print_facts, print_table, printable, printable_json
 from relay.config.files import load
@@ -31,7 +42,7 @@ dlq = typer.Typer(
     no_args_is_help=True,
 )
 
-IdOption = Annotated[list[int] | None, typer.Option("--id", help="The letter; repeatable.")]
+IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead letter; repeatable.")]
 TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
 SinkOption = Annotated[
@@ -49,12 +60,46 @@ ExceptionOption = Annotated[
 StatusOption = Annotated[
     str | None, typer.Option("--status", help="dead, replaying, replayed or discarded.")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
 
 
-DRY_RUN_SHOWS = 1_000
-"""How many transactions `--dry-run` prints at most."""
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The configuration, and which dead transactions of its group a command takes."""
+
+    config: ConfigOption = None
+    id_: IdOption = None
+    transaction: TransactionOption = None
+    host: HostOption = None
+    sink: SinkOption = None
+    handler: HandlerOption = None
+    type_: TypeOption = None
+    since: SinceOption = None
+    until: UntilOption = None
+    exception: ExceptionOption = None
+
+    def selection(self) -> DeadLetterSelection:
+        """The filter as the store takes it."""
+        return DeadLetterSelection(
+            ids=self.id_ or (),
+            transaction_id=self.transaction,
+            host_id=self.host,
+            handler=self.handler,
+            event_type=self.type_,
+            since=self.since,
+            until=self.until,
+            exception=self.exception,
+            sink=self.sink,
+        )
+
+
+@dataclass(frozen=True)
+class StatusSelectionOptions(SelectionOptions):
+    """The same for a command that only reads: it takes dead transactions of any status."""
+
+    status: StatusOption = None
+
+    def selection(self) -> DeadLetterSelection:
+        return replace(super().selection(), status=self.status)
 
 
 class _Opened(NamedTuple):
@@ -64,21 +109,18 @@ class _Opened(NamedTuple):
     wanted: DeadLetterSelection
 
 
-_ALL = DeadLetterSelection()
-
-
 @contextmanager
-def _opened(config: ConfigOption, wanted: DeadLetterSelection = _ALL) -> Iterator[_Opened]:
+def _opened(options: SelectionOptions) -> Iterator[_Opened]:
     from relay.admin.check import reach_target
     from relay.admin.dead_letters import DeadLetters
 
-    settings = load(config)
+    settings, wanted = load(options.config), options.selection()
     with reach_target(settings) as conn:
         yield _Opened(conn, settings.group, DeadLetters(settings, conn), _printed(settings, wanted))
 
 
 def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelection:
-    """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for what is none."""
+    """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for an id that is not of its type."""
     host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
     return replace(
         wanted,
@@ -88,32 +130,38 @@ def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelec
     )
 
 
-def _asked(wanted: DeadLetterSelection, everything: bool) -> DeadLetterSelection:
-    """Refuse to act on all dead letters because somebody forgot a filter."""
-    if wanted == DeadLetterSelection() and not everything:
+def _find(
+    opened: _Opened, everything: bool, none: str, statuses: Sequence[str] = ("dead",)
+) -> FoundDeadLetters:
+    """The transactions that a command acts on; prints that there is none.
+
+    Raises ConfigurationError where neither a filter nor `--all` is given: somebody forgot the filter.
+    """
+    if opened.wanted == DeadLetterSelection() and not everything:
         raise ConfigurationError(
             "say which dead letters: with a filter such as --id or --handler, or --all"
         )
-    return wanted
+    found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
+    if not found.transactions:
+        _print_none(opened, none)
+    return found
 
 
 def _approved(
     opened: _Opened, found: FoundDeadLetters, what: str, dry_run: bool, yes: bool
 ) -> bool:
-    """Show what will be done; returns whether it may be."""
-    print(f"{found.transactions} transactions with {found.events} events {what}")
-    if dry_run:
+    """Print what will be done; returns whether there is something to do and it may be done."""
+    if not found.transactions:
+        return False
+
+    def show() -> None:
         _print(
             dead_letters.transactions(
                 opened.conn, opened.group, DRY_RUN_SHOWS, found.wanted, found.statuses
             )
         )
-        if found.transactions > DRY_RUN_SHOWS:
-            print(f"these are the newest {DRY_RUN_SHOWS} of them")
-        return False
-    if not yes:
-        typer.confirm("Go on?", abort=True)
-    return True
+
+    return approved(found, what, show, "newest", dry_run, yes)
 
 
 def _print(found: Sequence[DeadTransaction]) -> None:
@@ -141,40 +189,28 @@ def _print(found: Sequence[DeadTransaction]) -> None:
     )
 
 
-def _print_none(wanted: DeadLetterSelection, group: str, what: str = "dead letter") -> None:
+def _print_none(opened: _Opened, what: str = "dead letter") -> None:
     """Say on standard error that there is nothing, and whether filters are the reason."""
-    narrowed = "" if wanted == DeadLetterSelection() else " that matches the filters"
-    print(f"there is no {what} in group {group!r}{narrowed}", file=sys.stderr)
+    narrowed = "" if opened.wanted == DeadLetterSelection() else " that matches the filters"
+    print(f"there is no {what} in group {opened.group!r}{narrowed}", file=sys.stderr)
 
 
 @dlq.command("list")
+@with_groups
 def dlq_list(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    transaction: TransactionOption = None,
-    host: HostOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    type_: TypeOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    exception: ExceptionOption = None,
-    status: StatusOption = None,
+    options: StatusSelectionOptions,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List dead transactions, newest first."""
-    wanted = DeadLetterSelection(
-        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
-    )
-    with _opened(config, wanted) as opened:
+    with _opened(options) as opened:
         found = dead_letters.transactions(opened.conn, opened.group, limit, opened.wanted)
     if as_json:
         print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
     elif found:
         _print(found)
     else:
-        _print_none(wanted, opened.group)
+        _print_none(opened)
 
 
 @dlq.command("show")
@@ -183,8 +219,8 @@ def dlq_show(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every event of the dead transaction that holds letter ID, and what was done about it."""
-    with _opened(config) as opened:
+    """Show every event of the dead transaction that holds dead letter ID, and what was done about it."""
+    with _opened(SelectionOptions(config)) as opened:
         number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
         if number is None:
             raise ConfigurationError(
@@ -214,22 +250,14 @@ def _print_json(objects: Iterable[str]) -> None:
 
 
 @dlq.command("replay")
+@with_groups
 def dlq_replay(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    transaction: TransactionOption = None,
-    host: HostOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    type_: TypeOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    exception: ExceptionOption = None,
+    options: SelectionOptions,
     everything: AllOption = False,
     edit: Annotated[
         Path | None,
         typer.Option(
-            "--edit", metavar="FILE", help="First take over payloads that were edited in an export."
+            "--edit", metavar="FILE", help="First take payloads over that were edited in an export."
         ),
     ] = None,
     reason: ReasonOption = None,
@@ -243,13 +271,9 @@ def dlq_replay(
     yes: YesOption = False,
 ) -> None:
     """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
-    wanted = DeadLetterSelection(
-        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
-    )
-    with _opened(config, wanted) as opened:
-        found = opened.dead_letters.find(_asked(opened.wanted, everything))
+    with _opened(options) as opened:
+        found = _find(opened, everything, "transaction to be replayed")
         if not found.transactions:
-            _print_none(wanted, opened.group, "transaction to be replayed")
             return
         for name, count in opened.dead_letters.missing_handlers(found).items():
             warn(
@@ -271,7 +295,7 @@ def dlq_replay(
 
 
 def _done(of_sinks: Iterable[int], transactions: int) -> str:
-    """What is done with transactions, so many of which belong to sinks."""
+    """The participle for what is done with transactions, of which `of_sinks` are counts by sink."""
     delivered = sum(of_sinks)
     if not delivered:
         return "applied"
@@ -288,72 +312,44 @@ def _wait_for(dead_letters: Any, queued: Sequence[int], done: str) -> None:
 
 
 @dlq.command("discard")
+@with_groups
 def dlq_discard(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    transaction: TransactionOption = None,
-    host: HostOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    type_: TypeOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    exception: ExceptionOption = None,
-    everything: AllOption = False,
-    reason: ReasonOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
+    options: SelectionOptions,
+    action: ActionOptions,
 ) -> None:
-    """Give dead transactions up; the keys that they hold are released, the letters stay."""
-    wanted = DeadLetterSelection(
-        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
-    )
-    with _opened(config, wanted) as opened:
-        found = opened.dead_letters.find(_asked(opened.wanted, everything))
-        if not found.transactions:
-            _print_none(wanted, opened.group, "transaction to be given up")
-        elif _approved(opened, found, "will be given up", dry_run, yes):
+    """Give dead transactions up; the keys that they hold are released, the dead letters stay."""
+    with _opened(options) as opened:
+        found = _find(opened, action.everything, "transaction to be given up")
+        if _approved(opened, found, "will be given up", action.dry_run, action.yes):
             with progress() as report:
-                discarded = opened.dead_letters.discard(found, reason, report)
+                discarded = opened.dead_letters.discard(found, action.reason, report)
             print(f"{discarded} transactions are discarded")
 
 
 @dlq.command("export")
+@with_groups
 def dlq_export(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    transaction: TransactionOption = None,
-    host: HostOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    type_: TypeOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    exception: ExceptionOption = None,
-    status: StatusOption = None,
+    options: StatusSelectionOptions,
     file: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: print them.")
     ] = None,
 ) -> None:
-    """Write letters with their payloads, a JSON object on each line, in the order of publishing."""
-    wanted = DeadLetterSelection(
-        id_ or (), transaction, host, handler, type_, since, until, exception, status, sink
-    )
-    with _opened(config, wanted) as opened:
+    """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
+    with _opened(options) as opened:
         exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
         written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
-        total = _dead_letters(opened, status) if sys.stderr.isatty() else None
+        total = _events(opened, options.status) if sys.stderr.isatty() else None
         with shown as report, _private(file) if file else _standard_output() as stream:
             for written, line in enumerate(exported, start=1):
                 print(line if file else printable_json(line), file=stream)
-                report("writing letters", written, total)
+                report("writing dead letters", written, total)
         if not written:
-            _print_none(wanted, opened.group)
+            _print_none(opened)
 
 
-def _dead_letters(opened: _Opened, status: str | None) -> int:
-    """How many letters there are to be written."""
+def _events(opened: _Opened, status: str | None) -> int:
+    """How many dead letters the filter selects, of one status or of any."""
     statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
     found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
     return found.events
@@ -382,33 +378,16 @@ def _standard_output() -> Iterator[TextIO]:
 
 
 @dlq.command("purge")
+@with_groups
 def dlq_purge(
-    config: ConfigOption = None,
-    id_: IdOption = None,
-    transaction: TransactionOption = None,
-    host: HostOption = None,
-    sink: SinkOption = None,
-    handler: HandlerOption = None,
-    type_: TypeOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    exception: ExceptionOption = None,
-    everything: AllOption = False,
-    reason: ReasonOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
+    options: SelectionOptions,
+    action: ActionOptions,
 ) -> None:
-    """Delete the letters of transactions that were replayed or discarded; what was done stays noted."""
-    wanted = DeadLetterSelection(
-        id_ or (), transaction, host, handler, type_, since, until, exception, sink=sink
-    )
-    with _opened(config, wanted) as opened:
-        found = opened.dead_letters.find(
-            _asked(opened.wanted, everything), ("replayed", "discarded")
-        )
-        if not found.transactions:
-            _print_none(wanted, opened.group, "replayed or discarded dead letter")
-        elif _approved(opened, found, "will be deleted", dry_run, yes):
+    """Delete the dead letters of transactions that were replayed or discarded; the record of what was done stays."""
+    with _opened(options) as opened:
+        none = "replayed or discarded dead letter"
+        found = _find(opened, action.everything, none, ("replayed", "discarded"))
+        if _approved(opened, found, "will be deleted", action.dry_run, action.yes):
             with progress() as report:
-                purged = opened.dead_letters.purge(found, reason, report)
-            print(f"{purged} letters are deleted")
+                purged = opened.dead_letters.purge(found, action.reason, report)
+            print(f"{purged} dead letters are deleted")

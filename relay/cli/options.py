@@ -1,11 +1,15 @@
-"""Options that several commands have, and the terminal that they print to."""
+"""Options that several commands have, and what they print to the terminal besides their output."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -53,6 +57,41 @@ TargetAdminFileOption = Annotated[
 ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a Typer command of a function some of whose parameters are dataclasses: each field is an option.
+
+    The options stand where the parameter does. Typer reads options off a signature and has no groups of its own;
+    without this, every command that filters repeats the options of the filter.
+    """
+    own = signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
+    fields = {
+        name: list(signature(group, eval_str=True).parameters.values())
+        for name, group in groups.items()
+    }
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{each.name: given.pop(each.name) for each in fields[name]})
+        command(**given)
+
+    options: list[Parameter] = [each for p in own for each in fields.get(p.name, [p])]
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in options}
+    return run
+
+
+def fail(text: str, status: int) -> NoReturn:
+    """Print each line of a text as an error and end the process with an exit status."""
+    for line in text.splitlines():
+        print(f"relay: {line}", file=sys.stderr)
+    sys.exit(status)
+
 
 def warn(text: str) -> None:
     """Print a warning of a command that goes on."""
@@ -60,7 +99,7 @@ def warn(text: str) -> None:
 
 
 def with_options(error: ConfigurationError, context: typer.Context) -> ConfigurationError:
-    """The same error; where it says to run the command again, it names the options that were given."""
+    """The same error; where it says to run the command again, it repeats the options that were given."""
     command = f"relay {context.info_name}"
     again = command
     for parameter in context.command.params:

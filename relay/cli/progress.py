@@ -32,7 +32,7 @@ def progress() -> Iterator[ProgressReport]:
     from rich.text import Text
 
     class Count(ProgressColumn):
-        """How many of how many, and how many a second; nothing where nothing is counted."""
+        """The column for counts: how many of how many, and how many a second; empty where nothing is counted."""
 
         def render(self, task: Task) -> Text:
             if not task.completed and task.total is None:

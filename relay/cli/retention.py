@@ -1,4 +1,4 @@
-"""The commands on how long events stay. No logic of their own."""
+"""The commands on retention: partitions, the archive, erasure. No logic of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from relay.cli.approval import approve
 from relay.cli.options import (
     AdminFileOption,
     AdminOption,
@@ -23,7 +24,7 @@ EveryOption = Annotated[
     typer.Option(
         "--partition",
         metavar="INTERVAL",
-        help="Partition a new outbox by time: 1d, 6h. Default: not.",
+        help="Partition a new outbox by time: 1d, 6h. Default: no partitions.",
     ),
 ]
 
@@ -62,7 +63,7 @@ def restore(
     admin_dsn: AdminOption = None,
     admin_dsn_file: AdminFileOption = None,
 ) -> None:
-    """Bring events back from the archive (`retention.archive`) into the outbox, for who begins at the beginning."""
+    """Bring events back from the archive (`retention.archive`) into the outbox, for a new group or sink."""
     from relay.admin.restoration import restore as run
 
     settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
@@ -75,7 +76,8 @@ def erase(
     host: Annotated[str, typer.Option("--host", metavar="ID", help="Whose events are removed.")],
     config: ConfigOption = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also what is not applied yet, and never will be.")
+        bool,
+        typer.Option("--force", help="Also events that are not applied yet; they never will be."),
     ] = False,
     yes: YesOption = False,
     admin_dsn: AdminOption = None,
@@ -87,8 +89,7 @@ def erase(
     from relay.admin.erasure import erase as run
 
     settings = load(config)
-    if not yes:
-        typer.confirm(f"Remove all events of host {host}, for good?", abort=True)
+    approve(yes, f"Remove all events of host {host}, for good?")
     source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
     target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
     with progress() as report:

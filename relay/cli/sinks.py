@@ -1,4 +1,4 @@
-"""The commands on sinks. No logic of their own."""
+"""`relay sink`: the commands on sinks. No logic of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from relay.cli.approval import approve, print_given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli.tables import print_table
 from relay.config.files import load
@@ -22,7 +23,7 @@ NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")
 
 @sink.command("list")
 def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the sinks, how much of the outbox each has still to read, and why nothing is delivered."""
+    """List the sinks, how much of the outbox each has not read yet, and why nothing is delivered."""
     from relay.admin.sinks import listed
 
     settings = load(config)
@@ -55,10 +56,8 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 def sink_pause(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
-    """Let a sink stop where it is in the log; nothing is lost, and no other consumer notices."""
-    from relay.admin.sinks import set_paused
-
-    changed = set_paused(load(config), name, True, reason)
+    """Pause a sink: it keeps its position, nothing is lost, and the other sinks go on."""
+    changed = _set_paused(name, True, config, reason)
     print(f"sink {name} is paused" if changed else f"sink {name} was paused already")
 
 
@@ -66,11 +65,15 @@ def sink_pause(
 def sink_resume(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
-    """Let a paused sink go on where it is."""
+    """Let a paused sink go on from its position."""
+    changed = _set_paused(name, False, config, reason)
+    print(f"sink {name} goes on" if changed else f"sink {name} was not paused")
+
+
+def _set_paused(name: str, paused: bool, config: ConfigOption, reason: str | None) -> bool:
     from relay.admin.sinks import set_paused
 
-    changed = set_paused(load(config), name, False, reason)
-    print(f"sink {name} goes on" if changed else f"sink {name} was not paused")
+    return set_paused(load(config), name, paused, reason)
 
 
 @sink.command("seek")
@@ -83,7 +86,7 @@ def sink_seek(
     reason: ReasonOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Let a sink go on at another position, while the others go on where they are."""
+    """Move a sink to another position; the other sinks keep theirs."""
     _seek(name, to, "--to", config, reason, yes)
 
 
@@ -97,7 +100,7 @@ def sink_rebuild(
     reason: ReasonOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Deliver everything to a sink again, while the others go on where they are."""
+    """Deliver everything to a sink again; the other sinks keep their positions."""
     _seek(name, from_, "--from", config, reason, yes)
 
 
@@ -109,13 +112,8 @@ def _seek(
     settings = load(config)
     move = plan_seek(settings, name, to, option)
     print(f"sink {name} goes on {move.goal.text}")
-    if any(move.given_up):
-        print(
-            f"of what is delivered again, {move.given_up.dead} dead transactions are discarded and "
-            f"{move.given_up.deferred} deferred ones are forgotten"
-        )
-    if not yes:
-        typer.confirm("Go on?", abort=True)
+    print_given_up(move.given_up)
+    approve(yes)
     action = "sink seek" if option == "--to" else "sink rebuild"
     seek(settings, name, move.goal, action, reason)
 
@@ -131,6 +129,5 @@ def sink_drop(
     from relay.admin.sinks import drop
 
     settings = load(config)
-    if not yes:
-        typer.confirm(f"Forget where sink {name} is, and what is deferred for it?", abort=True)
+    approve(yes, f"Forget where sink {name} is, and what is deferred for it?")
     print(f"sink {name} is forgotten, with {drop(settings, name, reason)} deferred transactions")

@@ -40,12 +40,12 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def printable(cell: object, kept: str = "") -> str:
-    """A cell with its control characters as escapes, but those `kept`: a value must not move the terminal's cursor."""
+    """A cell as text with control characters escaped, but for those in `kept`: a value must not move the cursor."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))
 
 
 def printable_json(text: str) -> str:
-    """JSON with the same meaning whose control characters, which only strings can hold, are JSON escapes."""
+    """The same JSON with control characters, which only strings can hold, as JSON escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

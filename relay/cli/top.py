@@ -20,18 +20,18 @@ from relay.config.settings import Settings
 
 _WAIT_SECONDS = 0.1
 _REFRESH_SECONDS = 1.0
-"""How often the screen is drawn at least: the terminal may have another size, and an answer may not come."""
+"""The screen is drawn at least this often: the terminal may be resized while no answer comes."""
 _WHOLE = 10_000
-"""Columns and lines where nothing is cut off."""
+"""Columns and lines of a screen on which nothing is cut off."""
 
 
 def top(
     config: ConfigOption = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="How long between two looks.")
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Seconds between two queries.")
     ] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one look and end, as where there is no terminal.")
+        bool, typer.Option("--once", help="Print the state once and end, as without a terminal.")
     ] = False,
 ) -> None:
     """Show the group live: source, slot, throughput, lags, deferred, dead letters; q ends."""
@@ -99,7 +99,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """A function that waits a moment for a key and returns it, or nothing; without a keyboard it only waits."""
+    """Yield a function that waits 0.1 s for a key and returns it, or ''; without a keyboard it only waits."""
     if not sys.stdin.isatty():
         yield _no_key
         return

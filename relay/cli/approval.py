@@ -1,0 +1,67 @@
+"""Says what a command is about to do, and asks whether to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption
+
+if TYPE_CHECKING:
+    from relay.store.dead_letters import FoundDeadLetters
+    from relay.store.deferred_selection import FoundDeferred
+    from relay.store.rewind import GivenUp
+
+DRY_RUN_SHOWS = 1_000
+"""How many transactions `--dry-run` prints at most."""
+
+
+@dataclass(frozen=True)
+class ActionOptions:
+    """The options of a command that acts on the transactions that a filter selects."""
+
+    everything: AllOption = False
+    reason: ReasonOption = None
+    dry_run: DryRunOption = False
+    yes: YesOption = False
+
+
+def approve(yes: bool, question: str = "Go on?") -> None:
+    """Ask a question unless `--yes` answers it. Raises typer.Abort where the answer is no."""
+    if not yes:
+        typer.confirm(question, abort=True)
+
+
+def approved(
+    found: FoundDeadLetters | FoundDeferred,
+    what: str,
+    show: Callable[[], None],
+    order: str,
+    dry_run: bool,
+    yes: bool,
+) -> bool:
+    """Print what will be done to the transactions found; returns whether it may be done.
+
+    A dry run calls `show`, which prints DRY_RUN_SHOWS of them at most, the `order` ("newest", "oldest") ones. Raises
+    typer.Abort where the answer is no.
+    """
+    print(f"{found.transactions} transactions with {found.events} events {what}")
+    if not dry_run:
+        approve(yes)
+        return True
+    show()
+    if found.transactions > DRY_RUN_SHOWS:
+        print(f"these are the {order} {DRY_RUN_SHOWS} of them")
+    return False
+
+
+def print_given_up(given_up: GivenUp) -> None:
+    """Print which dead and deferred transactions a seek gives up, if any."""
+    if any(given_up):
+        print(
+            f"of what is delivered again, {given_up.dead} dead transactions are discarded and "
+            f"{given_up.deferred} deferred ones are forgotten"
+        )

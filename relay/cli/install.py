@@ -1,0 +1,135 @@
+"""The commands that install relay in a database, check it there and remove it. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from relay.cli.approval import approve
+from relay.cli.options import (
+    AdminFileOption,
+    AdminOption,
+    ConfigOption,
+    JsonOption,
+    TargetAdminFileOption,
+    TargetAdminOption,
+    YesOption,
+    warn,
+    with_options,
+)
+from relay.cli.progress import progress
+from relay.cli.retention import EveryOption
+from relay.config.dsn import administrator_dsn
+from relay.config.files import for_each, load, load_all, require_one
+from relay.faults import ConfigurationError
+
+if TYPE_CHECKING:
+    from relay.admin.check import Finding
+    from relay.config.settings import Settings
+
+
+def init(
+    context: typer.Context,
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="beginning|now|OFFSET",
+            help="Where a new group begins; default now. Rows older than the slot are read by polling.",
+        ),
+    ] = None,
+    every: EveryOption = None,
+) -> None:
+    """Install schema, publication, slot and group; a second time it changes nothing."""
+    from relay.admin.install import initialise
+    from relay.admin.partitioning import partition_new
+
+    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    if admin is not None:
+        require_one(load_all(config), "source", "--admin-dsn")
+    if target_admin is not None:
+        require_one(load_all(config), "target", "--target-admin-dsn")
+
+    def install(settings: Settings) -> None:
+        try:
+            with progress() as report:
+                done = initialise(
+                    settings, admin, target_admin, start=start, warn=warn, report=report
+                )
+            if every is not None:
+                done += partition_new(settings, every, admin)
+        except ConfigurationError as error:
+            raise with_options(error, context) from None
+        for line in done:
+            print(f"created {line}")
+        if not done:
+            print("everything is there already")
+
+    for_each(config, install)
+
+
+def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Check everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
+    from relay.admin.check import Severity, examine
+
+    def examine_group(settings: Settings) -> list[tuple[str, Finding]]:
+        found = list(examine(settings))
+        if not as_json:
+            _print_findings(found)
+        return [(settings.group, finding) for finding in found]
+
+    groups = for_each(config, examine_group, heading=not as_json)
+    found = [each for group in groups for each in group]
+    if as_json:
+        named = len(groups) > 1
+        print(
+            json.dumps(
+                [
+                    ({"group": group} if named else {})
+                    | {"level": f.level, "subject": f.subject, "text": f.text}
+                    for group, f in found
+                ],
+                indent=2,
+            )
+        )
+    if any(finding.level is Severity.ERROR for _, finding in found):
+        raise typer.Exit(2)
+
+
+def _print_findings(found: list[Finding]) -> None:
+    for finding in found:
+        stream = sys.stderr if finding.level == "error" else sys.stdout
+        for line in finding.text.splitlines():
+            print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
+
+
+def uninstall(
+    config: ConfigOption = None,
+    admin_dsn: AdminOption = None,
+    admin_dsn_file: AdminFileOption = None,
+    target_admin_dsn: TargetAdminOption = None,
+    target_admin_dsn_file: TargetAdminFileOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Drop every group's slot, publication, progress and dead letters, and the schema; the outbox and its rows stay."""
+    from relay.admin.uninstall import plan_removal, remove
+
+    settings = load(config)
+    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    removal = plan_removal(settings, source_admin, target_admin)
+    if not yes:
+        for line in removal.lines():
+            print(f"will drop {line}")
+        approve(yes)
+    for line in remove(settings, removal, source_admin, target_admin):
+        print(f"dropped {line}")

@@ -1,0 +1,166 @@
+"""`relay status`: the state of a group on a page, and checks of it. No logic of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, fail
+from relay.cli.tables import print_facts, print_table
+from relay.config.files import for_each, load_all
+
+if TYPE_CHECKING:
+    from relay.config.settings import Settings
+
+
+def status(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    alive: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit with status 1, and a line for each reason, unless an instance runs and reads the slot.",
+        ),
+    ] = False,
+    max_lag_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Checks the unconfirmed WAL; --check is implied, here and below.",
+        ),
+    ] = None,
+    max_lag_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="N", help="Checks the age of the oldest unread event."),
+    ] = None,
+    max_sink_lag_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="N", help="Checks the age of the oldest event that a sink has not read."
+        ),
+    ] = None,
+    max_deferred: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Checks the deferred transactions.")
+    ] = None,
+    max_dead: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Checks the dead letters.")
+    ] = None,
+) -> None:
+    """Show slot, partitions, sinks and dead letters."""
+    from relay.admin import sinks
+    from relay.admin.status import lag_seconds, read
+    from relay.observe.health import Limits, failures
+
+    limits = Limits(max_lag_bytes, max_lag_seconds, max_sink_lag_seconds, max_deferred, max_dead)
+    checks = alive or limits != Limits()
+
+    def show(settings: Settings) -> tuple[dict[str, Any], list[str]]:
+        found = read(settings)
+        if not as_json:
+            _print_status(found, settings.source.mode)
+        document = {"group": settings.group, **found.as_json()}
+        if not checks:
+            return document, []
+        lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
+        sink_lags = {}
+        if max_sink_lag_seconds is not None:
+            sink_lags = sinks.lag_seconds(sinks.listed(settings))
+        failed = failures(found, settings.group, limits, lag, sink_lags)
+        return document, [f"group {settings.group}: {line}" if several else line for line in failed]
+
+    several = len(load_all(config)) > 1
+    shown = for_each(config, show, heading=not as_json)
+    if as_json:
+        documents = [document for document, _ in shown]
+        print(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
+    if failed := [line for _, lines in shown for line in lines]:
+        fail("\n".join(failed), 1)
+
+
+def _print_status(found: Any, mode: str) -> None:
+    facts: list[tuple[str, object]] = [("source", found.source_mode)]
+    if found.source_reason:
+        facts.append(("reason", found.source_reason))
+    facts.append(("active", found.active or "nobody"))
+    standby = [name for name in found.instances if name != found.active]
+    if standby:
+        facts.append(("others", ", ".join(standby)))
+    slot = found.slot
+    if slot is None:
+        facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
+    else:
+        facts += _slot_facts(slot, found.slot_waits_for)
+    facts.append(("dead letters", found.dead_letters))
+    summary = found.deferred
+    facts.append(("deferred", f"{summary.transactions} transactions, {summary.holding} holding"))
+    facts += [("", _why(reason)) for reason in summary.reasons]
+    for each in found.braked:
+        since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
+        facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
+    facts += [(f"sink {each.sink}", _sink_state(each)) for each in found.sinks]
+    for each in found.engines:
+        since = f"since {each.since:%Y-%m-%d %H:%M:%S %Z}: {each.reason}"
+        facts.append(
+            (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
+        )
+    facts += [(f"reader {each.name}", _reader_state(each)) for each in found.readers]
+    print_facts(facts)
+    print_table(
+        ("partition", "next offset", "applied LSN"),
+        ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
+    )
+
+
+def _reader_state(found: Any) -> str:
+    """Say what a reader holds in the outbox, on one line."""
+    if found.given_up_at:
+        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events are removed that it has not read"
+    if found.unread_since:
+        return f"holds events from {found.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
+    return "has read everything"
+
+
+def _sink_state(found: Any) -> str:
+    """Say what a sink does, and why it delivers nothing, on one line."""
+    if found.state == "paused":
+        why = f": {found.reason}" if found.reason else ""
+        return f"paused since {found.paused_at:%Y-%m-%d %H:%M:%S %Z} by {found.paused_by}{why}"
+    if found.fault:
+        return f"{found.state}, nothing is delivered since {found.fault_since:%Y-%m-%d %H:%M:%S %Z}: {found.fault}"
+    return str(found.state)
+
+
+def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
+    held = f"{slot.retained_bytes} bytes held"
+    if slot.creating:
+        made = f"{slot.name} (being made by process {slot.active_pid})"
+        return [("slot", made), ("waits for", waits_for or "nobody"), ("WAL", held)]
+    facts: list[tuple[str, object]] = [
+        ("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+    ]
+    if slot.invalidation_reason:
+        facts.append(("invalidated", slot.invalidation_reason))
+    lag = "not known on a standby" if slot.lag_bytes is None else f"{slot.lag_bytes} bytes"
+    confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, lag {lag}"
+    return [*facts, ("WAL", f"{confirmed}, {held}")]
+
+
+def _why(reason: Any) -> str:
+    """Say why some transactions are deferred, on one line."""
+    causes = {
+        "retry": f"{reason.handler}: {reason.reason}",
+        "holding": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",
+        "replay": "replayed",
+        "scheduled": "scheduled with deliver_at",
+        "blocked": "blocked by an earlier transaction of the same key",
+    }
+    sink = f"sink {reason.sink}, " if reason.sink else ""
+    shown = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {sink}{causes[reason.kind]}"
+    if reason.next is None:
+        return shown
+    until = "" if reason.until == reason.next else f", the last {reason.until:%Y-%m-%d %H:%M:%S%z}"
+    return f"{shown}; next {reason.next:%Y-%m-%d %H:%M:%S%z}{until}"

@@ -1,0 +1,30 @@
+"""What the commands' help needs, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import typer
+
+from relay.cli.deferred import deferred
+from relay.store.deferred_selection import KINDS
+from tests.process import ROOT
+
+
+def test_the_command_line_is_light() -> None:
+    """`relay --help` imports what only a command needs inside the command: no arrays, no pools, no Arrow, no Spark."""
+    program = "import sys, relay.cli.app; print(*sorted(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    heavy = {"numpy", "pandas", "psycopg_pool", "pyarrow", "pyspark", "aiohttp", "fastapi"}
+    assert not heavy & set(found.stdout.split())
+
+
+def test_help_names_every_kind_of_deferral() -> None:
+    """They are written out: the module that has them imports numpy."""
+    commands = getattr(typer.main.get_command(deferred), "commands")  # noqa: B009
+    for command in commands.values():
+        (kind,) = (each for each in command.params if each.name == "kind")
+        assert kind.help == f"One of {', '.join(KINDS)}."
