@@ -20,6 +20,7 @@ FOLLOWED = [
     for page in GUIDES
     if any(block.language == "console" for block in blocks(page.read_text()))
 ]
+PORTS = ("5433", "8080", "9464", "9465")
 STATEMENTS = [
     pytest.param(block.text, id=f"{page.name}:{block.line}")
     for page in pages()
@@ -41,8 +42,8 @@ def reader(server: Server, broker: str, tmp_path: Path) -> Iterator[Reader]:
     names = ("page_source", "page_target")
     source, target = (server.create_database(name) for name in names)
     try:
-        # The tutorial starts a server of its own, at this port.
-        replaced = {"5433": str(free_port()), "localhost:9092": broker}
+        # What a page starts listens where nothing else does, since other tests run at the same time.
+        replaced = {port: str(free_port()) for port in PORTS} | {"localhost:9092": broker}
         with Reader(tmp_path, replaced, SOURCE=source, TARGET=target) as made:
             yield made
     finally:
