@@ -1,4 +1,20 @@
-"""What each kind of fault leads to: try again, dead-letter the transaction, or stop. The one place that decides."""
+"""Maps each fault to what happens: retry, dead-letter the transaction, or stop relay. Nothing else decides that.
+
+    RelayError                  stop; one line for a person
+        ConfigurationError      exit status 2
+            Unreachable         a service that starts retries
+        Unrouted
+    TransientFault              retry; users raise it as relay.RetryLater
+        Undelivered, StatementTimeout, Braked
+    Rejected, NotRouted, InvalidEvent, ProcessDied,
+    Undecodable, NotReceived, Cancelled, TransactionAborted
+                                dead-letter the transaction
+    TaskFault                   a fault of a task, judged, on its way between processes
+    Interrupted                 relay was told to stop
+
+`action_for` maps these and the exceptions of drivers and libraries. The module is longer than 400 lines, so that all
+faults, their actions and the texts that are safe in a log stand together.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +47,13 @@ class RelayError(Exception):
 
 
 class ConfigurationError(RelayError):
-    """Bad usage, configuration or surroundings: nothing gets better by trying again. Exit status 2."""
+    """Wrong usage, configuration or environment, which a retry does not mend. Exit status 2."""
 
     exit_status = 2
 
 
 class Unreachable(ConfigurationError):
-    """A database cannot be reached now. A command ends with it; a service that starts waits."""
+    """A database cannot be reached now. A command ends with it; a service that starts retries."""
 
 
 class Unrouted(RelayError):
@@ -47,7 +63,7 @@ class Unrouted(RelayError):
 class TransientFault(Exception):
     """Raise it from a handler to say: try again later, this is not the event's fault.
 
-    `after` is in how many seconds, where somebody knows.
+    `after` is the wait in seconds, None where it is not known.
     """
 
     def __init__(self, *reasons: object, after: float | None = None) -> None:
@@ -106,19 +122,19 @@ class NotReceived(Exception):
 
 
 class ProcessDied(Exception):
-    """Every process that had the transaction in flight died of it, so often that it is dead-lettered."""
+    """Processes died with the transaction in flight, `crash_limit` times."""
 
 
 class Cancelled(Exception):
-    """An operator gave a deferred transaction up. What it says is safe in a log."""
+    """An operator cancelled a deferred transaction. What it says is safe in a log."""
 
 
 class TransactionAborted(Exception):
-    """A handler went on after a database error, which it hid; nothing more can be done in the transaction."""
+    """A handler hid a database error and went on; the database transaction is aborted."""
 
 
 def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
-    """What is wrong with Python handlers of which one ended the database transaction."""
+    """The error for Python handlers of which one ended the database transaction."""
     keys = " or ".join(f"handlers.{name}.callable" for name in handlers)
     return ConfigurationError(
         f"{keys}: the function ended the database transaction (commit, rollback, or it closed the connection or all "
@@ -144,7 +160,7 @@ class Braked(TransientFault):
 
 
 class Interrupted(Exception):
-    """The service was told to stop while it waited to try again."""
+    """The service was told to stop while it waited for a retry."""
 
 
 TRANSIENT_SQLSTATES = frozenset(
@@ -152,7 +168,7 @@ TRANSIENT_SQLSTATES = frozenset(
         "25006",  # read-only transaction: a failover is under way
         "25P03",  # idle-in-transaction timeout
         "25P04",  # transaction timeout
-        "26000",  # a prepared statement is gone: the connection was changed behind our back
+        "26000",  # a prepared statement is gone: the connection leads to another session, as poolers do
         "40001",  # serialization failure
         "40003",  # statement completion unknown
         "40P01",  # deadlock
@@ -182,15 +198,15 @@ _NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONA
 _LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
 """What psycopg and libpq say of a connection that is lost or cannot be made; there is no SQLSTATE then."""
 _OUTAGE_NAMES = frozenset({ConnectionError.__name__, TimeoutError.__name__})
-"""What client libraries that derive from no built-in error call theirs: redis, nats, requests, elasticsearch."""
+"""Names of client libraries' errors that derive from no built-in one: redis, nats, requests, elasticsearch."""
 _CHAIN_LENGTH = 10
 
 
 def action_for(error: BaseException) -> Action:
-    """Map a fault to what happens next.
+    """Map a fault to an action.
 
-    What names an outage is retried: connections, name resolution, locks, resources, time. An error that wraps another
-    one names what that names. Anything else is blamed on the transaction.
+    Outages are retried: connections, name resolution, locks, resources, timeouts; also where another error wraps them.
+    Anything else is a fault of the transaction, which is dead-lettered.
 
     Source: PostgreSQL documentation, appendix A "PostgreSQL Error Codes".
     """
@@ -208,7 +224,7 @@ def action_for(error: BaseException) -> Action:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a fault of relay's own work, outside the handlers, may pass by itself: no event is to blame there."""
+    """Whether a fault of relay's own work, outside handlers, may pass by itself: no event is the cause there."""
     if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
         return True
     return action_for(error) is Action.RETRY
@@ -232,9 +248,9 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
-    """The errors that an error stands for.
+    """The errors that an error wraps.
 
-    Its explicit cause. What was being handled counts too where a library wraps so (requests, smtplib: subclasses of
+    Its explicit cause. Its context counts too where a library wraps so (requests, smtplib: subclasses of
     OSError) and where it is a database error, which has aborted the transaction; elsewhere it may be unrelated.
     urllib's URLError and urllib3's MaxRetryError have a `reason`.
     """
@@ -257,7 +273,7 @@ def _database_action(error: psycopg.Error) -> Action:
 
 
 def _lost_connection(error: psycopg.Error) -> bool:
-    """Whether an error without SQLSTATE is that of a connection; a client library that was misused has none either."""
+    """Whether an error without SQLSTATE is one of a connection; misuse of the client library has none either."""
     # Here, because no command needs a pool to print its help.
     from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
@@ -272,9 +288,9 @@ def _lost_connection(error: psycopg.Error) -> bool:
 
 
 def server_error(result: PGresult) -> psycopg.Error:
-    """The error that a result of libpq tells of, as psycopg raises it.
+    """The error of a libpq result, as psycopg raises it.
 
-    One without SQLSTATE is libpq's own: the connection is lost. psycopg would take it for an error of the statement.
+    One without SQLSTATE is libpq's own: the connection is lost, which psycopg reports as an error of the statement.
     """
     error = psycopg.errors.error_from_result(result, encoding="utf-8")
     if error.sqlstate is not None:
@@ -291,7 +307,7 @@ def timed_out(error: BaseException) -> bool:
 
 
 def _permission_denied(error: psycopg.Error) -> bool:
-    """Whether a right is missing, which no event is to blame for; row-level security shares the SQLSTATE."""
+    """Whether the role lacks a privilege, whatever the event; row-level security has the same SQLSTATE."""
     return error.sqlstate == "42501" and error.diag.source_function == "aclcheck_error"
 
 
@@ -308,10 +324,10 @@ _LASTING_SQLSTATES = frozenset({"28000", "28P01", "3D000"})
 
 
 def refused_for_good(error: psycopg.OperationalError) -> bool:
-    """Whether a failed connection attempt needs other credentials or another address, so that waiting is no use.
+    """Whether a failed connection attempt needs other credentials or another address, so that retries are no use.
 
-    libpq tells no SQLSTATE of a failed attempt, only the server's words. What is not recognised, such as the words of a
-    server that speaks another language, is waited for.
+    libpq gives no SQLSTATE for a failed attempt, only the server's message. One that is not recognised, as in another
+    language, is retried.
     """
     if error.sqlstate is not None:
         return error.sqlstate in _LASTING_SQLSTATES
@@ -325,7 +341,7 @@ def first_line(error: BaseException, default: str = "") -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The fault in words that are safe in a log: kind and SQLSTATE, but no message, since messages quote values."""
+    """Describe a fault for a log: kind and SQLSTATE, but no message, since messages quote values."""
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
@@ -339,7 +355,7 @@ def describe(error: BaseException) -> str:
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
     if _database_action(error) is Action.RETRY and not (error.sqlstate or "").startswith("XX"):
-        # The server's or libpq's own words about itself; they name hosts and ports, never rows.
+        # Messages of the server or libpq about connections name hosts and ports, never rows.
         parts.append(first_line(error, "connection lost"))
     elif _permission_denied(error):
         parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
@@ -355,9 +371,9 @@ def kind_of(error: BaseException) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """The fault in full, for the dead letter that keeps the payload anyway.
+    """Describe a fault in full, for the dead letter, which has the payload anyway.
 
-    Below it the last frames that led to it, innermost last; of a delivery what was sent where, and what came back.
+    The last frames of the traceback follow, innermost last; for a delivery, the request and the response.
     """
     text = str(error).strip()
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
@@ -380,7 +396,7 @@ _DRIVER = str(Path(psycopg.__file__).parent)
 
 
 def _last_frames(error: BaseException) -> list[str]:
-    """Where the fault was raised: file, line and function of what the handler called, and no values.
+    """File, line and function of the frames in which the fault was raised, without values.
 
     Relay's own frames are left out, except where there are no others; so is the driver where relay itself calls it.
     """
@@ -397,9 +413,9 @@ def _last_frames(error: BaseException) -> list[str]:
 
 
 class TaskFault(Exception):
-    """Why a task could not be applied, in a form that travels between processes.
+    """Why a task could not be applied, in a form that can be pickled.
 
-    `action` is what to do about it: RETRY, or STOP. `status` is the exit status that a stop leads to. `died` says that
+    `action` is RETRY or STOP. `status` is the exit status that a stop leads to. `died` says that
     the process that had the task in flight may have died of it, `braked` that a handler is stopped.
     """
 
@@ -420,7 +436,7 @@ class TaskFault(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> TaskFault:
-        """Judge what `apply` raised. It dead-letters by itself, so what still blames the data is a defect: stop."""
+        """Map what `apply` raised. It dead-letters by itself: other faults of the data are defects, and stop relay."""
         if is_transient(error):
             return cls(Action.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
@@ -428,11 +444,11 @@ class TaskFault(Exception):
         return cls(Action.STOP, f"{describe(error)}{_raised_at(error)}")
 
     def as_error(self) -> RelayError:
-        """What a fault that stops relay ends it with."""
+        """The error with which relay ends."""
         return ConfigurationError(self.text) if self.status == 2 else RelayError(self.text)
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where it was raised: all that can be told of a defect without telling values."""
+    """File and line where an error was raised: all of a defect that shows no values."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class Due(Enum):
-    """When a thread goes on again that works as it should."""
+    """When a healthy thread makes its next step."""
 
     SOON = "soon"
-    """Within seconds: all that it waits for has a short limit."""
+    """Within seconds: everything that it waits for has a short timeout."""
     LATE = "late"
     """Within minutes: something large may be read or written first."""
     OPEN = "open"
-    """Nobody knows: what it waits for belongs to somebody else, or is judged by itself."""
+    """Not known: it waits for somebody else, or something else watches it."""
 
 
 class Heartbeat:

@@ -16,7 +16,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 REPEAT_SECONDS = 10.0
-"""How often a line is logged again that repeats."""
+"""The interval at which a repeated line is logged again."""
 FORGET_AFTER = 60
 """After how many such intervals without it a line is new."""
 
@@ -25,7 +25,7 @@ _group: ContextVar[str | None] = ContextVar("group", default=None)
 
 
 def of_group(name: str) -> None:
-    """Let every log line of this context, and of the threads that relay makes in it, say that it is of a group."""
+    """Add the group to every log line of this context and of the threads that relay starts in it."""
     _group.set(name)
 
 
@@ -57,7 +57,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 def _span() -> dict[str, object]:
     """The ids of the current span, where OpenTelemetry is in use."""
-    # Who has a span has imported this.
+    # Without this module there is no span.
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -102,7 +102,7 @@ def _shown(value: object) -> str:
 
 
 class RepeatedLines:
-    """A log line that would repeat: at once where it is new, then every `interval` seconds with the sum so far.
+    """Logs a line that repeats: at once where it is new, then every `interval` seconds with the sum since.
 
     `counted` is the field of the sum. Lines are told apart by their other fields. Safe to use from several threads.
     """
@@ -153,6 +153,6 @@ _SPARK = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 
 
 def quiet_libraries() -> None:
-    """Silence libraries that repeat, in words of their own, with names of hosts or with values, what a fault says."""
+    """Silence libraries that log what relay logs as a fault, with names of hosts or with values."""
     for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j", *_SPARK):
         logging.getLogger(name).setLevel(logging.CRITICAL)

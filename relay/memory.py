@@ -1,7 +1,7 @@
-"""How Python looks for garbage, and how the process gives memory back.
+"""Tunes Python's garbage collector, and returns memory to the system.
 
 A batch is tens of thousands of small tuples without cycles. With Python's defaults the collector walks over them again
-and again, which was a fifth of all time. What is dropped without a cycle is freed at once all the same.
+and again, which was a fifth of all time. Objects outside cycles are freed at once all the same.
 
 Sources: Python documentation, "gc — Garbage Collector interface"; mallopt(3); Arrow documentation, "Memory Pools".
 """
@@ -20,7 +20,7 @@ _LARGE_BYTES = 1024 * 1024
 
 
 def collect_rarely() -> None:
-    """Leave out of every later look what was loaded so far, and look at what is new when there is much of it."""
+    """Exclude everything loaded so far from garbage collection, and collect only when there are many new objects."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)
 
@@ -36,7 +36,7 @@ def return_large_blocks() -> None:
 
 
 def return_arrow_blocks() -> None:
-    """Let Arrow take its memory from the C library too: what it takes by itself it keeps, 20 MB, measured."""
+    """Let Arrow allocate with the C library: its own allocator keeps 20 MB, measured."""
     import pyarrow as pa
 
     pa.set_memory_pool(pa.system_memory_pool())

@@ -1,4 +1,4 @@
-"""What relay tells about its work while it happens. Here nobody listens; `relay.observe.metrics` does."""
+"""The events that metrics count. This meter ignores them; `relay.observe.metrics` counts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Takes what happens. Safe in several threads; nothing here waits or raises."""
+    """Is told what happens. Safe in several threads; its methods neither block nor raise."""
 
     def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """A batch is durable, so many seconds after it was taken."""

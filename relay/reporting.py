@@ -1,4 +1,4 @@
-"""How a long task tells what it does and how far it is, to whoever wants to show it."""
+"""The callback by which a long task reports its progress."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class ProgressReport(Protocol):
-    """Told again and again: what is being done, how many units of it, and of how many where that is known.
+    """Called again and again: what is being done, how many units are done, and of how many, if known.
 
-    Other words for `what` begin another step. Safe to call often, and from one thread after another.
+    A new `what` begins another step. Safe to call often, and from one thread after another.
     """
 
     def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """Take note of it."""
+        """Report progress."""
 
 
 def silent(what: str, done: int = 0, total: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Trying again, for as long as it takes, what fails because of the surroundings."""
+"""Retries, without a limit, what outages let fail."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def retry_until_success(
     say: Callable[[RetryCallState], None],
     passes: Callable[[BaseException], bool] = is_transient,
 ) -> Retrying:
-    """Calls again after a fault that `passes`, first soon and then seldom; `stopping`, once set, lets the last one out.
+    """Calls again after a fault that `passes`, waiting longer each time; once `stopping` is set, raises the last one.
 
-    To be made once and called often: each is a reference cycle, and while those are looked for nothing else goes on.
+    Make it once and call it often: each is a reference cycle, and garbage collection stops all threads.
     """
     return Retrying(
         retry=retry_if_exception(passes),
@@ -43,7 +43,7 @@ def retry_until_success(
 
 
 def log_first(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Say that something cannot be done yet, with the first fault of a row of them."""
+    """Return a callback that logs that something cannot be done yet, with the first of several faults."""
 
     def say(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -54,7 +54,7 @@ def log_first(log: logging.Logger, text: str) -> Callable[[RetryCallState], None
 
 
 def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Say that something cannot be done yet, once for each fault that differs from the one before."""
+    """Return a callback that logs that something cannot be done yet, once for each new fault."""
     last_logged = ""
 
     def say(state: RetryCallState) -> None:

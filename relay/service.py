@@ -1,4 +1,4 @@
-"""The loop: take a batch, make it durable, acknowledge it. Start-up and shutdown of a group around it."""
+"""The loop of a group: take a batch, apply it, acknowledge it. Start and end of the group's parts."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Service:
         self._meter.retried("", found.tried, found.dead)
 
     def _raise_faults(self) -> None:
-        """Raise what ended relaying in a thread beside the loop, if anything did."""
+        """Raise the error that ended a thread beside the loop, if any."""
         lost = self._unflushed.error if self._unflushed else None
         threads = (self._retry_worker, self._sinks, self._presence, self._retention)
         for error in (*(thread.error for thread in threads), lost):
@@ -170,7 +170,7 @@ class Service:
                 raise error
 
     def _begin(self) -> bool:
-        """Whether an instance of the group may have died of what comes now."""
+        """Note that the group runs; returns whether an instance may have died with the next batch in flight."""
         try:
             with connect(self._settings.target_dsn) as conn:
                 living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
@@ -210,7 +210,7 @@ class Service:
         self._engines.note(batch, outcome)
 
     def note_orderly_exit(self) -> None:
-        """Say that the process ends by its own decision, and that what is in flight has not killed it."""
+        """Note that the process ends itself, and that no batch in flight has killed it."""
         with suppress(psycopg.Error):
             self._pipeline.applier.note_orderly_exit()
 

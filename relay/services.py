@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_SECONDS = 1.0
 """How long the main thread waits at most before it runs the handlers of signals that other threads received."""
 _EXIT_NOTE_SECONDS = 2.0
-"""How long the process waits at most, before it ends itself, to say that this is no death."""
+"""How long the process waits at most, before it ends itself, to note that this is no crash."""
 
 
 class GroupsFailed(RelayError):
@@ -49,8 +49,8 @@ class GroupsFailed(RelayError):
 class Services:
     """The groups that this process relays.
 
-    A group whose databases cannot be reached yet waits for them, while the others relay. When a group fails, the
-    others finish what is in flight and the process ends, so that whoever watches it knows.
+    A group whose databases cannot be reached yet retries, while the others relay. When a group fails, the others finish
+    what is in flight and the process ends, so that its supervisor notices.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Services:
             )
 
     def _stop(self, left: set[_GroupThread]) -> set[_GroupThread]:
-        """Let groups end after the batch in flight; returns those that have not begun, which need no waiting."""
+        """Stop groups after the batch in flight; returns those that have not begun, which end at once."""
         self._stopping.set()
         if not self._last_resort.is_alive():
             self._last_resort.start()
@@ -145,7 +145,7 @@ class Services:
         raise GroupsFailed((line for each in self._failed for line in each.fault_lines()), status)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        # The main thread may be anywhere, in the midst of a log line too: it acts when it looks at the queue.
+        # The main thread may be interrupted anywhere, also within a log line: it acts when it reads the queue.
         self._messages.put(signal.Signals(number))
 
     def _give_up(self) -> None:
@@ -247,7 +247,7 @@ class _GroupThread:
         if named:
             shared.claim(self._configuration)
         service = Service(settings, shared.session, shared.accept_configuration)
-        # Whoever stops sees the service, or the service sees that it is to stop.
+        # Either `_stop` finds the service, or `stopping` is set before this is read.
         self.service = service
         if not shared.stopping.is_set():
             service.run()
@@ -255,9 +255,9 @@ class _GroupThread:
 
 @contextmanager
 def _listening(all_settings: Sequence[Settings]) -> Iterator[None]:
-    """Answer at each observe.listen from now on, also while groups still wait for their databases.
+    """Answer at each observe.listen from now on, also while groups cannot reach their databases.
 
-    Raises ConfigurationError if an address cannot be had.
+    Raises ConfigurationError if relay cannot listen at an address.
     """
     addresses = {each.observe.listen for each in all_settings if each.observe.listen}
     with ExitStack() as listening:

@@ -1,4 +1,4 @@
-"""Threads that have the context of whoever makes them, so that their log lines say of which group they are.
+"""Threads that inherit the context of their creator, so that their log lines have the group.
 
 Source: Python documentation, "contextvars — Context Variables": a thread starts with an empty context.
 """

@@ -36,9 +36,9 @@ class OpenCommit(NamedTuple):
 
 
 class Assembler:
-    """Feed it messages in the order of the stream, and fetch the commits that hold rows of the outbox.
+    """Takes messages in the order of the stream (`feed`) and gives the commits with rows of the outbox (`fetch`).
 
-    Each message comes behind a header of so many bytes. A commit whose rows exceed `max_bytes` goes to a spool file.
+    Each message follows a header of so many bytes. A commit whose rows exceed `max_bytes` goes to a spool file.
     Raises ConfigurationError when the outbox has lost the host column, ProtocolError for a malformed message.
     """
 
@@ -98,14 +98,14 @@ class Assembler:
         self._learn_emitted()
 
     def feed(self, messages: list[Buffer]) -> Lsn | None:
-        """Take messages out of a list, in the order of the stream; returns the end of the last commit without rows."""
+        """Take messages, in the order of the stream, out of a list; returns the end of the last commit without rows."""
         if self._emitted is not None:
             messages[:] = self._emitted.inserts(messages)
         if not messages:
             return None
         count = len(messages)
         buffer = MessageBuffer.of(messages, self._header)
-        # They are copied; a large one is not to be in memory twice.
+        # They were copied: a large one must not be in memory twice.
         messages.clear()
         passed: Lsn | None = None
         first = 0
@@ -117,19 +117,19 @@ class Assembler:
         return self._take(rest) or passed
 
     def fetch(self) -> list[Transactions]:
-        """The whole commits with rows since the last time, in order."""
+        """Return the whole commits with rows since the last call, in order."""
         return self._grouping.fetch()
 
     def foreign(self) -> int:
-        """How many rows with another transaction's c_xid were left out since the last time."""
+        """How many rows with another transaction's c_xid were left out since the last call."""
         return self._grouping.foreign()
 
     def ignored(self) -> int:
-        """How many messages were left out since the last time, because they belong to no transaction."""
+        """How many messages were left out since the last call, because they belong to no transaction."""
         return 0 if self._emitted is None else self._emitted.ignored()
 
     def _learn_emitted(self) -> None:
-        """What messages become is a relation that the stream does not describe."""
+        """Learn the relation that messages are turned into, which the stream does not describe."""
         if self._emitted is None:
             return
         self._emitted.reset(self._encoding)
@@ -158,7 +158,7 @@ class Assembler:
         return text if self._encoding is None else self._encoding.name_of(text)
 
     def _take(self, some: MessageBuffer) -> Lsn | None:
-        """Messages between which no table is described."""
+        """Take messages without a Relation among them."""
         self._check_kinds(some.kinds)
         self._check_order(some.kinds)
         commits = some.indices(_COMMIT)
@@ -171,12 +171,16 @@ class Assembler:
         return self._grouping.take(self._layout, rows, ends, self._xid or 0)
 
     def _check_kinds(self, kinds: bytes) -> None:
-        """There are no messages but those of protocol version 1. What carries no rows is not decoded."""
+        """Raise ProtocolError for a kind that protocol version 1 lacks. Messages without rows are not decoded."""
         if unknown := kinds.translate(None, KINDS):
             raise ProtocolError(f"unknown pgoutput message {unknown[:1]!r}")
 
     def _check_order(self, kinds: bytes) -> None:
-        """Begins and Commits come in turn, and rows between them."""
+        """Raise ProtocolError unless Begins and Commits alternate, with rows only between them.
+
+        The kinds are compared as a string. Of `BIIC O BIC`, `turns` keeps BCBC, which is how a repetition of BC begins;
+        `marks` is BIICBIC, which neither begins with I nor contains CI.
+        """
         marks = (b"B" * self.open + kinds).translate(None, _OTHER_KINDS)
         turns = marks.translate(None, b"I")
         if not (b"BC" * len(turns)).startswith(turns):
@@ -185,7 +189,7 @@ class Assembler:
             raise ProtocolError("a row outside a transaction")
 
     def _ours(self, some: MessageBuffer) -> Int64Array:
-        """Where the inserts into the outbox are."""
+        """The indices of the inserts into the outbox, int64."""
         indices = some.indices(_INSERT)
         found = some.read(indices, INSERT)
         if found["new"].tobytes().translate(None, b"N"):
@@ -196,7 +200,7 @@ class Assembler:
         return indices if tables == {self._outbox} else indices[found["oid"] == self._outbox]
 
     def _ends(self, some: MessageBuffer, commits: Int64Array) -> Ends:
-        """The commits, each with the xid that its Begin has told."""
+        """The ends of the commits, each with the xid of its Begin; `rows` is left to the caller."""
         begins = some.read(some.indices(_BEGIN), BEGIN)
         xids = begins["xid"].tolist()
         if len(begins):

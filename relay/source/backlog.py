@@ -1,4 +1,4 @@
-"""How much of the outbox is not read yet, counted at a bounded cost: for who looks every few seconds."""
+"""Counts how much of the outbox is not read yet, at a bounded cost, for `relay top`. `unread` counts exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relay.source.differences import array
 Connection = psycopg.Connection[Any]
 
 MOST = 10_000
-"""How many rows are looked at, the newest and the oldest ones each."""
+"""How many rows are read, of the newest and of the oldest each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Backlogs:
         self._has_time: bool | None = None
 
     def count(self, conn: Connection, applied: Sequence[AppliedPosition], done: Xids) -> Backlog:
-        """What is not applied where the partitions stand, or where a sink stands, which is a single `applied`.
+        """Count what is not applied at the partitions' positions, or at a sink's, which is a single `applied`.
 
         `done` are transactions that are applied beyond that.
         """
@@ -111,7 +111,7 @@ class Backlogs:
     def _scans(
         self, conn: Connection, applied: Sequence[AppliedPosition], order: LiteralString
     ) -> sql.Composed:
-        """The rows that may not be read, each kind by the index: later ones, stragglers, and those without c_xid."""
+        """The rows that may not be read, each kind by the index: later ones, late commits, those without c_xid."""
         first = min(each.snapshot.xmax for each in applied)
         late = sorted({xid for each in applied for xid in each.snapshot.in_progress if xid < first})
         xid = sql.Identifier(INSERTED_BY)

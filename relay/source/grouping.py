@@ -1,4 +1,12 @@
-"""Groups the rows of commits by business transaction, in memory or, where they are too many, in a spool file."""
+"""Groups the rows of commits by business transaction: in memory, or in a spool file if they are too many.
+
+An example, with FEW_ROWS at 0: the rows 0 to 5 came, with the transaction_ids a a b b b c, and `ends["rows"]` is [2,
+5]. So rows 0 and 1 are a commit, 2 to 4 another one, and row 5 belongs to a commit that is still open. `Layout.survey`
+finds that each of the two commits is one business transaction of one host. They become one `Transactions` whose
+`facts["events"]` is [2, 3] and whose rows are a view of the buffer: no row was copied, and no object made for a row.
+Had row 3 been of another transaction_id, the second commit would be grouped row by row (`_CommitRows`), and the first
+one as before. Row 5 is kept until the end of its commit has come.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +27,7 @@ from relay.source.pgoutput import decode_tuple, encode_tuple
 
 _GROUPED_AT_ONCE = 1_000
 _GROUPED_BYTES = 1 << 18
-"""How many of a large commit's rows, and bytes of them, are placed together."""
+"""How many rows of a large commit, and bytes of them, are grouped together."""
 
 
 @dataclass(slots=True)
@@ -37,14 +45,14 @@ class _TransactionRows:
 
 
 class _Offsets:
-    """The offsets of a commit's rows. They ascend, unless rows were moved or publishers give offsets of their own."""
+    """The c_offsets of a commit. They ascend, unless rows were moved or publishers give offsets of their own."""
 
     def __init__(self) -> None:
         self._ascending = array("q")
         self._found: set[int] | None = None
 
     def add(self, offset: int) -> bool:
-        """Take an offset; returns whether it is new."""
+        """Add an offset; returns whether it is new."""
         if self._found is None:
             if not self._ascending or offset > self._ascending[-1]:
                 self._ascending.append(offset)
@@ -57,7 +65,7 @@ class _Offsets:
 
 
 class _CommitRows:
-    """A commit whose rows are placed one by one: of several business transactions, too large, or altered midway.
+    """A commit whose rows are grouped one by one: of several business transactions, too large, or altered midway.
 
     Rows that are no new events are left out: `xid` is the commit's transaction id, or 0 where it is not known.
     """
@@ -78,7 +86,7 @@ class _CommitRows:
         return 0 if self._spool else self._size
 
     def add_rows(self, layout: Layout, rows: Rows) -> None:
-        """Take rows, each to those of its business transaction."""
+        """Add each row to those of its business transaction."""
         reshape = layout.columns != self._columns
         if reshape:
             self._widen(layout)
@@ -109,7 +117,7 @@ class _CommitRows:
                 group.rows.append(row)
 
     def spill(self, directory: Path | None) -> None:
-        """Move the rows to a file, where those that follow go too."""
+        """Move the rows to a file; later rows are appended there."""
         spool = Spool(directory)
         for group in self._groups.values():
             group.spooled = SpooledTuples(spool)
@@ -119,7 +127,7 @@ class _CommitRows:
         self._spool = spool
 
     def received(self, end: Ends) -> Transactions:
-        """The rows as a whole commit, which ends there."""
+        """Return the rows as a whole commit, which `end` describes."""
         if self._spool is not None:
             self._spool.seal()
         groups = self._groups.values()
@@ -147,7 +155,7 @@ class _CommitRows:
         return group
 
     def _widen(self, layout: Layout) -> None:
-        """The table was altered in the midst of the commit: where it gained a field's column, rows before get null."""
+        """Follow a table that was altered within the commit: earlier rows get null in a field's new column."""
         names = (*FIELDS, *self._mapping)
         fields = {NOTE, *(self._mapping.get(name, name) for name in names)}
         gained = [name for name in layout.columns if name in fields and name not in self._columns]
@@ -165,7 +173,7 @@ class _CommitRows:
 
 
 class Grouping:
-    """Takes the rows of one commit after the other, and looks at those of many commits together.
+    """Takes rows in the order of the stream, and groups those of many commits together.
 
     A commit above `max_bytes` goes to a spool file.
     """
@@ -188,7 +196,7 @@ class Grouping:
         self._forget_kept()
 
     def _forget_kept(self) -> None:
-        # Rows that were not looked at yet, and where commits end among them; after the last end, the open commit's.
+        # Rows that are not grouped yet, and where commits end among them. After the last end come the open commit's.
         self._kept: list[Rows] = []
         self._ends: list[Ends] = []
         self._open_size = 0
@@ -199,7 +207,7 @@ class Grouping:
         return self._open_size + (self._open_groups.size if self._open_groups else 0)
 
     def take(self, layout: Layout | None, rows: Rows, ends: Ends, xid: int = 0) -> Lsn | None:
-        """Take rows, undecoded, and where commits end among them. Without rows, the layout does not matter.
+        """Take rows, undecoded, and where commits end among them. Without rows, the layout is not read.
 
         `xid` is that of the commit that stays open after the last end, or 0. Returns the end of the last commit that
         has no rows at all, if there is one. Raises ProtocolError where a row is cut short.
@@ -220,13 +228,13 @@ class Grouping:
         return passed
 
     def fetch(self) -> list[Transactions]:
-        """The commits that were finished since the last time. Raises ProtocolError where a row is cut short."""
+        """Return the commits that ended since the last call. Raises ProtocolError where a row is cut short."""
         self._group_finished()
         finished, self._finished = self._finished, []
         return finished
 
     def foreign(self) -> int:
-        """How many rows with another transaction's c_xid were left out since the last time.
+        """How many rows with another transaction's c_xid were left out since the last call.
 
         Those of a partitioned table do not count: an update moves a row from one partition to another.
         """
@@ -234,7 +242,7 @@ class Grouping:
         return found
 
     def _fits(self, rows: Rows) -> bool:
-        """Whether no commit can be too large to be looked at together with others."""
+        """Whether no commit can be too large to be grouped together with others."""
         return self._open_groups is None and self._open_size + rows.size <= self._max_bytes
 
     def _take_one(self, rows: Rows, end: Ends) -> Lsn | None:
@@ -269,14 +277,14 @@ class Grouping:
         return None if len(found) == len(ends) else Lsn(ends["end_lsn"][~whole][-1])
 
     def _change(self, layout: Layout | None) -> None:
-        """The rows that follow are of another shape."""
+        """Begin another layout: group what was kept first."""
         self._group_finished()
         if self._kept:
             self._group_rows(Rows.of([]))
         self._layout = layout
 
     def _group_rows(self, rows: Rows) -> None:
-        """Place the rows of the open commit, those that were kept and these, one by one."""
+        """Group the rows of the open commit, those that were kept and these, one by one."""
         if self._layout is None:
             return
         if self._open_groups is None:
@@ -338,7 +346,7 @@ class Grouping:
 
 
 def _without(rows: Rows, ends: Ends, old: Mask) -> tuple[Rows, Ends]:
-    """The rows that are not marked, and where the commits end that have any."""
+    """Drop the rows that are marked, and the commits that have no others."""
     left = np.cumsum(~old)[ends["rows"] - 1]
     found = ends[np.diff(left, prepend=0) > 0]
     found["rows"] = left[np.diff(left, prepend=0) > 0]

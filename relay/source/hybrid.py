@@ -1,4 +1,4 @@
-"""Which way the events come: the WAL where it can be had, polling for what it does not have."""
+"""Chooses the mode: the WAL where it can be read, polling for what it does not have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from relay.source.wal import WalSource
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3.0
-"""How long the replication connection may fail before polling steps in."""
+"""How long the replication connection may fail before relay polls."""
 AUDIT_SECONDS = 5.0
 """How often the stream is compared with the outbox."""
 RECONNECT_SECONDS = 15.0
@@ -63,7 +63,7 @@ class Source(Protocol):
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Close the connections to the source."""
 
     @property
     def flushed(self) -> Lsn:
@@ -89,8 +89,8 @@ def open_source(settings: Settings) -> Source:
 class StreamSource:
     """The WAL, and in mode `auto` polling for what it does not have: rows older than the slot, or all while it is away.
 
-    Both ways move the same cursors. A snapshot whose commits have all come from the WAL takes the place of the one
-    before; what it shows that did not come is polled.
+    Both modes move the same positions. A snapshot whose commits have all come from the WAL replaces the one before;
+    what it sees that did not come is polled.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -214,7 +214,7 @@ class StreamSource:
         return 0.2 if self._current_position else 1.0
 
     def _streamed(self, batch: Batch) -> Iterator[Batch]:
-        """A batch of the WAL; again, where a difference was open, after that is polled."""
+        """A batch of the WAL; once more if a difference was open, after that is polled."""
         while not self._stopping.is_set():
             yield batch
             if not self._refused:
@@ -223,7 +223,7 @@ class StreamSource:
             yield from self._windows(opening=False)
 
     def _missing(self) -> Iterator[Batch]:
-        """What is to be polled before a stream that has just begun."""
+        """Poll what a stream that has just begun may lack."""
         if self._wal.connections == self._connections:
             return
         self._connections = self._wal.connections
@@ -238,9 +238,9 @@ class StreamSource:
             self._wal.complete(self._connections)
 
     def _audit(self) -> Iterator[Batch]:
-        """From time to time a snapshot whose commits have all come takes the place of the last one.
+        """Compare the stream with the outbox from time to time, by a snapshot that replaces the group's last one.
 
-        What it shows that has not come is polled: as a rule nothing.
+        What the snapshot sees and the stream has not brought is polled: as a rule nothing.
         """
         now = time.monotonic()
         if now < self._next_audit:
@@ -264,7 +264,7 @@ class StreamSource:
         yield from self._logged(self._windows(opening=False))
         self._next_audit = 0.0
         if now >= self._next_reconnect:
-            # It may go by a publication that is no longer there.
+            # It may still use a publication that was dropped.
             self._next_reconnect = now + RECONNECT_SECONDS
             log.warning(
                 "the stream has left out commits that the outbox shows, now polled: see the publication's row filter"
@@ -288,7 +288,7 @@ class StreamSource:
             )
 
     def _windows(self, opening: bool) -> Iterator[Batch]:
-        """What is left of the differences that are open, and with `opening` of one more up to now."""
+        """The windows of the differences that are open, and with `opening` of a new one up to now."""
         if opening:
             yield from self._windows(opening=False)
         while not self._stopping.is_set() and (window := self._poller.window(opening)):
@@ -298,9 +298,9 @@ class StreamSource:
                 self._stopping.wait(BUSY_SECONDS)
 
     def _around(self, commit: OpenCommit) -> Iterator[Batch]:
-        """What the outbox has up to a commit that cannot be received, by polling that leaves large rows where they are.
+        """Poll up to a commit that cannot be received; large rows are dead-lettered by reference, not read.
 
-        Everything that came before it is applied already. Whatever commits meanwhile may come both ways.
+        Everything before it is applied already. What commits meanwhile may be polled and streamed; it is applied once.
         """
         last = self._poller.last()
         if last is None:
@@ -344,7 +344,7 @@ class StreamSource:
             self._stopping.wait(BUSY_SECONDS)
 
     def _enter_standby(self) -> None:
-        """Another process has taken the slot over, if this one has read it."""
+        """Note that another process reads the slot."""
         self._stood_by = True
         if self._mode:
             self._mode = ""

@@ -40,7 +40,7 @@ class Interval:
         self._wakeup.wake()
 
     def leave(self) -> None:
-        """Polling is over for now: nobody listens."""
+        """End listening, while relay does not poll."""
         self.shorten()
         listener, self._listener = self._listener, None
         if listener is not None:

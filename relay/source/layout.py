@@ -21,18 +21,18 @@ _XID = 0xFFFFFFFF
 
 Ends = NDArray[np.void]
 ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
-"""Where commits end: how many rows there are up to each, and what `Commit` has of it."""
+"""The dtype of commits' ends: how many rows there are up to each end, and the fields of `Commit`."""
 
 
 def polled(ends: Sequence[tuple[int, int]]) -> Ends:
-    """Where commits end whose rows were read from the table: the number of rows, and what `c_xid` is in them or 0."""
+    """Ends of commits whose rows were read from the table, from the number of rows up to each and its `c_xid`, or 0."""
     found = np.zeros(len(ends), ENDS)
     found["rows"], found["xid"] = [rows for rows, _ in ends], [xid & _XID for _, xid in ends]
     return found
 
 
 class Peeked(NamedTuple):
-    """The fields that planning needs, row by row. An offset is 0 where there is none, so is an xid.
+    """The fields that planning needs, row by row. A missing offset or xid is 0.
 
     Users decide only where there is no transaction_id, so there are none where all rows have one.
     """
@@ -45,9 +45,9 @@ class Peeked(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What planning needs of commits, where each is one business transaction of one host (`uniform`).
+    """What planning needs of commits, one element a commit, if it is one business transaction of one host (`uniform`).
 
-    `old` marks the rows that are no new events, where there are any.
+    `old` is a mask of the rows that are no new events; None where there are none.
     """
 
     uniform: Sequence[bool]
@@ -88,16 +88,16 @@ class Layout:
         return cls(tuple(columns), tuple(map(index.get, names)), names[2], partitioned)
 
     def peek(self, rows: Rows) -> Peeked:
-        """Look at many rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
+        """Read fields of rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
         *indices, user = self.indices
         hosts, ids, offsets, xids = columns(rows, indices)
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users, _xids(xids))
 
     def survey(self, rows: Rows, commits: Ends) -> Survey | None:
-        """Look at the rows of commits that end there. Raises as `peek` does.
+        """Read the fields of whole commits, which `commits` describes. Raises as `peek` does.
 
-        None where looking at them together gains nothing: they are few, or have no transaction_id.
+        Returns None where this gains nothing over `peek`: for few rows, and for tables without transaction_id.
         """
         host, transaction_id, offset, xid, _ = self.indices
         if len(rows) < FEW_ROWS or host is None or transaction_id is None:
@@ -123,7 +123,7 @@ class Layout:
     def _old(
         self, walked: Walked, index: int | None, offsets: Int64Array, ends: Ends
     ) -> Mask | None:
-        """The rows that another transaction has inserted than the one they come with, or that come twice with it."""
+        """Mark rows that another transaction has inserted than the one they came with, or that came with it twice."""
         if index is None:
             return None
         numbers = walked.numbers(index)
@@ -156,7 +156,7 @@ def _xids(values: Sequence[bytes | None]) -> list[int]:
 
 
 def _repeated(commits: Int64Array, offsets: Int64Array) -> Mask:
-    """The rows whose commit has had their offset before."""
+    """Mark rows whose offset an earlier row of the same commit has."""
     order = np.lexsort((np.arange(len(offsets)), offsets, commits))
     same = np.concatenate(
         ([False], (np.diff(commits[order]) == 0) & (np.diff(offsets[order]) == 0))

@@ -1,4 +1,4 @@
-"""What came of the stream at once: pgoutput messages side by side in one buffer, told apart by arrays. No I/O.
+"""The messages of pgoutput that were read together, in one buffer with arrays of their boundaries. No I/O.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """
@@ -22,7 +22,7 @@ COMMIT = np.dtype(
     [("kind", "u1"), ("flags", "u1"), ("lsn", ">u8"), ("end_lsn", ">u8"), ("ts", ">i8")]
 )
 INSERT = np.dtype([("kind", "u1"), ("oid", ">u4"), ("new", "u1")])
-"""How messages begin; an Insert's row follows."""
+"""The fixed part of messages; an Insert's row follows it."""
 
 _SHORTEST = np.ones(256, np.int64)
 _SHORTEST[list(b"BCI")] = BEGIN.itemsize, COMMIT.itemsize, INSERT.itemsize
@@ -45,7 +45,7 @@ class MessageBuffer:
 
     @classmethod
     def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
-        """Messages that each come behind a header of so many bytes."""
+        """Copy messages into one buffer, without a header of so many bytes before each."""
         return cls(Rows.of(messages).without_header(header))
 
     def __getitem__(self, index: int) -> bytes:
@@ -53,18 +53,18 @@ class MessageBuffer:
         return found.data[found.starts[index] : found.ends[index]]
 
     def part(self, first: int, last: int) -> MessageBuffer:
-        """Those from the place `first` up to `last`."""
+        """The messages from index `first` up to, and without, `last`; a view."""
         return MessageBuffer(self._messages.part(first, last))
 
     def indices(self, kind: int) -> Int64Array:
-        """Where the messages of a kind are."""
+        """The indices of the messages of a kind, int64, ascending."""
         found: Int64Array = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
         return found
 
     def read(self, indices: Int64Array, form: np.dtype[np.void]) -> NDArray[np.void]:
-        """What messages begin with."""
+        """The fixed parts of the messages at some indices, as a structured array of dtype `form`."""
         return at_each_octet(self._messages.data, form)[self._messages.starts[indices]]
 
     def rows(self, indices: Int64Array) -> Rows:
-        """The rows of Inserts, which keep hardly any other message in memory."""
+        """The rows of the Inserts at some indices; copied if they are a small part of the buffer."""
         return self._messages.take(indices).without_header(INSERT.itemsize).compact()

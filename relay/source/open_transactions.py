@@ -1,4 +1,4 @@
-"""Whom the making of a slot waits for: it takes until every transaction that has written has ended.
+"""Which transactions the creation of a slot waits for: all that have written and are open.
 
 Source: PostgreSQL documentation, "pg_stat_activity" and "pg_prepared_xacts".
 """
@@ -22,7 +22,7 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 1.0
-"""How long the making of a slot may take before it is told for whom it waits."""
+"""How long the creation of a slot may take before the oldest of these is reported."""
 AGAIN_SECONDS = 10.0
 
 
@@ -64,7 +64,7 @@ def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
 
 @contextmanager
 def reporting_blockers(dsn: str, report_blockers: Callable[[str], None]) -> Iterator[None]:
-    """While this lasts, `tell` from time to time, in another thread, which transaction is the oldest."""
+    """Call `report_blockers` from time to time, in another thread, with the oldest open transaction."""
     ended = Event()
     thread = Thread(target=_watch, args=(dsn, report_blockers, ended), name="waits", daemon=True)
     thread.start()
@@ -86,4 +86,6 @@ def _watch(dsn: str, report_blockers: Callable[[str], None], ended: Event) -> No
                     report_blockers(str(found))
                 ended.wait(AGAIN_SECONDS)
     except psycopg.Error as error:
-        log.debug("cannot tell whom the slot waits for", extra={"fault": describe(error)})
+        log.debug(
+            "cannot read which transaction the slot waits for", extra={"fault": describe(error)}
+        )

@@ -1,7 +1,7 @@
 """pgoutput, protocol version 1: the messages that relay reads one by one, and rows. No I/O.
 
-`gulp` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate carry no new rows: their
-kind is checked, and they are not decoded.
+`messages` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate carry no new rows:
+their kind is checked, and they are not decoded.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """

@@ -1,4 +1,4 @@
-"""The polling path: the differences between snapshots of the source, in windows.
+"""Polls the outbox: the differences between snapshots of the source, in windows.
 
 A group has a chain of snapshots, and each partition stands at one of them: everything that it sees is applied. Whoever
 applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances share a
@@ -47,7 +47,7 @@ _FAR = 1 << 24
 
 @dataclass(slots=True)
 class _Plan:
-    """A difference that is being polled: what is left of it, and up to where its portions reach in each partition."""
+    """A difference that is being polled: the portions that are left, and the position reached in each partition."""
 
     before: ChainLink
     after: ChainLink
@@ -69,7 +69,7 @@ class Poller:
     """
 
     def __init__(self, settings: Settings, heartbeat: Heartbeat | None = None) -> None:
-        """`pulse` is that of the thread that polls."""
+        """`heartbeat` is that of the thread that polls."""
         self._settings = settings
         self._heartbeat = heartbeat or Heartbeat()
         self._rows = OutboxRows(settings)
@@ -87,7 +87,7 @@ class Poller:
         self._checked = False
 
     def stop(self) -> None:
-        """End waiting; a window that cannot be had is None."""
+        """End waiting; `window` returns None then."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -111,10 +111,10 @@ class Poller:
     def adopt(
         self, seen: SourcePosition, opening: bool, adopted: Callable[[SourcePosition], None]
     ) -> bool:
-        """Let a sight be the group's snapshot, now that everything up to its position is applied from the WAL.
+        """Make a snapshot the group's, once everything up to its position in the WAL is applied.
 
         False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
-        `adopted` is called if the WAL has brought everything that the sight shows. Raises psycopg.Error.
+        `adopted` is called if the WAL has brought everything that the snapshot sees. Raises psycopg.Error.
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
@@ -239,7 +239,7 @@ class Poller:
             if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
                 snapshots.prune(target, group)
                 return
-        # Another instance is at it.
+        # Another instance still applies a part of it.
         self._stopping.wait(BUSY_SECONDS)
 
     def _drop_plan(self) -> None:
@@ -258,7 +258,7 @@ class Poller:
 
 
 class Follower(Protocol):
-    """Who has to know how the source is read."""
+    """Is told how the source is read."""
 
     def streaming(self) -> None:
         """The WAL is read from now on; no batch of it has been yielded yet."""
@@ -270,7 +270,7 @@ class Follower(Protocol):
         """Another process reads the WAL from now on; all that it has brought here was yielded."""
 
     def adopt(self, seen: SourcePosition) -> None:
-        """The WAL has brought everything that a sight shows, and all of it is confirmed."""
+        """The WAL has brought everything that a snapshot sees, and all of it is confirmed."""
 
 
 class PollSource:
@@ -346,7 +346,7 @@ class PollSource:
         self._progressed = any(not task.busy for task in outcome.tasks)
 
     def confirm(self, end: Lsn) -> None:
-        """Nothing is confirmed to the outbox: the cursors in the target are all there is."""
+        """Nothing is confirmed to the source: the positions are in the target."""
 
 
 def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
@@ -355,7 +355,7 @@ def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
         with connect(settings.target_dsn) as conn:
             groups.note_mode(conn, settings.group, mode, reason)
     except psycopg.Error as error:
-        log.debug("cannot note the way of reading", extra={"fault": describe(error)})
+        log.debug("cannot note the mode", extra={"fault": describe(error)})
 
 
 def _index(links: Sequence[ChainLink], number: int) -> int:

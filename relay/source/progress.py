@@ -1,4 +1,4 @@
-"""What may be told to PostgreSQL about the positions of the stream. No I/O."""
+"""The positions of the stream that may be confirmed to PostgreSQL. No I/O."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Progress:
             self._last_commit = max(self._last_commit, end)
 
     def nothing_until(self, position: Lsn) -> None:
-        """The stream reached a position, between transactions, with nothing in it for us."""
+        """The stream reached a position, between transactions, without rows of the outbox."""
         with self._lock:
             self._received = max(self._received, position)
             self._advance(Lsn(0))
@@ -63,7 +63,7 @@ class Progress:
 
     @property
     def received(self) -> Lsn:
-        """Where the stream is to be resumed after a lost connection."""
+        """The position at which the stream is resumed after a lost connection."""
         with self._lock:
             return self._received
 
@@ -75,7 +75,7 @@ class Progress:
 
     @property
     def flushed(self) -> Lsn:
-        """Up to where PostgreSQL may recycle the WAL."""
+        """The position up to which PostgreSQL may recycle the WAL."""
         with self._lock:
             return self._flushed
 

@@ -40,11 +40,11 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 OPEN_COMMIT_SHARE = 0.5
 """The share of `source.buffer_bytes` that the rows of an open commit may take before they spill to a file."""
 READ_BYTES = 2 * 1024 * 1024
-"""How much is read before it is looked at, so that a fast sender cannot hold the loop for ever."""
+"""How much is read before it is assembled, so that a fast sender cannot hold the loop for ever."""
 BUSY_BYTES = 128 * 1024
-"""A gulp of more than this means that the stream is behind: the walsender then runs faster if it is not woken."""
+"""More than this at once means that the stream lags: the walsender then runs faster if it is not woken."""
 PAUSE_SECONDS = 0.01
-"""How long the stream is left alone at most, while it is behind and while a batch is in flight."""
+"""How long the stream is not read at most, while it lags and while a batch is in flight."""
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 STEADY_SECONDS = 1.0
@@ -122,7 +122,7 @@ class Receiver:
         self._receiver_suspects.guard()
 
     def wake(self) -> None:
-        """Something was acknowledged, or is to be done. Safe in any thread."""
+        """Wake the thread: something was acknowledged, or is to be done. Safe in any thread."""
         self._wakeup.wake()
 
     def pass_over(self, commit: OpenCommit) -> None:
@@ -136,7 +136,7 @@ class Receiver:
             self._resumed.notify_all()
 
     def reconnect(self) -> None:
-        """Begin to stream again, after a look at slot and publication."""
+        """Begin to stream again, after slot and publication were checked."""
         self._suspected = True
         self._wakeup.wake()
 
@@ -173,7 +173,7 @@ class Receiver:
 
     def _session(self) -> None:
         """Connect and receive until the connection is lost."""
-        # The open commit comes again, as a whole.
+        # The server sends the open commit again, as a whole.
         self._assembler.reset()
         stream = self._replication.connect()
         if stream is None:
@@ -182,7 +182,7 @@ class Receiver:
         try:
             self._receive(stream)
         except (psycopg.Error, MemoryError, FatalCommit) as error:
-            # Without its traceback, which would keep what was being received in memory.
+            # The traceback would keep the received messages in memory.
             ended = error.with_traceback(None)
         finally:
             self.last_heard = None
@@ -196,9 +196,9 @@ class Receiver:
             self._wait_to_reconnect()
 
     def _lose(self, error: psycopg.Error | MemoryError) -> None:
-        """The connection is of no use any more. Raises RelayError where another one would be of none either."""
+        """Note why the connection was lost. Raises RelayError if another one would end the same way."""
         if isinstance(error, MemoryError) or is_out_of_memory(error):
-            # No outage: polling would read the same row.
+            # This is no outage: polling would read the same row.
             self._receiver_suspects.died(self._assembler.begun)
         else:
             self._receiver_suspects.survived()
@@ -237,7 +237,7 @@ class Receiver:
             asked = self._read_socket(pgconn)
             while not self._closing.is_set() and not self._suspected:
                 self.heartbeat.update("receives")
-                # What is not read is no silence.
+                # Nothing is read while the buffer is full: the server is not silent then.
                 self.last_heard = last_heard if reading else time.monotonic()
                 if not steady and self._is_steady(stream, time.monotonic() - began):
                     steady = True
@@ -260,7 +260,7 @@ class Receiver:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
                     if not self._progress.all_acknowledged:
-                        # What comes now is not needed before, and to take it in would keep the service waiting.
+                        # What comes now is needed after the batch, and assembling it would slow down the service.
                         self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
                 silent = now - last_heard if reading else 0.0
@@ -290,8 +290,8 @@ class Receiver:
     def _read_socket(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
         """Empty the socket, then take in what came; returns whether the server asks for a status.
 
-        Waking the walsender's reader for every message is what slows the walsender down. So while the stream is behind,
-        the socket is emptied and then left alone for some milliseconds; at the head of the stream there is no nap.
+        A walsender is slow if each message wakes the reader. So while the stream lags, the thread empties the socket
+        and then pauses for some milliseconds; at the head of the stream it does not pause.
         """
         asked = False
         while True:
@@ -315,7 +315,7 @@ class Receiver:
         # A guarded commit is noted before more is read.
         limit = 1 if self._receiver_suspects.guarding else READ_BYTES
         try:
-            # Until a look at the socket brings nothing more.
+            # Until the socket has nothing more.
             while length == 0 and before < size < limit:
                 before = size
                 pgconn.consume_input()
@@ -333,12 +333,12 @@ class Receiver:
                         asked = asked or bool(wanted)
                     del data
         except (psycopg.OperationalError, MemoryError):
-            # They tell which commit was open.
+            # The messages tell which commit was open.
             self._assembler.feed(messages)
             raise
         self._heard = self._heard or size > 0
         passed = self._assembler.feed(messages) or Lsn(0)
-        # Of what a keepalive speaks everything came before it, but for the transaction that is still open.
+        # Everything up to a keepalive's position came before it, except the transaction that is still open.
         self._finished(
             self._assembler.fetch(), passed if self._assembler.open else max(passed, reached)
         )
@@ -360,7 +360,7 @@ class Receiver:
         return size, asked
 
     def _finished(self, commits: list[Transactions], position: Lsn) -> None:
-        """Commits came whole, and up to a position there is nothing else."""
+        """Queue whole commits, and note that there is nothing else up to a position."""
         if commits:
             self._progress.commit(commits[-1].end)
             self._queue.put(commits)

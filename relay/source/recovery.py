@@ -1,4 +1,4 @@
-"""What is done about a source that has changed: another server, a slot or a publication that was lost."""
+"""Recreates a lost slot or publication, and recognises a source that is another server or has lost events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECREATIONS_AN_HOUR = 3
 
 
 class Unavailable(Exception):
-    """The WAL cannot be had for a reason that does not pass by itself."""
+    """The WAL cannot be read, for a reason that does not pass by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,9 @@ class Recognition:
             ) from None
         # A standby that has just followed its primary tells the former timeline for a while.
         if not found.standby and found.history.timeline != comparison.system.history.timeline:
-            raise TransientFault("source.dsn: the servers behind it are on different timelines")
+            raise TransientFault(
+                "source.dsn: the servers that it leads to are on different timelines"
+            )
         return found.history
 
     def _remember(self, comparison: SourceComparison) -> int:
@@ -241,7 +243,7 @@ class Recognition:
             return comparison.origin.epoch
         system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
-            # Meanwhile others may have applied what they still had of the former history, or followed already.
+            # Other instances may have applied more of the former history, or followed already.
             now = replace(comparison, origin=groups.origin(target, comparison.group, lock=True))
             if now.same:
                 return now.origin.epoch
@@ -255,7 +257,7 @@ class Recognition:
                 reset=now.foreign,
             )
             if now.foreign or (now.origin.identifier is None and now.origin.confirmed is None):
-                # Whatever the slot has, it may lack something.
+                # The slot may lack something.
                 groups.note_confirmed(target, comparison.group, Lsn(0))
         if now.foreign:
             log.warning("the source is another server: snapshots decide what is new")
@@ -268,7 +270,7 @@ class Recognition:
 
     def leave(self, confirmed: Lsn | None) -> None:
         """Remember how far the slot is confirmed, before somebody else can read it; None while it is read."""
-        # Not knowing it, the next reader notices later whether somebody has advanced the slot.
+        # Without it, the next reader only notices later that somebody has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
             groups.note_confirmed(target, self._settings.group, confirmed)
 
@@ -276,7 +278,7 @@ class Recognition:
 class Recovery:
     """Recreates a lost slot, publication first.
 
-    What the new slot does not have is left to polling: the cursors tell what is missing.
+    What the new slot does not have is polled: the positions tell what is missing.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -287,10 +289,10 @@ class Recovery:
     ) -> bool:
         """Make publication and slot if they cannot serve; returns whether there is a new slot.
 
-        `undecodable`: the slot stands in WAL from before the publication. `creating` is called before a slot is made,
-        which takes until the transactions that run have ended, and from time to time meanwhile, in another thread, with
-        the oldest of these. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost again
-        and again, ConfigurationError if it is not ours.
+        `undecodable`: the slot's position is in WAL from before the publication. `creating` is called before a slot is
+        made, which takes until the transactions that run have ended, and from time to time meanwhile, in another
+        thread, with the oldest of these. Raises Unavailable if the server cannot have a slot, RelayError if the slot is
+        lost again and again, ConfigurationError if it is not ours.
         """
         source = self._settings.source
         state = slot_state(conn, source.slot)

@@ -1,4 +1,4 @@
-"""Opens the slot's stream: who the server is, what is wrong with the slot, START_REPLICATION.
+"""Opens the slot's stream: checks server, slot and publication, runs START_REPLICATION, and explains what fails.
 
 Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
@@ -69,7 +69,7 @@ class _SlotActive(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Why the stream cannot be had, and since when (monotonic clock). `certain` says that no retry alone mends it."""
+    """Why there is no stream, and since when (monotonic clock). `certain` says that retries alone do not help."""
 
     reason: str
     since: float
@@ -77,7 +77,7 @@ class Outage:
 
 
 class Replication:
-    """Opens the stream, waits out what passes, and knows what keeps it away.
+    """Opens the stream, retries outages, and tells why there is no stream.
 
     The receiver's thread owns it. Others read the public attributes, single values, which may be late, and may call
     `cancel_opening` and `complete`.
@@ -130,36 +130,36 @@ class Replication:
             raise
 
     def cancel_opening(self) -> None:
-        """A slot that is being made may wait for long. Safe in any thread."""
+        """Cancel the creation of a slot, which may take long. Safe in any thread."""
         opening = self._opening
         if opening is not None:
             with suppress(psycopg.Error):
                 opening.cancel_safe(timeout=1)
 
     def lost(self, error: psycopg.Error) -> None:
-        """The stream has ended. Raises RelayError where another one would be of no use either."""
+        """Note why the stream has ended. Raises RelayError if another one would end the same way."""
         if is_transient(error):
             self.unavailable(f"replication connection lost: {describe(error)}", certain=False)
         elif self._recovery is None:
             raise _explained(error, self._settings) from error
         else:
-            # The publication was not there yet where the slot stands: that WAL can never be decoded.
+            # At the slot's position the publication did not exist yet: that WAL can never be decoded.
             self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
             self.unavailable(str(_explained(error, self._settings)), certain=True)
 
     def recovered(self) -> None:
-        """What kept the stream away is over."""
+        """End the outage."""
         if self.outage is not None:
             self.outage = None
             self._tell()
 
     def unavailable(self, reason: str, certain: bool) -> None:
-        """Note what keeps the stream away."""
+        """Begin or continue an outage."""
         before = self.outage
         self.outage = Outage(reason, before.since if before else time.monotonic(), certain)
 
     def complete(self, connections: int) -> None:
-        """What the slot may have lacked after so many connections is polled; a later one may lack more."""
+        """Note that what the slot may lack is polled, unless it was opened again since: `connections` counts that."""
         with self._completing:
             if connections != self.connections:
                 return
@@ -198,7 +198,7 @@ class Replication:
             self._opening = None
 
     def _other_reader(self, conn: Connection) -> str | None:
-        """Who reads the slot, in words, if it is somebody else than a relay that may be waited for."""
+        """Who reads the slot, in words, if it is another client than relay; None if relay may wait for the slot."""
         if self._recovery is None:
             return None
         try:
@@ -281,7 +281,7 @@ class Replication:
         start_replication(conn, self._settings.source, start, encoding)
         with self._completing:
             if self._recognition is not None and comparison is not None:
-                # Only who holds the slot touches the group's state.
+                # Only the process that reads the slot changes the group's state.
                 self.incomplete |= incomplete
                 self.epoch = self._recognition.follow(comparison, self.incomplete)
             self.next_xid = system.next_xid
@@ -301,8 +301,7 @@ class Replication:
         if left_at is None and self.connections:
             left_at = self._progress.flushed
         if not left_at:
-            # Nobody knows: whoever has read it was killed, which alone leaves nothing out. Without polling, a group
-            # begins with its slot.
+            # The last reader was killed, which alone leaves nothing out. Without polling, a group begins with its slot.
             uncertain = left_at is not None or comparison.origin.identifier is None
             return comparison.foreign or (uncertain and self._recovery is not None)
         if confirmed > left_at:
@@ -323,7 +322,7 @@ class Replication:
         return self._inspect(conn)
 
     def _require_published(self, conn: Connection) -> None:
-        """Rather no stream than one that leaves out columns: their values would be null, silently."""
+        """Refuse a publication that leaves out columns: their values would silently be null."""
         try:
             require_published(conn, self._settings.source)
         except ConfigurationError as error:
@@ -332,7 +331,7 @@ class Replication:
             raise Unavailable(str(error)) from None
 
     def _await_applied(self) -> None:
-        """Another server or timeline: what was received from the former is applied before positions begin again."""
+        """Wait until everything from the former server or timeline is applied: its positions mean nothing here."""
         log.warning("the source is another server or timeline; what was received before is applied")
         while not self._progress.all_acknowledged and not self.closing.is_set():
             self.heartbeat.update("waits until what was received before is applied")

@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 
 
 class _Raw(Loader):
-    """Values as the server's bytes, as the WAL brings them."""
+    """Loads values as bytes, in the form that they have in the WAL."""
 
     def load(self, data: Buffer) -> bytes:
         return bytes(data)
@@ -66,13 +66,13 @@ class _Raw(Loader):
 def prepare_reading(conn: Connection) -> None:
     """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
     pin_text_form(conn)
-    # Rows that were inserted together lie together, which the planner does not know: it counts a page for each.
+    # Rows that were inserted together lie on the same pages; the planner assumes a page for each.
     conn.execute("set random_page_cost = 0.3")
 
 
 @contextmanager
 def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
-    """Let the server send values as it stores them, unless it is the one to convert them."""
+    """Let the server send values in its own encoding, if relay converts them."""
     if encoding is None:
         yield
         return
@@ -237,10 +237,10 @@ class OutboxRows(OutboxTable):
     ) -> Generator[Transactions]:
         """The rows of transactions, in their order, grouped as the WAL's commits are.
 
-        `unmarked`: they are rows from before there was c_xid, which belong together while their transaction_id goes on,
-        and their c_offsets stand for xids. Payload and metadata are null in the rows with an offset in `by_reference`.
-        Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises TransientFault if the
-        server does not have all of it yet, RelayError if the table cannot be read.
+        `unmarked`: they are rows from before there was c_xid, which belong together while their transaction_id is the
+        same, and their c_offsets stand for xids. Payload and metadata are null in the rows with an offset in
+        `by_reference`. Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises
+        TransientFault if the server does not have all of it yet, RelayError if the table cannot be read.
         """
         if not unmarked and len(wanted.xids):
             require_visible(conn, wanted.xids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relay.model.events import Lsn
 
 STREAMS, POLLS, STANDBY, ELSEWHERE = "wal", "poll", "standby", ""
-"""What it does: it reads the slot, polls, waits for another process that reads the slot, or cannot read now."""
+"""What a process does: reads the slot, polls, stands by while another process reads the slot, or cannot read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Counts how often receiving ended in a death, commit by commit, so that a row too large for this process is found."""
+"""Counts, for each commit, how often the process died while it received it: so a row too large for memory is found."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class ReceiverSuspects:
             self._noted = None
 
     def forget(self, begun: OpenCommit) -> None:
-        """The commit is done with."""
+        """Delete the note of a commit that is done."""
         self._suspects.clear(_name(begun))
 
 
 @contextmanager
 def _tolerating() -> Iterator[None]:
-    """One death too many or too few is better than an end in an outage of the target."""
+    """Tolerate an outage of the target: a wrong count is better than an end of relay."""
     try:
         yield
     except psycopg.OperationalError as error:

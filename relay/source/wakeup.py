@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Wakeup:
-    """Register it with a selector; it is readable from a ring until it is hushed. Safe in any thread."""
+    """Wakes a thread that waits: register it with a selector; it is readable from `wake` until `clear`. Thread-safe."""
 
     def __init__(self) -> None:
         self._sender, self._receiver = socket.socketpair()
@@ -28,16 +28,16 @@ class Wakeup:
         try:
             self._sender.send(b"!")
         except BlockingIOError:
-            pass  # it is ringing already
+            pass  # the thread is being woken already
         except OSError:
             log.debug("nobody waits any more")
 
     def wait(self, timeout: float) -> bool:
-        """Until it has rung, or some seconds have passed; returns whether it has rung."""
+        """Wait for `wake`, or some seconds; returns whether `wake` was called."""
         return bool(self._poll.poll(timeout * 1000))
 
     def clear(self) -> None:
-        """However often it rang, it was heard."""
+        """Forget all calls of `wake`."""
         self._receiver.recv(4096)
 
     def close(self) -> None:

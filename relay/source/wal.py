@@ -29,10 +29,10 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 class WalSource:
     """The slot as a source of batches.
 
-    `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable.
-    Faults of the connection are waited out; others end `take()` with a RelayError. With a `recovery` a lost slot is
-    recreated, and what keeps the stream away is an `outage` instead of an error. A `recognition` refuses a source that
-    has lost what was applied. `changed` is called when the stream is back.
+    `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable. Lost
+    connections are retried; other faults end `take()` with a RelayError. With a `recovery` a lost slot is recreated,
+    and faults of the slot are an `outage` instead of an error. A `recognition` refuses a source that has lost what was
+    applied. `changed` is called when the stream is back.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WalSource:
     ) -> None:
         self._progress = Progress()
         if start is not None:
-            # As if everything before had been received, and were never to be acknowledged.
+            # Everything before counts as received, and is never acknowledged.
             self._progress.commit(start)
         self._queue = CommitQueue(settings.batch)
         self._replication = Replication(settings, self._progress, recovery, recognition, changed)
@@ -85,7 +85,7 @@ class WalSource:
 
     @property
     def stuck(self) -> OpenCommit | None:
-        """The commit that receiving ended in deaths of, `crash_limit` times; the stream stands before it."""
+        """The commit at which receiving died `crash_limit` times; the stream stands before it."""
         return self._receiver.stuck
 
     def pass_over(self, commit: OpenCommit) -> None:
@@ -93,7 +93,7 @@ class WalSource:
         self._receiver.pass_over(commit)
 
     def reconnect(self) -> None:
-        """Begin to stream again, after a look at slot and publication."""
+        """Begin to stream again, after slot and publication were checked."""
         self._receiver.reconnect()
 
     def close(self, timeout: float = 5.0) -> None:
@@ -137,7 +137,7 @@ class WalSource:
         return self._replication.incomplete
 
     def complete(self, connections: int) -> None:
-        """What the slot may have lacked after so many connections is polled; a later one may lack more."""
+        """Note that what the slot may lack is polled, unless it was opened again since: `connections` counts that."""
         self._replication.complete(connections)
 
     @property

@@ -1,4 +1,4 @@
-"""A connection to a walsender: how it is opened, which server answers, and the copy that it streams.
+"""A connection to a walsender: opens it, identifies the server, and starts the stream.
 
 psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with
 `replication=database`, and its libpq wrapper reads and writes the copy.
@@ -30,7 +30,7 @@ Connection = psycopg.Connection[Any]
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 LEAVE_SECONDS = 2.0
-"""How long the end of a stream is waited for."""
+"""How long relay waits for the server to end a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def open_replication(settings: Settings) -> Connection:
 
 
 def identify(conn: Connection) -> System:
-    """Ask a replication connection who it is. Raises psycopg.Error, or RelayError if its history cannot be read.
+    """Identify a connection's server. Raises psycopg.Error, or RelayError if its history cannot be read.
 
     Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
     """
