@@ -32,7 +32,7 @@ from relay.source.open_transactions import oldest_open
 from relay.source.outbox_table import OutboxTable
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.spark.java import java_home
-from relay.store import admission, deferred, migrations, offsets, sinks, streams
+from relay.store import admission, deferred_counts, migrations, offsets, sinks, streams
 from relay.store.connections import connect, pin_text_form
 
 log = logging.getLogger(__name__)
@@ -507,7 +507,7 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
     """Transactions that are deferred for a handler that the configuration no longer has."""
-    deferred_for = deferred.deferred_for_others(conn, settings.group, settings.handlers)
+    deferred_for = deferred_counts.deferred_for_others(conn, settings.group, settings.handlers)
     for name, transactions in deferred_for.items():
         yield Finding(
             Severity.WARNING,
@@ -515,7 +515,7 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
             f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: they "
             "will be applied by the routes that there are now; put it back if it is to have them",
         )
-    deferred_for_gone = deferred.deferred_for_sinks(
+    deferred_for_gone = deferred_counts.deferred_for_sinks(
         conn, settings.group, list(settings.sink_handlers)
     )
     for name, transactions in deferred_for_gone.items():

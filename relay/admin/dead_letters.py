@@ -24,15 +24,9 @@ from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
 from relay.reporting import ProgressReport, silent
 from relay.source.pgoutput import encode_tuple
-from relay.store import dead_letter_edits, dead_letters, deferred, presence
-from relay.store.dead_letters import (
-    FIELD_OF,
-    STORED,
-    Dead,
-    DeadLetterRow,
-    DeadLetterSelection,
-    FoundDeadLetters,
-)
+from relay.store import dead_letter_edits, dead_letter_selection, dead_letters, deferred, presence
+from relay.store.dead_letter_selection import Dead, DeadLetterSelection, FoundDeadLetters
+from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow
 from relay.store.deferred import Deferral
 
 Connection = psycopg.Connection[Any]
@@ -81,16 +75,16 @@ class DeadLetters:
         self, wanted: DeadLetterSelection, statuses: Sequence[str] = ("dead",)
     ) -> FoundDeadLetters:
         """The transactions of some statuses that a filter selects now."""
-        return dead_letters.find(self._conn, self._group, wanted, statuses)
+        return dead_letter_selection.find(self._conn, self._group, wanted, statuses)
 
     def missing_handlers(self, found: FoundDeadLetters) -> dict[str, int]:
         """Handlers that transactions failed in and that are not configured any more, and how many did in each."""
-        failed = dead_letters.failed_handlers(self._conn, self._group, found)
+        failed = dead_letter_selection.failed_handlers(self._conn, self._group, found)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
     def sinks(self, found: FoundDeadLetters) -> dict[str, int]:
         """The sinks that transactions could not be delivered to, and how many of them to each."""
-        return dead_letters.sinks(self._conn, self._group, found)
+        return dead_letter_selection.sinks(self._conn, self._group, found)
 
     def missing_sinks(self, found: FoundDeadLetters) -> dict[str, int]:
         """As `sinks`, those that are not configured any more."""
@@ -193,7 +187,7 @@ class DeadLetters:
 
     def _locked(self, found: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
         """Some of what was found at a time, locked, with their numbers, in the order of publishing."""
-        for some in _portions(dead_letters.numbers(self._conn, self._group, found)):
+        for some in _portions(dead_letter_selection.numbers(self._conn, self._group, found)):
             held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
             left = [each for each in some if each.number in held]
             if left:

@@ -13,8 +13,16 @@ from relay.config.settings import Settings
 from relay.faults import Cancelled, exception_text
 from relay.model.transactions import Undecoded
 from relay.pipeline.routing import BatchRouter
-from relay.store import actions, dead_letters, deferred, deferred_selection, presence, sinks
-from relay.store.deferred import Due
+from relay.store import (
+    actions,
+    dead_letters,
+    deferred,
+    deferred_rows,
+    deferred_selection,
+    presence,
+    sinks,
+)
+from relay.store.deferred_due import Due
 from relay.store.deferred_selection import DeferredSelection, FoundDeferred
 
 Connection = psycopg.Connection[Any]
@@ -84,7 +92,7 @@ class DeferredTransactions:
 
     def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
         """Dead-letter transactions of one table layout, unless they are gone meanwhile; returns how many."""
-        transactions = deferred.transactions(
+        transactions = deferred_rows.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )
         still_there = deferred.remove(self._conn, [each.id for each in due])

@@ -19,7 +19,7 @@ from relay.faults import ConfigurationError, Unreachable
 from relay.retention import floor
 from relay.source.outbox_table import OutboxTable
 from relay.source.unread import UnreadRows
-from relay.store import actions, admission, deferred, offsets, presence, sinks
+from relay.store import actions, admission, deferred, deferred_counts, offsets, presence, sinks
 from relay.store.rewind import GivenUp
 
 Connection = psycopg.Connection[Any]
@@ -74,7 +74,7 @@ def listed(
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
-        counts = deferred.count_by_sink(target, settings.group)
+        counts = deferred_counts.count_by_sink(target, settings.group)
         done = {each.sink: sinks.done(target, settings.group, each.sink) for each in stored}
         running = presence.instances(target, settings.group)
     unread: dict[str, tuple[int, datetime | None]] = {}

@@ -20,7 +20,7 @@ from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,
     dead_letters,
-    deferred,
+    deferred_counts,
     engines,
     groups,
     offsets,
@@ -48,7 +48,7 @@ class Status:
     slot_waits_for: str | None
     partitions: list[offsets.PartitionPosition]
     dead_letters: int
-    deferred: deferred.DeferredSummary
+    deferred: deferred_counts.DeferredSummary
     braked: list[brakes.BrakedHandler]
     sinks: list[sinks.StoredSink]
     engines: list[engines.EngineTotals]
@@ -104,7 +104,7 @@ def _reader_as_json(found: floor.OutboxReader) -> dict[str, Any]:
     }
 
 
-def _deferred_as_json(summary: deferred.DeferredSummary) -> dict[str, Any]:
+def _deferred_as_json(summary: deferred_counts.DeferredSummary) -> dict[str, Any]:
     return {
         "transactions": summary.transactions,
         "holding": summary.holding,
@@ -132,7 +132,7 @@ def read(settings: Settings) -> Status:
     with reach_target(settings) as target:
         positions = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)
-        summary = deferred.count(target, settings.group)
+        summary = deferred_counts.count(target, settings.group)
         braked = brakes.braked(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
         group = groups.read(target, settings.group)

@@ -11,7 +11,7 @@ import typer
 from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption
 
 if TYPE_CHECKING:
-    from relay.store.dead_letters import FoundDeadLetters
+    from relay.store.dead_letter_selection import FoundDeadLetters
     from relay.store.deferred_selection import FoundDeferred
     from relay.store.rewind import GivenUp
 

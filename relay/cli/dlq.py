@@ -34,8 +34,8 @@ from relay.config.files import load
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.reporting import silent
-from relay.store import dead_letters
-from relay.store.dead_letters import DeadLetterSelection, DeadTransaction, FoundDeadLetters
+from relay.store import dead_letter_export, dead_letter_selection, dead_letters
+from relay.store.dead_letter_selection import DeadLetterSelection, DeadTransaction, FoundDeadLetters
 
 dlq = typer.Typer(
     help="Dead letters: transactions that could not be applied. Each command takes whole transactions.",
@@ -156,7 +156,7 @@ def _approved(
 
     def show() -> None:
         _print(
-            dead_letters.transactions(
+            dead_letter_selection.transactions(
                 opened.conn, opened.group, DRY_RUN_SHOWS, found.wanted, found.statuses
             )
         )
@@ -204,9 +204,9 @@ def dlq_list(
 ) -> None:
     """List dead transactions, newest first."""
     with _opened(options) as opened:
-        found = dead_letters.transactions(opened.conn, opened.group, limit, opened.wanted)
+        found = dead_letter_selection.transactions(opened.conn, opened.group, limit, opened.wanted)
     if as_json:
-        print(json.dumps([dead_letters.as_json(item) for item in found], indent=2))
+        print(json.dumps([dead_letter_selection.as_json(item) for item in found], indent=2))
     elif found:
         _print(found)
     else:
@@ -227,9 +227,11 @@ def dlq_show(
                 f"there is no dead letter {dead_letter_id} in group {opened.group!r}: see `relay dlq list`"
             )
         if as_json:
-            _print_json(dead_letters.events_as_json(opened.conn, number))
+            _print_json(dead_letter_export.events_as_json(opened.conn, number))
             return
-        for letter in dead_letters.events_as_text(opened.conn, number, pretty=out.is_terminal):
+        for letter in dead_letter_export.events_as_text(
+            opened.conn, number, pretty=out.is_terminal
+        ):
             print(f"dead letter {letter['id']}")
             print_facts(letter.items())
         for action in dead_letters.actions(opened.conn, number):
@@ -336,7 +338,7 @@ def dlq_export(
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
     with _opened(options) as opened:
-        exported = dead_letters.exported(opened.conn, opened.group, opened.wanted)
+        exported = dead_letter_export.exported(opened.conn, opened.group, opened.wanted)
         written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
         total = _events(opened, options.status) if sys.stderr.isatty() else None

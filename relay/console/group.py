@@ -36,9 +36,9 @@ from relay.store import (
 from relay.store.actions import Action
 from relay.store.connections import sessions_with
 from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
+from relay.store.dead_letter_selection import DeadLetterSelection as DeadFilter
+from relay.store.dead_letter_selection import FoundDeadLetters as DeadFound
 from relay.store.dead_letters import DeadLetterAction
-from relay.store.dead_letters import DeadLetterSelection as DeadFilter
-from relay.store.dead_letters import FoundDeadLetters as DeadFound
 from relay.store.deferred_selection import Deferred
 
 Connection = psycopg.Connection[Any]

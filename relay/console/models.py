@@ -18,7 +18,7 @@ from pydantic import (
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
-from relay.store import dead_letters, deferred_selection
+from relay.store import dead_letter_selection, deferred_selection
 from relay.store.dead_letters import DeadLetterAction
 
 REASON_CHARACTERS = 1_000
@@ -63,9 +63,9 @@ class DeadLetterFilter(Model):
     until: Moment | None = Field(None, description="Dead-lettered before.")
     status: Literal["dead", "replaying", "replayed", "discarded"] | None = None
 
-    def asked(self) -> dead_letters.DeadLetterSelection:
+    def asked(self) -> dead_letter_selection.DeadLetterSelection:
         """The filter of the store."""
-        return dead_letters.DeadLetterSelection(
+        return dead_letter_selection.DeadLetterSelection(
             tuple(self.ids),
             self.transaction,
             self.host,

@@ -11,7 +11,7 @@ from relay.delivery.progress import SinkCommit
 from relay.model.dispositions import NEW, AttemptHistory
 from relay.model.events import Transaction
 from relay.model.transactions import Undecoded
-from relay.store.deferred import Due
+from relay.store.deferred_due import Due
 
 
 @dataclass(slots=True, eq=False)

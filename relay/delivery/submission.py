@@ -21,7 +21,7 @@ from relay.model.events import Transaction
 from relay.model.transactions import Routed, Transactions, Undecoded
 from relay.pipeline.deferral import Ordering, moment_of
 from relay.pipeline.routing import BatchRouter
-from relay.store import deferred
+from relay.store import deferred, deferred_due, deferred_rows
 from relay.store.sinks import Claim
 
 RETRY_SECONDS = 0.5
@@ -126,7 +126,7 @@ class Submission:
             return False
         group, conn = self._settings.group, self._claim.conn
         due = await self._in_target(
-            deferred.heads, conn, group, self._name, limit, tuple(self._checkpoint.retried)
+            deferred_due.heads, conn, group, self._name, limit, tuple(self._checkpoint.retried)
         )
         if not due:
             if self._checkpoint.held_any and not (
@@ -138,7 +138,7 @@ class Submission:
         self._checkpoint.held_any = True
         limits = self._settings.batch
         transactions = await self._in_target(
-            deferred.transactions, conn, due, limits.max_bytes, limits.spool_directory
+            deferred_rows.transactions, conn, due, limits.max_bytes, limits.spool_directory
         )
         decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))

@@ -23,7 +23,15 @@ from relay.model.events import Lsn
 from relay.source.applied import applied_in
 from relay.source.slot import SlotState, slot_state
 from relay.source.unread import UnreadRows
-from relay.store import brakes, dead_letters, deferred, groups, presence, sinks, snapshots
+from relay.store import (
+    brakes,
+    dead_letters,
+    deferred_counts,
+    groups,
+    presence,
+    sinks,
+    snapshots,
+)
 from relay.store.connections import connect, pin_text_form
 from relay.threads import Thread
 
@@ -92,7 +100,7 @@ class Counted:
 
     target: Unread | None = None
     sinks: Mapping[str, Unread] = field(default_factory=dict)
-    deferred: list[deferred.Count] | None = None
+    deferred: list[deferred_counts.Count] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
 
@@ -275,8 +283,8 @@ class Databases:
             return Counted(
                 _or_none(self._unread, source, target),
                 _or_none(self._unread_of_sinks, source, target) or {},
-                _or_none(deferred.count_by_kind, target, group),
-                _or_none(deferred.count_keys, target, group),
+                _or_none(deferred_counts.count_by_kind, target, group),
+                _or_none(deferred_counts.count_keys, target, group),
                 _or_none(dead_letters.count_by_handler, target, group),
             )
 

@@ -22,7 +22,7 @@ from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.store import (
     brakes,
     dead_letters,
-    deferred,
+    deferred_counts,
     engines,
     groups,
     migrations,
@@ -70,7 +70,7 @@ class Picture:
     sinks: Sequence[sinks.StoredSink] = ()
     engines: Sequence[engines.EngineTotals] = ()
     stopped: Sequence[brakes.BrakedHandler] = ()
-    deferred: deferred.DeferredSummary | None = None
+    deferred: deferred_counts.DeferredSummary | None = None
     dead: Mapping[tuple[str, str], int] | None = None
     unread: Mapping[str, Backlog] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Watch:
         self._target: Connection | None = None
         self._seen: dict[str, Any] = {}
         self._away: dict[str, str] = {}
-        self._deferred = _Throttled(deferred.count)
+        self._deferred = _Throttled(deferred_counts.count)
         self._dead = _Throttled(dead_letters.count_by_handler)
         self._backlogs = Backlogs(settings)
         self._unread: dict[str, _Throttled[Backlog | None]] = {}

@@ -54,9 +54,18 @@ from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, 
 from relay.pipeline.routing import BatchRouter
 from relay.pipeline.tracing import Tracing, joined, judged
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
-from relay.store import brakes, dead_letters, deferred, offsets, snapshots
+from relay.store import (
+    brakes,
+    dead_letters,
+    deferred,
+    deferred_due,
+    deferred_rows,
+    offsets,
+    snapshots,
+)
 from relay.store.connections import HandlerPool, open_pool
-from relay.store.deferred import Deferral, Due
+from relay.store.deferred import Deferral
+from relay.store.deferred_due import Due
 from relay.store.unflushed import require_kept
 
 log = logging.getLogger(__name__)
@@ -435,7 +444,7 @@ class Applier:
     def seconds_to_next(self) -> float | None:
         """How long it is until the time of another transaction comes; None if none waits for a time."""
         with self._pool.connection() as conn:
-            return deferred.seconds_to_next(conn, self._group)
+            return deferred_due.seconds_to_next(conn, self._group)
 
     def _retry_deferred(self, run: HandlingMode) -> Redelivery:
         began = time.time_ns()
@@ -450,10 +459,10 @@ class Applier:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
-            due = deferred.claim(conn, self._group, DUE_AT_ONCE)
+            due = deferred_due.claim(conn, self._group, DUE_AT_ONCE)
             if not due:
                 return Redelivery(0, 0, [])
-            transactions = deferred.transactions(
+            transactions = deferred_rows.transactions(
                 conn, due, limits.max_bytes, limits.spool_directory
             )
             return self._redeliver(conn, due, transactions, run)

@@ -13,7 +13,7 @@ from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed
 from relay.pipeline.routing import BatchRouter
 from relay.spark.frames import columns, pack
-from relay.store import deferred, spark_batches
+from relay.store import deferred_due, deferred_rows, spark_batches
 
 Connection = psycopg.Connection[Any]
 
@@ -25,9 +25,9 @@ MAX_BYTES = 64 * 1024 * 1024
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def due(conn: Connection, settings: Settings, sink: str) -> list[deferred.Due]:
+def due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.Due]:
     """The deferred transactions that the next batch takes. Raises psycopg.Error."""
-    found = deferred.heads(conn, settings.group, sink, AT_ONCE)
+    found = deferred_due.heads(conn, settings.group, sink, AT_ONCE)
     size = 0
     for number, each in enumerate(found):
         size += each.size
@@ -37,11 +37,13 @@ def due(conn: Connection, settings: Settings, sink: str) -> list[deferred.Due]:
 
 
 def packed(
-    conn: Connection, settings: Settings, wanted: Sequence[deferred.Due], host_buckets: int
+    conn: Connection, settings: Settings, wanted: Sequence[deferred_due.Due], host_buckets: int
 ) -> bytes:
     """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
     limits = settings.batch
-    transactions = deferred.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
+    transactions = deferred_rows.transactions(
+        conn, wanted, limits.max_bytes, limits.spool_directory
+    )
     routed = Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
     events = [event for transaction in routed for event in transaction.events]
     hosts = {event.text("host_id") or "" for event in events}

@@ -32,7 +32,7 @@ from relay.spark.faults import of_function, safe_description
 from relay.spark.reading import OutboxTable
 from relay.spark.session import Session
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
-from relay.store import dead_letters, deferred, sinks, spark_batches
+from relay.store import dead_letters, deferred, deferred_due, sinks, spark_batches
 from relay.store.connections import connect
 from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, SinkState
 from relay.store.spark_batches import Contents, OpenBatch
@@ -62,7 +62,7 @@ class _PendingBatch:
     """What the next batch would have."""
 
     contents: Contents
-    due: list[deferred.Due]
+    due: list[deferred_due.Due]
     is_full: bool
 
 

@@ -22,6 +22,9 @@ from relay.store import transaction_guard
 
 log = logging.getLogger(__name__)
 
+Connection = psycopg.Connection[Any]
+"""A connection whose rows are of any type."""
+
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
 """How long a task waits for a connection before the wait counts as a fault that is tried again."""

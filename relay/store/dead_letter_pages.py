@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
-from relay.store.dead_letters import DeadLetterSelection
+from relay.store.dead_letter_selection import DeadLetterSelection
 
 Connection = psycopg.Connection[Any]
 

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, LiteralString
 
-import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from relay.store.deferred import DUE_COLUMNS, KIND, Due
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
+from relay.store.deferred_counts import KIND
+from relay.store.deferred_due import DUE_COLUMNS, Due
 
 KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 
@@ -22,7 +21,7 @@ KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 class DeferredSelection:
     """Which deferred transactions: those that all of this holds of. None says nothing.
 
-    `sink` is '' for the target. `kind` is as in `relay.store.deferred.Reason`, `handler` the one that failed last,
+    `sink` is '' for the target. `kind` is as in `deferred_counts.Reason`, `handler` the one that failed last,
     `key` one of the ordering keys, `host` one of the host_ids.
     """
 
@@ -59,7 +58,7 @@ class DeferredSelection:
 class Deferred:
     """A deferred transaction in a list; `sink` is empty for the target.
 
-    `kind` and `next`, when it may be tried, are as in `relay.store.deferred.Reason`. `since` is when it failed first,
+    `kind` and `next`, when it may be tried, are as in `deferred_counts.Reason`. `since` is when it failed first,
     or was deferred.
     """
 

@@ -21,8 +21,8 @@ from relay.faults import ConfigurationError, Rejected, RelayError
 from relay.model.transactions import Rows, Undecoded
 from relay.pipeline.apply import Applier
 from relay.pipeline.routing import BatchRouter
-from relay.store import actions, dead_letters, deferred, migrations
-from relay.store.dead_letters import DeadLetterSelection
+from relay.store import actions, dead_letters, deferred, deferred_due, deferred_rows, migrations
+from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.deferred import Deferral
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -70,7 +70,7 @@ def connected(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         yield conn
 
 
-def ids(due: Sequence[deferred.Due]) -> list[int]:
+def ids(due: Sequence[deferred_due.Due]) -> list[int]:
     return [each.id for each in due]
 
 
@@ -93,8 +93,8 @@ def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
         undelivered=True,
     )
     deferred.defer(outbox.conn, "default", [(one, wait), (one, Deferral(()))], "s")
-    assert deferred.claim(outbox.conn, "default", 10) == []
-    first, second = deferred.heads(outbox.conn, "default", "s", 10)
+    assert deferred_due.claim(outbox.conn, "default", 10) == []
+    first, second = deferred_due.heads(outbox.conn, "default", "s", 10)
     assert (set(first.keys), first.holds) == (set(wait.keys), True)
     assert (first.attempts, first.first_failed_at, first.handler) == (3, 1_000_000.5, "h\t1")
     assert (first.dead_transaction, first.undelivered) == (7, True)
@@ -102,23 +102,23 @@ def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
     assert outbox.column("select reason from relay.deferred where id = %s", [first.id]) == [
         wait.reason
     ]
-    found = deferred.transactions(outbox.conn, [first, second], 1_000_000, None)
+    found = deferred_rows.transactions(outbox.conn, [first, second], 1_000_000, None)
     assert [output(each) for each in found] == [output(one), output(one)]
 
 
 def test_large_transactions_come_back_from_portions(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deferred, "_PORTION_EVENTS", 2)
+    monkeypatch.setattr(deferred_rows, "_PORTION_EVENTS", 2)
     monkeypatch.setattr(deferred, "_DEFERRED_AT_ONCE", 2)
     many = [undecoded(*(b"%d" % row for row in range(size))) for size in (1, 5, 2, 1)]
     # One whose rows are read from somewhere as they are written.
     streamed = many[1]._replace(tuples=Streamed(outbox, list(many[1].tuples)))
     deferred.defer(outbox.conn, "g", ((each, Deferral({"k"})) for each in (*many, streamed)))
     assert outbox.value("select count(*) from relay.deferred_rows") == 6
-    due = deferred.claim(outbox.conn, "g", 10)
+    due = deferred_due.claim(outbox.conn, "g", 10)
     for spool_above in (1_000, 0):
-        found = deferred.transactions(outbox.conn, due, spool_above, tmp_path)
+        found = deferred_rows.transactions(outbox.conn, due, spool_above, tmp_path)
         assert [output(each) for each in found] == [output(each) for each in (*many, many[1])]
 
 
@@ -166,15 +166,15 @@ def test_many_wait_again_at_once(outbox: Outbox) -> None:
         (True, False, 0, None, None, None, False),
         (True, True, 1, None, None, 3, False),
     ]
-    waits = deferred.seconds_to_next(outbox.conn, "default")
+    waits = deferred_due.seconds_to_next(outbox.conn, "default")
     assert waits is not None
     assert 50 < waits <= 60
     assert deferred.remove(outbox.conn, [first, gone]) == {first}
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
     assert deferred.remove(outbox.conn, [second, third]) == {second, third}
     assert not outbox.column("select 1 from relay.deferred_keys")
     assert not outbox.column("select 1 from relay.deferred_rows")
-    assert deferred.seconds_to_next(outbox.conn, "default") is None
+    assert deferred_due.seconds_to_next(outbox.conn, "default") is None
 
 
 def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
@@ -182,7 +182,7 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
     assert outbox.column("select predecessor from relay.deferred order by id") == [None, first]
     outbox.conn.execute("delete from relay.deferred where id = %s", (first,))
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == {"b"}
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
     outbox.conn.execute("truncate relay.deferred cascade")
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == set()
 
@@ -193,11 +193,11 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
 def test_a_run_of_one_key_is_taken_together_and_leaves_room_for_others(outbox: Outbox) -> None:
     run = defer(outbox.conn, *(Deferral({"a"}) for _ in range(1_200)))
     others = defer(outbox.conn, *(Deferral({f"b{number}"}) for number in range(10)))
-    taken = ids(deferred.claim(outbox.conn, "default", 500))
+    taken = ids(deferred_due.claim(outbox.conn, "default", 500))
     assert taken == run[:490] + others
     deferred.remove(outbox.conn, taken)
-    assert ids(deferred.claim(outbox.conn, "default", 500)) == run[490:990]
-    assert ids(deferred.heads(outbox.conn, "default", "", 500, run[490:990])) == []
+    assert ids(deferred_due.claim(outbox.conn, "default", 500)) == run[490:990]
+    assert ids(deferred_due.heads(outbox.conn, "default", "", 500, run[490:990])) == []
 
 
 def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
@@ -208,21 +208,21 @@ def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
         Deferral({"a", "b"}),
         Deferral({"a"}),
     )
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
     deferred.remove(outbox.conn, [first])
-    assert deferred.claim(outbox.conn, "default", 10) == []
+    assert deferred_due.claim(outbox.conn, "default", 10) == []
     deferred.remove(outbox.conn, [second])
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [both, third]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [both, third]
 
 
 def test_only_one_claims_of_a_group(outbox: Outbox) -> None:
     (first,) = defer(outbox.conn, Deferral({"a"}))
     (other,) = defer(outbox.conn, Deferral({"a"}), group="other")
     with connected(outbox) as conn, conn.transaction():
-        assert ids(deferred.claim(conn, "default", 10)) == [first]
-        assert deferred.claim(outbox.conn, "default", 10) == []
-        assert ids(deferred.claim(outbox.conn, "other", 10)) == [other]
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+        assert ids(deferred_due.claim(conn, "default", 10)) == [first]
+        assert deferred_due.claim(outbox.conn, "default", 10) == []
+        assert ids(deferred_due.claim(outbox.conn, "other", 10)) == [other]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
 
 
 def test_transactions_of_another_layout_are_left_for_the_next_claim(outbox: Outbox) -> None:
@@ -231,7 +231,7 @@ def test_transactions_of_another_layout_are_left_for_the_next_claim(outbox: Outb
         outbox.conn, "g", ((undecoded(columns=each), Deferral({"k"})) for each in layouts)
     )
     found = []
-    while due := deferred.claim(outbox.conn, "g", 10):
+    while due := deferred_due.claim(outbox.conn, "g", 10):
         found.append(len(due))
         deferred.remove(outbox.conn, ids(due))
     assert found == [2, 1, 1]
@@ -243,10 +243,10 @@ def test_deferred_after_one_that_is_removed_at_the_same_time(outbox: Outbox) -> 
         with conn.transaction():
             assert deferred.held(conn, "default", "", ["a"]) == {"a"}
             with outbox.conn.transaction():
-                assert ids(deferred.claim(outbox.conn, "default", 10)) == [first]
+                assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
                 second, third = defer(conn, Deferral({"a"}), Deferral({"a"}))
                 deferred.remove(outbox.conn, [first])
-        assert ids(deferred.claim(conn, "default", 10)) == [second, third]
+        assert ids(deferred_due.claim(conn, "default", 10)) == [second, third]
 
 
 def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox) -> None:
@@ -256,11 +256,11 @@ def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox)
     with connected(outbox) as conn:
         remover = Thread(target=deferred.remove, args=(conn, [first]))
         with outbox.conn.transaction():
-            assert deferred.claim(outbox.conn, "default", 10) == []
+            assert deferred_due.claim(outbox.conn, "default", 10) == []
             remover.start()
             wait_until(lambda: waits_for_a_lock(outbox))
         remover.join()
-    assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
 
 
 def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -> None:
@@ -269,8 +269,8 @@ def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -
     with connected(outbox) as conn:
         with conn.transaction():
             deferred.remove(conn, [first])
-            assert deferred.claim(outbox.conn, "default", 10) == []
-        assert ids(deferred.claim(outbox.conn, "default", 10)) == [second]
+            assert deferred_due.claim(outbox.conn, "default", 10) == []
+        assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
 
 
 def waits_for_a_lock(outbox: Outbox) -> bool:
@@ -313,7 +313,7 @@ def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int
     asked = [f"k{n}" for n in range(100)] + [f"other{n}" for n in range(100)]
 
     def work() -> None:
-        assert deferred.claim(outbox.conn, "default", 500) == []
+        assert deferred_due.claim(outbox.conn, "default", 500) == []
         assert len(deferred.held(outbox.conn, "default", "", [f"{n} host" for n in asked])) == min(
             keys, 100
         )
@@ -322,7 +322,7 @@ def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int
             [asked],
         )
         assert len(holding) == min(keys, 100)
-        assert deferred.seconds_to_next(outbox.conn, "default") is not None
+        assert deferred_due.seconds_to_next(outbox.conn, "default") is not None
 
     assert pages_touched(outbox, work) < 2_000
 
@@ -371,8 +371,8 @@ def decoded(outbox: Outbox) -> tuple[BatchRouter, Undecoded]:
     with relaying(outbox.settings()):
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
     outbox.conn.execute("update relay.deferred set retry_at = now()")
-    due = deferred.claim(outbox.conn, "default", 1)
-    (one,) = deferred.transactions(outbox.conn, due, 1_000_000, None)
+    due = deferred_due.claim(outbox.conn, "default", 1)
+    (one,) = deferred_rows.transactions(outbox.conn, due, 1_000_000, None)
     deferred.remove(outbox.conn, ids(due))
     return BatchRouter(settings), one
 
@@ -397,8 +397,8 @@ def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
     assert json.loads(command(config, "dlq", "list", "--sink", "", "--json")) == []
     assert f"\t{sink}\t" in command(config, "dlq", "list")
     assert "1 transactions are queued" in command(config, "dlq", "replay", "--sink", sink, "--yes")
-    assert deferred.claim(outbox.conn, "default", 10) == []
-    (due,) = deferred.heads(outbox.conn, "default", sink, 10)
+    assert deferred_due.claim(outbox.conn, "default", 10) == []
+    (due,) = deferred_due.heads(outbox.conn, "default", sink, 10)
     assert (due.keys, due.dead_transaction, due.events) == (keys, number, 2)
     assert deferred.held(outbox.conn, "default", sink, keys) == set(keys)
 
@@ -456,8 +456,8 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
         ("loose", [], True, 1, False, None),
         ("users", [f"{host(1)} user {host(999)}"], True, 2, False, None),
     ]
-    (due,) = deferred.heads(outbox.conn, "default", "loose", 10)
-    (one,) = deferred.transactions(outbox.conn, [due], 1_000_000, None)
+    (due,) = deferred_due.heads(outbox.conn, "default", "loose", 10)
+    (one,) = deferred_rows.transactions(outbox.conn, [due], 1_000_000, None)
     assert [each.event_type for each in BatchRouter(routed).events(one)] == ["other"]
 
 
@@ -526,12 +526,12 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     output = command(config, "deferred", "run", "--all", "--dry-run")
     assert "4 transactions with 4 events will be tried now" in output
     assert "1 more are dead letters that hold their keys" in output
-    assert deferred.claim(outbox.conn, "default", 10) == []
+    assert deferred_due.claim(outbox.conn, "default", 10) == []
     output = command(config, "deferred", "run", "--sink", "hook", "--reason", "it is back", "--yes")
     assert "2 transactions are due" in output
     assert "no instance of group 'default' is running" in output
-    assert deferred.claim(outbox.conn, "default", 10) == []
-    due = deferred.heads(outbox.conn, "default", "hook", 10)
+    assert deferred_due.claim(outbox.conn, "default", 10) == []
+    due = deferred_due.heads(outbox.conn, "default", "hook", 10)
     assert [(each.id, each.attempts) for each in due] == [(third, 1), (fourth, 0)]
     (action,) = actions.recent(outbox.conn, "default", 10)
     assert (action.sink, action.action, action.reason) == ("hook", "deferred run", "it is back")
@@ -716,8 +716,8 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     assert sorted(outbox.column("select key from relay.deferred_keys")) == sorted(keys[0] + keys[1])
     assert outbox.column("select undelivered from relay.deferred") == [True] * 3
     assert outbox.column("select undelivered from relay.dead_letter_queue") == [True]
-    due = deferred.claim(outbox.conn, "default", 10)
-    found = deferred.transactions(outbox.conn, due, 1_000, None)
+    due = deferred_due.claim(outbox.conn, "default", 10)
+    found = deferred_rows.transactions(outbox.conn, due, 1_000, None)
     assert [list(each.tuples) for each in found] == [[b"row"]] * 3
     first, second, third = ids(due)
     deferred.remove(outbox.conn, [first])
@@ -727,7 +727,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
         True,
         False,
     ]
-    assert len(deferred.claim(outbox.conn, "default", 10)) == 3
+    assert len(deferred_due.claim(outbox.conn, "default", 10)) == 3
     assert second < third
     assert not outbox.column(
         "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'USING gin'"
@@ -737,7 +737,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
 def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
     with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
         first, second = defer(conn, Deferral({"a"}), Deferral({"a"}, after=60))
-        assert ids(deferred.claim(conn, "default", 10)) == [first]
+        assert ids(deferred_due.claim(conn, "default", 10)) == [first]
         deferred.defer_again(conn, [(first, Deferral({"a"}))])
         deferred.release(conn, second, undecoded())
         assert deferred.remove(conn, [first, second]) == {first, second}
@@ -758,9 +758,9 @@ def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
     defer(outbox.conn, Deferral({"a"}))
     assert deferred.blocked(outbox.conn, [5, 6]) == {5: first}
     deferred.release(outbox.conn, first, undecoded(b"edited", b"too"))
-    due = deferred.claim(outbox.conn, "default", 1)
+    due = deferred_due.claim(outbox.conn, "default", 1)
     assert ids(due) == [first]
-    (one,) = deferred.transactions(outbox.conn, due, 1_000, None)
+    (one,) = deferred_rows.transactions(outbox.conn, due, 1_000, None)
     assert isinstance(one.tuples, Rows)
     assert list(one.tuples) == [b"edited", b"too"]
 

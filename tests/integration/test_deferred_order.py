@@ -22,8 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relay.store import deferred, deferred_selection
-from relay.store.deferred import Deferral, Due
+from relay.store import deferred, deferred_counts, deferred_due, deferred_selection
+from relay.store.deferred import Deferral
+from relay.store.deferred_due import Due
 from relay.store.deferred_selection import DeferredSelection
 from tests.deferrals import undecoded
 from tests.outbox import Outbox
@@ -265,7 +266,7 @@ class Store(RuleBasedStateMachine):
             deferred.remove(self.conn, [each.id for each in due])
             self.forget({each.id for each in due})
         assert not self.rows
-        assert deferred.count(self.conn, self.group).transactions == 0
+        assert deferred_counts.count(self.conn, self.group).transactions == 0
 
     # The model.
 
@@ -296,7 +297,7 @@ class Store(RuleBasedStateMachine):
     # The store.
 
     def heads(self, limit: int) -> list[Due]:
-        return deferred.heads(self.conn, self.group, "s", limit, self.flying)
+        return deferred_due.heads(self.conn, self.group, "s", limit, self.flying)
 
     def ids(self) -> Iterator[int]:
         for (number,) in self.conn.execute(

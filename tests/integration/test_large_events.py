@@ -20,7 +20,7 @@ from relay.source.receiver import Receiver
 from relay.source.suspects import FatalCommit, ReceiverSuspects
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letters import DeadLetterSelection
+from relay.store.dead_letter_selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LIMIT = 50_000

@@ -23,7 +23,7 @@ from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
 from relay.store.connections import pin_text_form
-from relay.store.dead_letters import DeadLetterSelection
+from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.sinks import Moved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server

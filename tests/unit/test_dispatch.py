@@ -23,7 +23,7 @@ from relay.model.dispositions import AttemptHistory, Blocked, Disposition, Failu
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
-from relay.store.deferred import Due
+from relay.store.deferred_due import Due
 
 Behave = Callable[[int], Awaitable[None]]
 

@@ -15,7 +15,7 @@ from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.brakes import BrakedHandler
-from relay.store.deferred import DeferredSummary, Reason
+from relay.store.deferred_counts import DeferredSummary, Reason
 from relay.store.engines import EngineTotals
 from relay.store.offsets import PartitionPosition
 from relay.store.sinks import Position, StoredSink

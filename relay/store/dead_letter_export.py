@@ -1,0 +1,95 @@
+"""Dead letters as JSON and as text, as commands and the console show and export them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from psycopg import sql
+from psycopg.rows import dict_row, scalar_row
+
+from relay.store.connections import Connection
+from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters import DeadLetterRow
+
+_SHOWN = (
+    *("id", "group_id", "status", "sink", "handler", "exception", "attempts", "host_id", "user_id"),
+    *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
+    *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
+    *("commit_lsn", "payload", "original_payload", "metadata", "headers", "created_dt"),
+)
+"""The columns of a dead letter that are exported and shown."""
+
+_PRETTY_CHARACTERS = 100_000
+"""JSON that is longer when it is laid out is shown as it is: deep nesting indents to megabytes."""
+
+
+def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Iterator[str]:
+    """Every event of the dead transactions that a filter selects, each as the text of a JSON object.
+
+    In the order of publishing, read one after the other. PostgreSQL writes the JSON: numbers keep every digit, and
+    nothing is too deep.
+    """
+    where, parameters = wanted.where()
+    # The objects are made after sorting, so that the sort moves what is stored and not its text.
+    query = sql.SQL(
+        """
+        select row_to_json(letter)::text from (
+            select {columns}
+              from relay.dead_letter_queue d
+              join (select d.dead_transaction, min(d.c_offset) as first_offset
+                      from relay.dead_letter_queue d
+                     where d.dead_transaction in (
+                           select d.dead_transaction from relay.dead_letter_queue d where {where})
+                     group by d.dead_transaction) whole using (dead_transaction)
+             order by whole.first_offset nulls last, d.dead_transaction, d.id) letter
+        """
+    ).format(columns=_columns(_SHOWN), where=where)
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        yield from cursor.stream(query, {**parameters, "group": group})
+
+
+def events_as_json(conn: Connection, number: int) -> Iterator[str]:
+    """Every event of a dead transaction as the text of a JSON object, in order."""
+    query = sql.SQL(
+        """
+        select row_to_json(letter)::text from (
+            select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) letter
+        """
+    ).format(columns=_columns(_SHOWN))
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        yield from cursor.stream(query, (number,))
+
+
+def events_as_text(conn: Connection, number: int, pretty: bool) -> Iterator[DeadLetterRow]:
+    """Every event of a dead transaction, each field as PostgreSQL prints it, in order; `pretty` lays JSON out."""
+    columns = [
+        _laid_out(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
+        for name in (*_SHOWN, "refused")
+    ]
+    query = sql.SQL(
+        "select {} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id"
+    ).format(
+        sql.SQL(", ").join(
+            sql.SQL("{} as {}").format(column, sql.Identifier(name))
+            for column, name in zip(columns, (*_SHOWN, "refused"), strict=True)
+        )
+    )
+    with conn.cursor(row_factory=dict_row) as cursor:
+        yield from cursor.stream(query, (number,))
+
+
+_JSON = ("payload", "original_payload", "metadata", "headers")
+
+
+def _column(name: str) -> sql.Composed:
+    return sql.SQL("d.{}").format(sql.Identifier(name))
+
+
+def _columns(names: Sequence[str]) -> sql.Composed:
+    return sql.SQL(", ").join(map(_column, names))
+
+
+def _laid_out(name: str) -> sql.Composed:
+    return sql.SQL(
+        "case when length(jsonb_pretty({0})) <= {1} then jsonb_pretty({0}) else {0}::text end"
+    ).format(_column(name), sql.Literal(_PRETTY_CHARACTERS))

@@ -1,0 +1,150 @@
+"""How many business transactions are deferred, why, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from psycopg import sql
+from psycopg.rows import class_row
+
+from relay.store.connections import Connection
+
+KIND = sql.SQL(
+    """
+    case when d.blocked then 'holding'
+         when d.attempts > 0 then 'retry'
+         when d.dead_transaction is not null then 'replay'
+         when d.holds then 'blocked'
+         else 'scheduled' end
+    """
+)
+"""Why a row `d` is deferred: see `Reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why some transactions are deferred, and since and until when.
+
+    `kind` is `retry` (the handler failed with `reason`), `holding` (a dead transaction that holds its key),
+    `replay`, `scheduled` (deliver_at) or `blocked` (an earlier transaction holds one of their keys). `since` is when
+    the first of them failed or was deferred, `next` when the first of them may be tried and `until` when the last; both
+    are null where that is no question of time. `sink` is empty for the target.
+    """
+
+    sink: str
+    kind: str
+    handler: str | None
+    reason: str | None
+    transactions: int
+    since: datetime
+    next: datetime | None
+    until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredSummary:
+    """How many transactions of a group are deferred, how many of these are dead letters, and the commonest reasons."""
+
+    transactions: int
+    holding: int
+    reasons: Sequence[Reason] = ()
+
+
+_REASONS = 20
+"""How many reasons are told."""
+
+
+def deferred_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
+    """How many transactions of the target wait because of a handler that is not among these, by its name."""
+    return dict(
+        conn.execute(
+            """
+            select handler, count(*) from relay.deferred
+             where group_id = %s and sink = '' and handler <> all(%s::text[]) group by 1 order by 1
+            """,
+            (group, list(handlers)),
+        ).fetchall()
+    )
+
+
+def deferred_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
+    """How many transactions are deferred for a sink that is not among these, by its name."""
+    return dict(
+        conn.execute(
+            """
+            select sink, count(*) from relay.deferred
+             where group_id = %s and sink <> '' and sink <> all(%s::text[]) group by 1 order by 1
+            """,
+            (group, list(sinks)),
+        ).fetchall()
+    )
+
+
+def count_by_sink(conn: Connection, group: str) -> dict[str, int]:
+    """How many transactions are deferred for each sink; '' is the target."""
+    rows = conn.execute(
+        "select sink, count(*) from relay.deferred where group_id = %s group by sink", (group,)
+    )
+    return dict(rows.fetchall())
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Deferred transactions of a sink, or ('') of the target, by `kind`, as in Reason. `since`: the oldest of them."""
+
+    sink: str
+    kind: str
+    transactions: int
+    since: datetime
+
+
+def count_by_kind(conn: Connection, group: str) -> list[Count]:
+    """How many transactions are deferred, by sink and kind. Reads all of them."""
+    with conn.cursor(row_factory=class_row(Count)) as cursor:
+        return cursor.execute(
+            sql.SQL(
+                """
+                select d.sink, {kind} as kind, count(*) as transactions,
+                       min(coalesce(d.first_failed_at, d.deferred_at)) as since
+                  from relay.deferred as d where d.group_id = %s group by 1, 2
+                """
+            ).format(kind=KIND),
+            (group,),
+        ).fetchall()
+
+
+def count_keys(conn: Connection, group: str) -> dict[str, int]:
+    """How many ordering keys deferred transactions hold, of each sink; '' is the target."""
+    rows = conn.execute(
+        "select sink, count(distinct key) from relay.deferred_keys where group_id = %s group by 1",
+        (group,),
+    )
+    return dict(rows.fetchall())
+
+
+def count(conn: Connection, group: str) -> DeferredSummary:
+    """How many transactions of the group are deferred, and why. Reads all of them."""
+    with conn.cursor(row_factory=class_row(Reason)) as cursor:
+        found = cursor.execute(
+            sql.SQL(
+                """
+                with reasons as (
+                    select d.sink, {kind} as kind, d.handler, d.reason, d.deferred_at, d.first_failed_at, d.retry_at
+                      from relay.deferred as d where d.group_id = %s)
+                select sink, kind, handler, reason, count(*) as transactions,
+                       min(coalesce(first_failed_at, deferred_at)) as since,
+                       case when kind in ('retry', 'scheduled') then least(min(retry_at), '9999-01-01') end as next,
+                       case when kind in ('retry', 'scheduled') then least(max(retry_at), '9999-01-01') end as until
+                  from reasons group by sink, kind, handler, reason
+                 order by count(*) desc, sink, kind, handler, reason
+                """
+            ).format(kind=KIND),
+            (group,),
+        ).fetchall()
+    return DeferredSummary(
+        sum(each.transactions for each in found),
+        sum(each.transactions for each in found if each.kind == "holding"),
+        tuple(found[:_REASONS]),
+    )

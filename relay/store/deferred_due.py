@@ -1,0 +1,234 @@
+"""Which deferred business transactions are due: the first ones of their keys whose time has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from psycopg import sql
+from psycopg.rows import scalar_row
+
+from relay.store import advisory_locks, arrays
+from relay.store.connections import Connection
+
+_ROUNDS = 20
+"""How often a claim goes on where all that it has looked at is behind others."""
+_EXAMINED_KEYS = 10_000
+"""How many keys a claim looks at, about, for what follows on the first of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A transaction whose turn it is."""
+
+    id: int
+    keys: list[str]
+    holds: bool
+    attempts: int
+    first_failed_at: float | None
+    handler: str | None
+    dead_transaction: int | None
+    undelivered: bool
+    transaction_id: str | None
+    hosts: list[str]
+    columns: list[str]
+    commit_lsn: str
+    end_lsn: str
+    commit_ts: int
+    xid: int
+    first_offset: int
+    last_offset: int
+    events: int
+    size: int
+
+
+DUE_COLUMNS = sql.SQL(
+    """
+    d.id, d.keys, d.holds, d.attempts, extract(epoch from d.first_failed_at)::float8 as first_failed_at, d.handler,
+    d.dead_transaction, d.undelivered, d.transaction_id, d.hosts, d.columns, d.commit_lsn::text, d.end_lsn::text,
+    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
+    """
+)
+"""What makes a `Due` of a row `d` of relay.deferred."""
+
+
+def claim(conn: Connection, group: str, limit: int) -> list[Due]:
+    """The transactions of the target's cursor whose turn it is, as `heads` finds them.
+
+    Until the end of the database transaction nobody else can claim any of the group.
+    """
+    if not advisory_locks.try_lock_in_transaction(conn, advisory_locks.retries(group)):
+        return []
+    return heads(conn, group, "", limit)
+
+
+def heads(
+    conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int] = ()
+) -> list[Due]:
+    """At most `limit` transactions whose turn it is, in the order in which they were deferred.
+
+    For each key the first ones, so many of one key together; none whose time has not come, and none before which
+    another one holds one of its keys that is not returned with it. They are of one table layout. What is due longest
+    goes first. Those `in_flight`, by id, were returned before: they are left out, and hold their keys.
+    """
+    for _ in range(_ROUNDS):
+        ready = _ready(conn, group, sink, limit, in_flight)
+        chosen = _chosen(ready)
+        found = ready
+        if chosen and len(chosen) < limit:
+            room = limit - len(chosen)
+            found = [*ready, *_following(conn, chosen, room, ready, in_flight)]
+            chosen = _chosen(found)
+        _note_predecessors(conn, ready, chosen)
+        if chosen or len(ready) < limit:
+            break
+    else:
+        return []
+    due = [
+        each.due for each in sorted(found, key=lambda each: each.due.id) if each.due.id in chosen
+    ]
+    return list(takewhile(lambda each: each.columns == due[0].columns, due[:limit]))
+
+
+class _Found(NamedTuple):
+    """A transaction that may be due, with the last row before it that holds each of its keys."""
+
+    due: Due
+    is_early: bool
+    earlier: list[int]
+
+
+_FOUND = sql.SQL(
+    """
+    select d.blocked or d.retry_at > now(),
+           array(select distinct before.deferred_id
+                   from unnest(d.keys) as own (key)
+                  cross join lateral (
+                        select k.deferred_id from relay.deferred_keys as k
+                         where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id < d.id
+                         order by k.deferred_id desc limit 1) as before),
+           {due}
+    """
+).format(due=DUE_COLUMNS)
+_READY = sql.SQL(
+    """
+    {found}
+      from relay.deferred as d
+     where d.group_id = %(group)s and d.sink = %(sink)s and not d.blocked and d.predecessor is null
+       and d.retry_at <= now() and d.id <> all(%(in_flight)s::bigint[])
+     order by d.retry_at, d.id limit %(limit)s
+    """
+).format(found=_FOUND)
+# Of each key as many, so that one with a long run does not take all of the room.
+_FOLLOWING = sql.SQL(
+    """
+    with following as (
+        select next.deferred_id, min(next.number) as number
+          from relay.deferred as d
+         cross join unnest(d.keys) as own (key)
+         cross join lateral (
+               select k.deferred_id, row_number() over (order by k.deferred_id) as number
+                 from relay.deferred_keys as k
+                where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id > d.id
+                order by k.deferred_id limit %(each)s) as next
+         where d.id = any(%(chosen)s::bigint[]) and next.deferred_id <> all(%(known)s::bigint[])
+         group by next.deferred_id
+         order by 2, 1 limit %(room)s)
+    {found}
+      from following join relay.deferred as d on d.id = following.deferred_id
+    """
+).format(found=_FOUND)
+
+
+def _ready(
+    conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int]
+) -> list[_Found]:
+    return _found(
+        conn,
+        _READY,
+        {
+            "group": group,
+            "sink": sink,
+            "limit": limit,
+            "in_flight": arrays.of_numbers(in_flight),
+        },
+    )
+
+
+def _following(
+    conn: Connection,
+    chosen: Collection[int],
+    room: int,
+    ready: Sequence[_Found],
+    in_flight: Collection[int],
+) -> list[_Found]:
+    """What comes after the chosen ones with their keys."""
+    keys = sum(len(each.due.keys) for each in ready if each.due.id in chosen)
+    if not keys:
+        return []
+    known = (*(each.due.id for each in ready), *in_flight)
+    return _found(
+        conn,
+        _FOLLOWING,
+        {
+            "chosen": arrays.of_numbers(chosen),
+            "known": arrays.of_numbers(known),
+            "each": min(room, max(math.ceil(room / keys), _EXAMINED_KEYS // keys)),
+            "room": room,
+        },
+    )
+
+
+def _found(conn: Connection, query: sql.Composed, parameters: dict[str, Any]) -> list[_Found]:
+    rows = conn.execute(query, parameters, prepare=False)
+    return [_Found(Due(*due), is_early, earlier) for is_early, earlier, *due in rows]
+
+
+def _chosen(found: Iterable[_Found]) -> set[int]:
+    """Those that may be tried together: whatever holds one of their keys before them is among them."""
+    chosen: set[int] = set()
+    for each in sorted(found, key=lambda each: each.due.id):
+        if not each.is_early and chosen.issuperset(each.earlier):
+            chosen.add(each.due.id)
+    return chosen
+
+
+def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[int]) -> None:
+    """Let those that are due but follow on others be left alone until the last of these is gone.
+
+    A row that somebody has locked may be gone soon, without its trigger seeing the note: it is not noted.
+    """
+    predecessors = {
+        each.due.id: max(set(each.earlier) - chosen) for each in ready if each.due.id not in chosen
+    }
+    if predecessors:
+        conn.execute(
+            """
+            update relay.deferred as d set predecessor = noted.predecessor
+              from (select n.id, p.id as predecessor
+                      from unnest(%s::bigint[], %s::bigint[]) as n (id, predecessor)
+                      join relay.deferred as p on p.id = n.predecessor
+                       for key share of p skip locked) as noted
+             where d.id = noted.id
+            """,
+            (arrays.of_numbers(predecessors), arrays.of_numbers(predecessors.values())),
+            prepare=False,
+        )
+
+
+def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | None:
+    """How long it is until the next transaction's time comes; None if none waits for a time."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        found = cursor.execute(
+            """
+            select extract(epoch from retry_at - clock_timestamp())::float8 from relay.deferred
+             where group_id = %s and sink = %s and not blocked and predecessor is null and retry_at > clock_timestamp()
+             order by retry_at limit 1
+            """,
+            (group, sink),
+            prepare=False,
+        ).fetchone()
+    return None if found is None else float(found)
