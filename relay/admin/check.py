@@ -5,71 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from threading import Event
-from typing import Any
 
 import psycopg
 
 from relay import handlers
+from relay.admin.check_source import check_source
+from relay.admin.connections import reach
+from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.event_types.loading import registered
-from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, refused_for_good
+from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
-from relay.model.events import FIELDS
 from relay.observe.traces import require_exporter
-from relay.retention import floor, partitions
 from relay.retry import log_changes, retry_until_success
-from relay.source import columns
-from relay.source.gapless import TRIGGER as COUNTING
-from relay.source.gapless import is_gapless, require_numbered
-from relay.source.index import has_index
-from relay.source.notify import TRIGGER, sends_notify
-from relay.source.open_transactions import oldest_open
-from relay.source.outbox_table import OutboxTable
-from relay.source.slot import require_ours, require_published, slot_state
 from relay.spark.java import java_home
-from relay.store import admission, deferred_counts, migrations, offsets, sinks, streams
-from relay.store.connections import connect, pin_text_form
+from relay.store import admission, deferred_counts, offsets, sinks
+from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
-
-OLDEST_SERVER = 140000
-
-Connection = psycopg.Connection[Any]
-
-REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that an outbox must have a column for; relay's own has all of them."""
-
-
-class Severity(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
-
-    level: Severity
-    subject: str
-    text: str
-    passes: bool = False
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Everything that a run needs, as findings in the order in which a person would mend them."""
     try:
         with reach(settings.source_dsn, "source.dsn") as conn:
-            yield from _source(conn, settings)
+            yield from check_source(conn, settings)
     except ConfigurationError as error:
-        yield _error("source", error)
+        yield finding_of_error("source", error)
         if settings.one_database:
             return
     try:
@@ -81,14 +45,14 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield from _events(settings)
     yield from _routes(settings)
     if settings.observe.traces:
-        yield _caught("traces", "there is an exporter for them", require_exporter)
+        yield finding_of("traces", "there is an exporter for them", require_exporter)
     if settings.needs_spark and not settings.spark.remote:
-        yield _caught("spark", "there is a Java for Spark", java_home)
+        yield finding_of("spark", "there is a Java for Spark", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn", pinned=False) as conn:
             yield from _target(conn, settings, built)
     except ConfigurationError as error:
-        yield _error("target", error)
+        yield finding_of_error("target", error)
     except psycopg.errors.InsufficientPrivilege as error:
         message = error.diag.message_primary
         yield Finding(
@@ -117,344 +81,10 @@ def require_when_reachable(settings: Settings, stopping: Event) -> None:
     retry(require, settings)
 
 
-@contextmanager
-def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
-    """A connection. Raises ConfigurationError with the server's own words and the key to look at.
-
-    It is Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how a session
-    prints values. Handlers' statements are checked without, as they run without.
-    """
-    try:
-        conn = connect(dsn)
-        if pinned:
-            pin_text_form(conn)
-    except psycopg.OperationalError as error:
-        first = first_line(error).removeprefix("connection failed: ")
-        kind = ConfigurationError if refused_for_good(error) else Unreachable
-        raise kind(
-            f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
-        ) from None
-    with conn:
-        try:
-            yield conn
-        except psycopg.OperationalError as error:
-            if not conn.broken:
-                raise
-            raise Unreachable(
-                f"{key}: the connection was lost: {first_line(error)}: start the server"
-            ) from None
-
-
 def _events(settings: Settings) -> Iterator[Finding]:
     """What is wrong with the event types; nothing where none are configured."""
     if settings.events:
-        yield _caught("events", "what they name is there", registered, settings.events)
-
-
-def _error(subject: str, error: ConfigurationError) -> Finding:
-    return Finding(Severity.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
-
-
-def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
-    """The parts of the schema that the source must have."""
-    return ("source", "outbox") if settings.source.owns_table else ("source",)
-
-
-@contextmanager
-def reach_source(settings: Settings) -> Iterator[Connection]:
-    """A connection to the source, which has this program's schema; ConfigurationError otherwise."""
-    with reach(settings.source_dsn, "source.dsn") as conn:
-        for side in source_sides(settings):
-            migrations.require(conn, side, "source.dsn")
-        yield conn
-
-
-@contextmanager
-def reach_target(settings: Settings) -> Iterator[Connection]:
-    """A connection to the target, which has this program's schema; ConfigurationError otherwise."""
-    with reach(settings.target_dsn, "target.dsn") as conn:
-        migrations.require(conn, "target", "target.dsn")
-        yield conn
-
-
-def require_logical_wal(conn: Connection) -> None:
-    """Raise ConfigurationError if the server does not write what logical decoding needs."""
-    if conn.info.server_version < OLDEST_SERVER:
-        raise ConfigurationError(
-            f"source.dsn: the server is PostgreSQL {conn.info.server_version // 10000}, relay needs 14 or later"
-        )
-    level = conn.execute("show wal_level").fetchone()
-    if level and level[0] != "logical":
-        raise ConfigurationError(
-            f"source.dsn: the server runs with wal_level={level[0]}, relay needs logical: "
-            "run `alter system set wal_level = logical` and restart the server, or set source.mode: poll, which does "
-            "without"
-        )
-
-
-def require_table(conn: Connection, settings: Settings) -> None:
-    """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
-    source = settings.source
-    if source.message_prefix is not None:
-        raise ConfigurationError(
-            f"source.message_prefix: the outbox is {source.outbox} and no table: this is for tables only"
-        )
-    there = columns.columns(conn, source.table_name)
-    if not there:
-        raise ConfigurationError(
-            f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
-            "or name the table that you have"
-        )
-    required = _required_fields(settings)
-    missing = [
-        f"source.columns: the table {source.table} has no column {column!r} for {field}: "
-        f"add it, or map the column that holds it (columns: {{{field}: …}})"
-        for field, column in source.mapping.items()
-        if column and column not in there and (field in required or source.columns.get(field))
-    ]
-    missing += [
-        f"source.headers.{name}: the table {source.table} has no column {column!r}: add it, or name the column that "
-        "holds it"
-        for name, column in source.headers.items()
-        if column not in there
-    ]
-    if missing:
-        raise ConfigurationError("\n".join(missing))
-
-
-def _required_fields(settings: Settings) -> tuple[str, ...]:
-    if settings.source.owns_table:
-        # relay.publish fills all of them; `relay init` adds deliver_at by itself.
-        return tuple(field for field in FIELDS if field != "deliver_at")
-    return REQUIRED_FIELDS
-
-
-def _caught(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
-    try:
-        check(*arguments)
-    except ConfigurationError as error:
-        return _error(subject, error)
-    return Finding(Severity.OK, subject, fine)
-
-
-def _schema(conn: Connection, side: migrations.Side, key: str) -> Finding:
-    return _caught(
-        "schema", f"{side}: relay's tables are this program's", migrations.require, conn, side, key
-    )
-
-
-def _source(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    source = settings.source
-    schemas = [_schema(conn, side, "source.dsn") for side in source_sides(settings)]
-    yield from schemas
-    if all(schema.level is Severity.OK for schema in schemas):
-        yield from _retention(conn, settings)
-    if source.message_prefix is not None:
-        yield from _stream(conn, settings)
-        return
-    yield _caught(
-        "table", f"{source.table} is there with its columns", require_table, conn, settings
-    )
-    for problem in columns.problems(conn, source):
-        level = Severity.WARNING if problem.readable else Severity.ERROR
-        yield Finding(level, "columns", problem.text)
-    if source.mode != "wal":
-        yield _marks(conn, settings)
-        yield _index(conn, settings)
-    yield _offsets(conn, settings)
-    yield _notify(conn, settings)
-    if source.mode == "poll":
-        for text in unused_slots(conn, settings):
-            yield Finding(Severity.WARNING, "slot", text)
-    else:
-        for finding in _stream(conn, settings):
-            # What keeps the WAL away is no reason to stop where polling steps in.
-            downgraded = source.mode == "auto" and finding.level is Severity.ERROR
-            yield replace(finding, level=Severity.WARNING) if downgraded else finding
-
-
-def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    yield _caught("wal_level", "the server writes logical WAL", require_logical_wal, conn)
-    yield _role(conn)
-    yield _publication(conn, settings)
-    yield from _slot(conn, settings)
-
-
-def _marks(conn: Connection, settings: Settings) -> Finding:
-    rows = OutboxTable(settings)
-
-    def require(conn: Connection) -> None:
-        rows.require_marked(conn)
-        rows.require_own_xids(conn)
-
-    return _caught("positions", "its rows tell which transaction inserted them", require, conn)
-
-
-def _index(conn: Connection, settings: Settings) -> Finding:
-    if has_index(conn, settings):
-        return Finding(Severity.OK, "index", "polling reads only rows that are new to it")
-    return Finding(
-        Severity.WARNING,
-        "index",
-        f"source.table: {settings.source.table} has no index on c_xid, so polling reads the whole table for each "
-        "window: run `relay init`",
-    )
-
-
-def _offsets(conn: Connection, settings: Settings) -> Finding:
-    source = settings.source
-    try:
-        require_numbered(conn, source)
-    except ConfigurationError as error:
-        return _error("offsets", error)
-    wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
-    if wanted == counts:
-        text = "numbers have no gaps, publishers take turns" if wanted else "publishers do not wait"
-        return Finding(Severity.OK, "offsets", text)
-    if wanted:
-        return Finding(
-            Severity.WARNING,
-            "offsets",
-            f"source.offsets: it is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
-            "run `relay init`",
-        )
-    return Finding(
-        Severity.WARNING,
-        "offsets",
-        f"source.offsets: it is sequence, but by the trigger {COUNTING} of {source.table} publishers still take turns: "
-        "run `relay init`, which removes it, or set source.offsets: gapless",
-    )
-
-
-def _notify(conn: Connection, settings: Settings) -> Finding:
-    table, listens = settings.source.table, settings.poll.listen
-    sends = sends_notify(conn, settings.source)
-    if sends == listens:
-        text = "inserts wake relay while it polls" if listens else "inserts send no NOTIFY"
-        return Finding(Severity.OK, "notify", text)
-    if listens:
-        return Finding(
-            Severity.WARNING,
-            "notify",
-            f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
-        )
-    return Finding(
-        Severity.WARNING,
-        "notify",
-        f"poll.listen: it is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
-        "`relay init`, which removes it, or set poll.listen: true if another group listens",
-    )
-
-
-def _role(conn: Connection) -> Finding:
-    row = conn.execute(
-        "select rolreplication or rolsuper, current_user from pg_roles where rolname = current_user"
-    ).fetchone()
-    may, name = row if row else (False, "?")
-    if may or _managed_replication(conn):
-        return Finding(Severity.OK, "role", f"{name} may replicate")
-    return Finding(
-        Severity.ERROR,
-        "role",
-        f"source.dsn: the role {name} may not replicate: run `alter role {name} replication` as an administrator, "
-        "or connect as a role that may",
-    )
-
-
-def _managed_replication(conn: Connection) -> bool:
-    """Managed servers give the right by membership instead of by attribute."""
-    row = conn.execute(
-        "select bool_or(pg_has_role(current_user, oid, 'member')) from pg_roles where rolname = 'rds_replication'"
-    ).fetchone()
-    return bool(row and row[0])
-
-
-def _publication(conn: Connection, settings: Settings) -> Finding:
-    source = settings.source
-    fine = f"{source.publication} publishes {source.outbox}"
-    return _caught("publication", fine, require_published, conn, source)
-
-
-def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    name = settings.source.slot
-    state = slot_state(conn, name)
-    if state is None:
-        yield Finding(
-            Severity.ERROR,
-            "slot",
-            f"source.slot: there is no replication slot {name!r}: run `relay init`",
-        )
-        yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
-    else:
-        there = f"{name} is {'being made' if state.creating else 'there'}"
-        yield _caught("slot", there, require_ours, state, conn.info.dbname)
-        if state.lost:
-            yield Finding(
-                Severity.ERROR,
-                "slot",
-                f"source.slot: {name!r} can serve no more ({state.invalidation_reason}): run relay with source.mode: "
-                "auto, which recreates it and reads by polling what it lacks",
-            )
-    if state is not None and state.creating:
-        yield Finding(
-            Severity.WARNING,
-            "slot",
-            f"source.slot: {name!r} is still being made by process {state.active_pid}, which waits for all "
-            f"transactions that run; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
-        )
-    elif state is not None and state.active:
-        yield Finding(
-            Severity.WARNING,
-            "slot",
-            f"{name} is being read by process {state.active_pid}: a second relay waits and takes over when it ends",
-        )
-    else:
-        yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
-
-
-def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
-    """A line for each slot that a group which only polls has from a former mode, and nobody reads."""
-    slots: list[str] = []
-    # A role of an administrator's own making need not have the right.
-    with suppress(psycopg.errors.InsufficientPrivilege):
-        slots = streams.slots_of(conn, settings.group)
-    for slot in slots:
-        state = slot_state(conn, slot)
-        if state is not None and state.database == conn.info.dbname and not state.active:
-            yield (
-                f"source.mode: it is poll, but the slot {slot!r} of the group {settings.group!r} is still there, and "
-                f"holds WAL for ever ({state.retained_bytes} bytes now): run "
-                f"`select pg_drop_replication_slot('{slot}')`, or set source.mode: auto again"
-            )
-
-
-def require_slot(conn: Connection, settings: Settings) -> None:
-    """Raise ConfigurationError if the server has no slot of that name for relay and cannot be given one."""
-    name = settings.source.slot
-    state = slot_state(conn, name)
-    if state is not None:
-        require_ours(state, conn.info.dbname)
-        return
-    for finding in (
-        _role(conn),
-        _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots"),
-    ):
-        if finding.level is Severity.ERROR:
-            raise ConfigurationError(finding.text)
-
-
-def _room(conn: Connection, setting: str, used: str) -> Finding:
-    limit = conn.execute("select current_setting(%s)::int", (setting,)).fetchone()
-    taken = conn.execute(used.encode()).fetchone()
-    if limit and taken and taken[0] >= limit[0]:
-        return Finding(
-            Severity.ERROR,
-            setting,
-            f"source.dsn: all {limit[0]} of {setting} are taken: raise it and restart the server, or free one",
-        )
-    return Finding(
-        Severity.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken"
-    )
+        yield finding_of("events", "what they name is there", registered, settings.events)
 
 
 async def _close(sinks: Iterable[Sink]) -> None:
@@ -482,10 +112,12 @@ def _routes(settings: Settings) -> Iterator[Finding]:
 def _target(
     conn: Connection, settings: Settings, built: dict[str, handlers.Handler]
 ) -> Iterator[Finding]:
-    schema = _schema(conn, "target", "target.dsn")
+    schema = schema_finding(conn, "target", "target.dsn")
     yield schema
     if schema.level is Severity.OK:
-        yield _caught("group", f"{settings.partitions} partitions", require_group, conn, settings)
+        yield finding_of(
+            "group", f"{settings.partitions} partitions", require_group, conn, settings
+        )
         yield _configuration(conn, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
@@ -541,31 +173,6 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
             why = sinks.why_not_wal(each.sink, each.position, each.lags)
             if why is not None:
                 yield Finding(Severity.ERROR, "sinks", why)
-
-
-def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Whether events that are read can be removed, and what a command that was killed has left."""
-    table, keep = settings.source.table, settings.retention.keep
-    if keep is not None and partitions.retained(conn, table) is None:
-        yield Finding(
-            Severity.WARNING,
-            "retention",
-            f"retention.keep: the role relay has no right to remove events of {table}: run `relay init`",
-        )
-    for left in partitions.unfinished(conn, table):
-        yield Finding(
-            Severity.WARNING,
-            "retention",
-            f"source.table: {left.partition} refuses events from {left.end} on, since a command was "
-            f"killed: {left.hint}",
-        )
-    for name in floor.given_up_readers(conn):
-        yield Finding(
-            Severity.WARNING,
-            "retention",
-            f"retention.max_lag: the reader {name} was given up: move it with `relay sink seek` or "
-            "`relay offsets seek`, or drop it",
-        )
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

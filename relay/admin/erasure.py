@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psycopg
 
+from relay.admin.administrators import administrators
 from relay.admin.check import require_group
-from relay.admin.install import administrators
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.reporting import ProgressReport, silent

@@ -6,19 +6,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import psycopg
 from psycopg import sql
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
-from relay.admin.adoption import claim_schema, pin_search_path, require_adoptable
-from relay.admin.check import reach, require_logical_wal, require_slot, require_table, unused_slots
+from relay.admin.administrators import administrators, on_one_server
+from relay.admin.adoption import claim_schema, require_adoptable
+from relay.admin.check_source import require_logical_wal, require_slot, require_table, unused_slots
+from relay.admin.group_start import Start
+from relay.admin.service_role import ROLE, has_role, let_read, let_replicate
 from relay.config.settings import OWN_OUTBOX, Settings
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
-from relay.model.snapshots import BEGINNING, Snapshot
 from relay.reporting import ProgressReport, silent
 from relay.retention import floor
 from relay.source.columns import require_readable
@@ -27,13 +27,12 @@ from relay.source.index import drop_index, ensure_index, has_index
 from relay.source.notify import TRIGGER, set_notify
 from relay.source.open_transactions import reporting_blockers
 from relay.source.outbox_table import OutboxTable
-from relay.source.server import current_position, durable_position
+from relay.source.server import durable_position
 from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
 from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
+from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
-
-Connection = psycopg.Connection[Any]
 
 LOCK_TIMEOUT = "5s"
 """How long a table is waited for, unless the user has set another `lock_timeout`."""
@@ -41,18 +40,6 @@ LOCK_TIMEOUT = "5s"
 _BOUNDED = """
     select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
 """
-_ROLE = """
-    do $$
-    begin
-        if not exists (select from pg_roles where rolname = 'relay') then
-            create role relay nologin;
-        end if;
-    exception when insufficient_privilege then
-        null;
-    end
-    $$
-"""
-"""What the schema files do, which also say what to do where it is not allowed."""
 _Removal = Callable[[], object]
 
 
@@ -91,7 +78,7 @@ def initialise(
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
             dsn = source_dsn or settings.source_dsn
-            return _Installation(settings, source, target, dsn, _Start(start), report).run(warn)
+            return _Installation(settings, source, target, dsn, Start(start), report).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -114,92 +101,6 @@ def initialise(
             ) from None
 
 
-@contextmanager
-def administrators(
-    settings: Settings,
-    source_dsn: str | None,
-    target_dsn: str | None,
-    warn: Callable[[str], None] = log.warning,
-) -> Iterator[tuple[Connection, Connection]]:
-    """Connections to source and target for changing the schema: the same one where both are one database.
-
-    Nobody else installs or uninstalls there meanwhile; `warn` is told if somebody has to be waited for. Raises
-    ConfigurationError if one cannot be reached.
-    """
-    with reach(source_dsn or settings.source_dsn, "source.dsn") as source, ExitStack() as stack:
-        pin_search_path(source)
-        target = source
-        if target_dsn is not None or not settings.one_database:
-            other = stack.enter_context(reach(target_dsn or settings.target_dsn, "target.dsn"))
-            pin_search_path(other)
-            # Two transactions that install in one database would wait for each other.
-            target = source if _database(source) == _database(other) else other
-        # In the same order everywhere, so that no two wait for each other.
-        for conn in sorted({source, target}, key=lambda each: str(_database(each))):
-            on_wait = (
-                f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
-            )
-            stack.enter_context(migrations.alone(conn, partial(warn, on_wait)))
-        yield source, target
-
-
-def _database(conn: Connection) -> tuple[Any, ...] | None:
-    """What tells a database from all others, whichever address it was reached by."""
-    return conn.execute(
-        "select system_identifier, current_database() from pg_control_system()"
-    ).fetchone()
-
-
-def _on_one_server(one: Connection, other: Connection) -> bool:
-    """Whether two databases belong to one server, whose roles they share."""
-    servers = {found and found[0] for found in map(_database, (one, other))}
-    return len(servers) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
-
-    asked: str | None
-
-    def require_possible(self, target: Connection, settings: Settings) -> None:
-        """Raise ConfigurationError if it is said of a group that exists, or cannot be."""
-        if self.asked is None:
-            return
-        if offsets.partition_count(target, settings.group):
-            raise ConfigurationError(
-                f"--from: the group {settings.group!r} has begun already: move it with "
-                f"`relay offsets seek --to {self.asked}`"
-            )
-        if self.asked not in ("beginning", "now") and not self.asked.isdecimal():
-            raise ConfigurationError(
-                f"--from: {self.asked!r} is neither beginning, now, nor a c_offset"
-            )
-        if settings.source.mode == "wal" and self.asked != "now":
-            raise ConfigurationError(
-                "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
-            )
-
-    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
-        """The snapshots that the group begins with, and the position in the difference from the first to the second.
-
-        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
-        """
-        if settings.source.mode == "wal":
-            return [], offsets.FIRST
-        now = current_position(source).snapshot
-        if self.asked in (None, "now"):
-            return [now], offsets.FIRST
-        OutboxTable(settings).require_offsets(source, "run `relay init` again")
-        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
-        return [BEGINNING, now], first
-
-    def __str__(self) -> str:
-        if self.asked is None:
-            return "now"
-        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked
-
-
 @dataclass(slots=True)
 class _Installation:
     """One run of `relay init`, and what it has made so far."""
@@ -208,7 +109,7 @@ class _Installation:
     source: Connection
     target: Connection
     source_dsn: str
-    start: _Start
+    start: Start
     report: ProgressReport = silent
     done: list[str] = field(default_factory=list)
 
@@ -284,14 +185,14 @@ class _Installation:
 
         Roles belong to the server: the transactions of the two databases would wait for each other to make it.
         """
-        if self.target is self.source or not _on_one_server(self.source, self.target):
+        if self.target is self.source or not on_one_server(self.source, self.target):
             return False
-        if _has_role(self.source):
+        if has_role(self.source):
             return False
         with self.source.transaction():
             self.source.execute(_BOUNDED, (LOCK_TIMEOUT,))
-            self.source.execute(_ROLE)
-        return _has_role(self.source)
+            self.source.execute(ROLE)
+        return has_role(self.source)
 
     @contextmanager
     def _transactions(self) -> Iterator[None]:
@@ -345,7 +246,7 @@ class _Installation:
             require_table(source, settings)
             require_readable(source, settings.source)
             _attach(source, settings)
-            _let_read(source, settings)
+            let_read(source, settings)
             return []
         existed = _exists(source, OWN_OUTBOX)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
@@ -374,7 +275,7 @@ class _Installation:
         removal: list[_Removal] = []
         if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
             removal.append(lambda: streams.forget(source, of.slot))
-        if _let_replicate(source):
+        if let_replicate(source):
             self.done.append("right of the role relay to replicate")
         if made:
             removal.append(lambda: drop_publication(source, of.publication))
@@ -479,27 +380,3 @@ def _attach(source: Connection, settings: Settings) -> None:
         "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
     )
     OutboxTable(settings).require_marked(source)
-
-
-def _let_read(source: Connection, settings: Settings) -> None:
-    """Give the service the right to read an outbox that is not relay's own."""
-    if _has_role(source):
-        table = sql.Identifier(*settings.source.table_name)
-        source.execute(sql.SQL("grant select on {} to relay").format(table))
-
-
-def _has_role(conn: Connection) -> bool:
-    return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
-
-
-def _let_replicate(source: Connection) -> bool:
-    """Give the service's role REPLICATION; returns whether it was given. `relay check` says where it is missing."""
-    row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
-    if row is None or row[0]:
-        return False
-    try:
-        with source.transaction():
-            source.execute("alter role relay replication")
-    except psycopg.errors.InsufficientPrivilege:
-        return False
-    return True

@@ -5,39 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
-import psycopg
-
-from relay.admin.check import reach_source, reach_target
+from relay.admin.connections import reach_source, reach_target
+from relay.admin.goals import Goal, find_goal
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, TransientFault
-from relay.model.events import INSERTED_BY, Lsn
-from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
-from relay.model.transactions import Transactions
-from relay.model.tuples import Walked
-from relay.pipeline.runner import Pipeline
-from relay.reporting import ProgressReport, silent
+from relay.model.events import Lsn
+from relay.model.snapshots import BEGINNING
 from relay.retention import floor
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox_table import OutboxTable
-from relay.source.polling import Poller
 from relay.source.recovery import Recognition
-from relay.source.server import durable_position
-from relay.source.slot import slot_state
 from relay.source.unread import UnreadRows
-from relay.source.wal import commits_after
-from relay.spark.session import Session
 from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
+from relay.store.connections import Connection
 from relay.store.rewind import GivenUp
 from relay.store.sinks import Position
-
-Connection = psycopg.Connection[Any]
-
-_ROWS_AT_ONCE = 10_000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +36,6 @@ class PartitionStatus:
     applied_lsn: str
     snapshot: str | None
     unread: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Where a group is to go on, and what for, in words.
-
-    What `snapshot` sees is passed over, and what the source shows now up to the position `polled_offset`; with
-    `snapshot` None what of the WAL ends at or below `lsn`. `split` are transactions with rows on both sides of
-    `polled_offset`, which are not passed over, by the ids that the WAL has.
-    """
-
-    text: str
-    snapshot: Snapshot | None
-    now: Snapshot
-    polled_offset: int = offsets.FIRST
-    split: tuple[int, ...] = ()
-    lsn: Lsn = Lsn(0)  # noqa: RUF009
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +86,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
     Raises ConfigurationError for a position that does not exist, or while an instance runs.
     """
     group = settings.group
-    with reach_target(settings) as target, _stopped(target, settings):
+    with reach_target(settings) as target, stopped(target, settings):
         positions = offsets.initialised(target, group)
         offsets.require_partition_count(len(positions), group, settings.partitions)
         chosen = _chosen(settings, positions, partition)
@@ -146,7 +113,7 @@ def seek(
     settings: Settings, move: OffsetsMove, partition: int | None, reason: str | None = None
 ) -> None:
     """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
-    with reach_target(settings) as target, _stopped(target, settings), target.transaction():
+    with reach_target(settings) as target, stopped(target, settings), target.transaction():
         positions = offsets.initialised(target, settings.group)
         chosen = _chosen(settings, positions, partition)
         given_up = _move(target, settings, positions, chosen, move.goal, move.sinks)
@@ -274,79 +241,9 @@ def _move_partition(
     snapshots.prune(target, group)
 
 
-def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:
-    """Split the stopped group's hosts into another number of partitions.
-
-    First everything that is committed is applied, with the configured handlers: what is applied must be the same for
-    every host before hosts can move. A crash before the end changes nothing but that. Raises ConfigurationError while
-    an instance runs.
-    """
-    group = settings.group
-    with reach_target(settings) as target, _stopped(target, settings):
-        positions = offsets.initialised(target, group)
-        if settings.source.mode == "wal":
-            _require_confirmed(settings, positions)
-        else:
-            unpinned = settings.poll.model_copy(update={"partition_ids": None})
-            with reach_source(settings) as source:
-                shown = durable_position(source).snapshot
-            unsplit = settings.model_copy(update={"partitions": len(positions), "poll": unpinned})
-            _catch_up(unsplit, report)
-            # What is noted and no longer there was pruned from the outbox.
-            snapshots.forget(target, group, shown)
-            positions = offsets.initialised(target, group)
-        with target.transaction():
-            links = snapshots.chain(target, group)
-            if len(links) > 1 or len(snapshots.noted(target, group)):
-                raise ConfigurationError(
-                    f"group: {group!r} has applied a commit that the source does not show yet, since it waits for a "
-                    "synchronous standby: repartition when it is committed"
-                )
-            reached = groups.origin(target, group).polled
-            offsets.remove(target, group)
-            begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
-            following = max(position.next_offset for position in positions)
-            offsets.create(target, group, partitions, begun[0].id if begun else None)
-            offsets.set_wal_position(
-                target, group, max(position.applied_lsn for position in positions), following
-            )
-
-
-def _require_confirmed(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> None:
-    """Raise ConfigurationError if a commit may have been applied in some partitions and not in others."""
-    with reach_source(settings) as source:
-        state = slot_state(source, settings.source.slot)
-    confirmed = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
-    if max(position.applied_lsn for position in positions) > confirmed:
-        raise ConfigurationError(
-            f"group: {settings.group!r} has not confirmed to the slot all that it has applied: run relay, and stop it "
-            "when it is idle"
-        )
-
-
-def _catch_up(settings: Settings, report: ProgressReport) -> None:
-    done = 0
-    poller = Poller(settings)
-    session = Session(settings.spark, settings)
-    pipeline = Pipeline(settings, session)
-    try:
-        pipeline.start()
-        for opening in (False, True, False):
-            while batch := poller.window(opening):
-                pipeline.run(batch)
-                done += batch.events
-                left = batch.window.left if batch.window else 0
-                report("applying events", done, done + left)
-                if opening:
-                    break
-    finally:
-        pipeline.close()
-        session.close()
-        poller.close()
-
-
 @contextmanager
-def _stopped(target: Connection, settings: Settings) -> Iterator[None]:
+def stopped(target: Connection, settings: Settings) -> Iterator[None]:
+    """Keep instances of the group from starting meanwhile. Raises ConfigurationError while one runs."""
     with presence.stopped(target, settings.group) as free:
         if not free:
             running = ", ".join(presence.instances(target, settings.group))
@@ -365,99 +262,3 @@ def _chosen(
             f"--partition: there is no partition {partition} of group {settings.group!r}: see `relay offsets show`"
         )
     return chosen
-
-
-def find_goal(
-    settings: Settings,
-    source: Connection,
-    table: OutboxTable,
-    to: str,
-    option: str = "--to",
-    lsn: bool = True,
-) -> Goal:
-    """What `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
-
-    `lsn` says whether an error may propose an LSN.
-    """
-    seen = durable_position(source)
-    if "/" in to:
-        try:
-            after = Lsn.parse(to)
-        except ValueError as error:
-            raise ConfigurationError(f"{option}: {error}") from None
-        return _after(settings, source, after, seen.snapshot, seen.lsn)
-    if settings.source.mode == "wal":
-        if to != "end":
-            raise ConfigurationError(
-                f"{option}: {to!r} is no position in the WAL, and source.mode: wal has no others: give an LSN, or end"
-            )
-        return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
-    if to == "end":
-        return Goal("with what is published from now on", seen.snapshot, seen.snapshot)
-    table.require_offsets(source, "seek again")
-    if to == "beginning":
-        return Goal("with the oldest event", BEGINNING, seen.snapshot)
-    following = table.next_offset(source)
-    if to.isdecimal():
-        if int(to) > following:
-            raise ConfigurationError(
-                f"{option}: {to} is past the end of the outbox; the next c_offset is {following}"
-            )
-        offset = int(to)
-    else:
-        found = table.first_since(source, _moment(to, option, lsn))
-        offset = following if found is None else found
-    split = tuple(table.split_at(source, offset - 1))
-    return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
-
-
-def _moment(to: str, option: str, lsn: bool) -> datetime:
-    try:
-        moment = datetime.fromisoformat(to)
-    except ValueError:
-        raise ConfigurationError(
-            f"{option}: {to!r} is neither a c_offset, {'an LSN such as 16/B374D848, ' if lsn else ''}a time such as "
-            "2026-03-01T12:00, beginning nor end"
-        ) from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end: Lsn) -> Goal:
-    """What the slot has after a position: only the WAL that it holds can tell."""
-    state = slot_state(source, settings.source.slot)
-    held = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
-    if state is None or lsn < held:
-        raise ConfigurationError(
-            f"--to: {lsn} is older than the WAL that the slot {settings.source.slot!r} holds"
-            + (f", which begins at {held}" if held else "")
-            + ("" if settings.source.mode == "wal" else ": give a c_offset or a time")
-        )
-    if lsn > end:
-        raise ConfigurationError(f"--to: {lsn} is past the end of the WAL, which is {end}")
-    if settings.source.mode == "wal":
-        return Goal(f"at {lsn}", None, now, lsn=lsn)
-    found: list[Xids] = []
-    for part in commits_after(settings, lsn, end):
-        if _has_unmarked(part):
-            raise ConfigurationError(
-                f"--to: after {lsn} the slot has events from before the outbox had {INSERTED_BY}, which polling cannot "
-                "tell from those that are applied: run relay with source.mode: wal until it is idle, stop it, and seek "
-                "to what the slot has confirmed then"
-            )
-        found.append(full_xids(part.facts["xid"], now.xmax))
-    later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
-    # Whatever has committed since is new in any case.
-    later = later[later < now.xmax]
-    xmin = int(later[0]) if len(later) else now.xmax
-    return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
-
-
-def _has_unmarked(commits: Transactions) -> bool:
-    """Whether there are rows that do not tell which transaction has inserted them."""
-    if INSERTED_BY not in commits.columns:
-        return True
-    index = commits.columns.index(INSERTED_BY)
-    return any(
-        bool(Walked(rows, [index]).absent(index).any())
-        for rows in commits.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
-    )

@@ -6,7 +6,8 @@ import psycopg
 from psycopg import sql
 
 from relay.admin.adoption import pin_search_path
-from relay.admin.check import reach, require_table
+from relay.admin.check_source import require_table
+from relay.admin.connections import reach
 from relay.config.retention import duration
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import psycopg
 
 from relay.admin.adoption import pin_search_path
-from relay.admin.check import reach, require_table
+from relay.admin.check_source import require_table
+from relay.admin.connections import reach
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.reporting import ProgressReport, silent

@@ -12,8 +12,9 @@ from typing import Any
 
 import psycopg
 
-from relay.admin.check import reach_source, reach_target
-from relay.admin.offsets import Goal, find_goal, move_sink
+from relay.admin.connections import reach_source, reach_target
+from relay.admin.goals import Goal, find_goal
+from relay.admin.offsets import move_sink
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import floor

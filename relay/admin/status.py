@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from relay.admin.check import reach_source, reach_target
+from relay.admin.connections import reach_source, reach_target
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import floor, partitions

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from relay.admin.install import administrators
+from relay.admin.administrators import administrators
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source.index import drop_all_indexes

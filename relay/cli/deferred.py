@@ -80,7 +80,7 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _opened(options: SelectionOptions) -> Iterator[_Opened]:
-    from relay.admin.check import reach_target
+    from relay.admin.connections import reach_target
     from relay.admin.deferred import DeferredTransactions
 
     wanted, settings = options.selection(), load(options.config)

@@ -111,7 +111,7 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _opened(options: SelectionOptions) -> Iterator[_Opened]:
-    from relay.admin.check import reach_target
+    from relay.admin.connections import reach_target
     from relay.admin.dead_letters import DeadLetters
 
     settings, wanted = load(options.config), options.selection()

@@ -27,7 +27,7 @@ from relay.config.files import for_each, load, load_all, require_one
 from relay.faults import ConfigurationError
 
 if TYPE_CHECKING:
-    from relay.admin.check import Finding
+    from relay.admin.findings import Finding
     from relay.config.settings import Settings
 
 
@@ -79,7 +79,8 @@ def init(
 
 def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Check everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
-    from relay.admin.check import Severity, examine
+    from relay.admin.check import examine
+    from relay.admin.findings import Severity
 
     def examine_group(settings: Settings) -> list[tuple[str, Finding]]:
         found = list(examine(settings))

@@ -85,7 +85,7 @@ def offsets_repartition(
     config: ConfigOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""
-    from relay.admin.offsets import repartition
+    from relay.admin.repartition import repartition
 
     settings = load(config)
     with progress() as report:

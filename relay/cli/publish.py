@@ -32,7 +32,7 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Publish business transactions: {host_id, user_id, events: [...]}, an array of them, or one on each line."""
-    from relay.admin.check import reach_source
+    from relay.admin.connections import reach_source
     from relay.admin.publish import business_transactions, parse, require_own_outbox
     from relay.admin.publish import publish as publish_all
 

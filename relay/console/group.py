@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import psycopg
 
 from relay.admin import sinks, status
-from relay.admin.check import reach_target
+from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import psycopg
 
-from relay.admin.check import source_sides
+from relay.admin.connections import source_sides
 from relay.admin.status import mode_of
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line

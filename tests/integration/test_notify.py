@@ -10,7 +10,8 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.admin import install
-from relay.admin.check import Severity, examine
+from relay.admin.check import examine
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError

@@ -13,8 +13,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from relay.admin import goals
 from relay.admin import offsets as moves
 from relay.admin.install import initialise
+from relay.admin.repartition import repartition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
@@ -166,7 +168,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
             outbox.publish(host(1), event(5))
             return commits_after(*arguments)
 
-        monkeypatch.setattr(moves, "commits_after", after_the_position)
+        monkeypatch.setattr(goals, "commits_after", after_the_position)
         seek(settings, lsn)
         after.close()
     outbox.publish(host(1), event(6))
@@ -339,7 +341,7 @@ def test_a_group_is_repartitioned_although_noted_events_are_gone(
     stream_and_die(outbox.settings())
     assert outbox.value("select count(*) from relay.applied_commits") > 0
     outbox.conn.execute("delete from outbox_message_t")
-    moves.repartition(outbox.settings(), 4)
+    repartition(outbox.settings(), 4)
     assert outbox.value("select count(*) from relay.applied_commits") == 0
     outbox.publish(host(1), event(3))
     # What was noted comes from the slot once more.

@@ -16,7 +16,8 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from relay.admin.check import Severity, examine
+from relay.admin.check import examine
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings

@@ -7,7 +7,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relay.admin.check import reach_target
+from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.publish import business_transactions, publish
 from relay.retention.erasure import erase

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.admin.check import Severity, examine, require
+from relay.admin.check import examine, require
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.demo.embedded import wheel_binaries

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.admin.check import Severity, examine
+from relay.admin.check import examine
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.admin.status import read
 from relay.observe.health import Limits, failures

@@ -15,8 +15,10 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from relay.admin.check import Severity, examine, reach, require
+from relay.admin.check import examine, require
+from relay.admin.connections import reach
 from relay.admin.dead_letters import DeadLetters
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError

@@ -1,0 +1,63 @@
+"""Connections of commands to the source and the target. An error says which key of the configuration is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
+from relay.store import migrations
+from relay.store.connections import Connection, connect, pin_text_form
+
+
+@contextmanager
+def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
+    """A connection. Raises ConfigurationError with the server's own words and the key to look at.
+
+    It is Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how a session
+    prints values. Handlers' statements are checked without, as they run without.
+    """
+    try:
+        conn = connect(dsn)
+        if pinned:
+            pin_text_form(conn)
+    except psycopg.OperationalError as error:
+        first = first_line(error).removeprefix("connection failed: ")
+        kind = ConfigurationError if refused_for_good(error) else Unreachable
+        raise kind(
+            f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
+        ) from None
+    with conn:
+        try:
+            yield conn
+        except psycopg.OperationalError as error:
+            if not conn.broken:
+                raise
+            raise Unreachable(
+                f"{key}: the connection was lost: {first_line(error)}: start the server"
+            ) from None
+
+
+def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
+    """The parts of the schema that the source must have."""
+    return ("source", "outbox") if settings.source.owns_table else ("source",)
+
+
+@contextmanager
+def reach_source(settings: Settings) -> Iterator[Connection]:
+    """A connection to the source, which has this program's schema; ConfigurationError otherwise."""
+    with reach(settings.source_dsn, "source.dsn") as conn:
+        for side in source_sides(settings):
+            migrations.require(conn, side, "source.dsn")
+        yield conn
+
+
+@contextmanager
+def reach_target(settings: Settings) -> Iterator[Connection]:
+    """A connection to the target, which has this program's schema; ConfigurationError otherwise."""
+    with reach(settings.target_dsn, "target.dsn") as conn:
+        migrations.require(conn, "target", "target.dsn")
+        yield conn

@@ -1,0 +1,57 @@
+"""Where a new group begins: `relay init --from`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.model.snapshots import BEGINNING, Snapshot
+from relay.source.outbox_table import OutboxTable
+from relay.source.server import current_position
+from relay.store import offsets
+from relay.store.connections import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
+
+    asked: str | None
+
+    def require_possible(self, target: Connection, settings: Settings) -> None:
+        """Raise ConfigurationError if it is said of a group that exists, or cannot be."""
+        if self.asked is None:
+            return
+        if offsets.partition_count(target, settings.group):
+            raise ConfigurationError(
+                f"--from: the group {settings.group!r} has begun already: move it with "
+                f"`relay offsets seek --to {self.asked}`"
+            )
+        if self.asked not in ("beginning", "now") and not self.asked.isdecimal():
+            raise ConfigurationError(
+                f"--from: {self.asked!r} is neither beginning, now, nor a c_offset"
+            )
+        if settings.source.mode == "wal" and self.asked != "now":
+            raise ConfigurationError(
+                "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
+            )
+
+    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
+        """The snapshots that the group begins with, and the position in the difference from the first to the second.
+
+        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        """
+        if settings.source.mode == "wal":
+            return [], offsets.FIRST
+        now = current_position(source).snapshot
+        if self.asked in (None, "now"):
+            return [now], offsets.FIRST
+        OutboxTable(settings).require_offsets(source, "run `relay init` again")
+        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
+        return [BEGINNING, now], first
+
+    def __str__(self) -> str:
+        if self.asked is None:
+            return "now"
+        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked

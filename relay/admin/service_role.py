@@ -1,0 +1,47 @@
+"""The role `relay` of the service, and the rights that `relay init` gives it."""
+
+from __future__ import annotations
+
+import psycopg
+from psycopg import sql
+
+from relay.config.settings import Settings
+from relay.store.connections import Connection
+
+ROLE = """
+    do $$
+    begin
+        if not exists (select from pg_roles where rolname = 'relay') then
+            create role relay nologin;
+        end if;
+    exception when insufficient_privilege then
+        null;
+    end
+    $$
+"""
+"""Creates the role. The schema files do the same, and say what to do where it is not allowed."""
+
+
+def let_read(source: Connection, settings: Settings) -> None:
+    """Give the service the right to read an outbox that is not relay's own."""
+    if has_role(source):
+        table = sql.Identifier(*settings.source.table_name)
+        source.execute(sql.SQL("grant select on {} to relay").format(table))
+
+
+def has_role(conn: Connection) -> bool:
+    """Whether the server has the role `relay`."""
+    return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
+
+
+def let_replicate(source: Connection) -> bool:
+    """Give the service's role REPLICATION; returns whether it was given. `relay check` says where it is missing."""
+    row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
+    if row is None or row[0]:
+        return False
+    try:
+        with source.transaction():
+            source.execute("alter role relay replication")
+    except psycopg.errors.InsufficientPrivilege:
+        return False
+    return True
