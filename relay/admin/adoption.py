@@ -54,12 +54,12 @@ _FOREIGN = re.compile(r"OPERATOR\((?!pg_catalog\.)|::\"?\w+\"?\.")
 
 
 def pin_search_path(conn: Connection) -> None:
-    """Let names without a schema mean PostgreSQL's own objects only."""
+    """Set the search_path so that names without a schema mean PostgreSQL's own objects only."""
     conn.execute("set search_path = pg_catalog, pg_temp")
 
 
 def claim_schema(conn: Connection, key: str) -> bool:
-    """Create the schema relay, or examine the one that is there; returns whether it was created.
+    """Create the schema relay, or examine the existing one; returns whether it was created.
 
     Belongs in the transaction that installs the rest. `key` is the configuration key of the database. Raises
     ConfigurationError with a line for each thing that relay would not have made.
@@ -78,7 +78,7 @@ def claim_schema(conn: Connection, key: str) -> bool:
 
 
 def require_adoptable(conn: Connection, table: str, key: str) -> None:
-    """Examine relay's own outbox and its partitions, which may have been there before.
+    """Examine relay's own outbox and its partitions, which may have existed before.
 
     `table` is its qualified name. Raises ConfigurationError with a line for each thing that relay would not have made.
     """
@@ -137,7 +137,7 @@ def _owner_role(conn: Connection) -> Iterator[str]:
 
 
 def _untrusted(conn: Connection) -> Iterator[str]:
-    """Objects in the schema relay, and itself, that belong to somebody who is not trusted."""
+    """Find the schema relay and objects in it that belong to a role that is not trusted."""
     for kind, name, owner in conn.execute(
         """
         with object (kind, name, owner) as (
@@ -162,7 +162,7 @@ def _untrusted(conn: Connection) -> Iterator[str]:
 
 
 def _retained_owners(conn: Connection) -> list[int]:
-    """The owners of outboxes with retention, with whose rights its functions run, and no others."""
+    """List the owners of outboxes with retention; its functions run with their rights."""
     if not _oids(conn, "select 1 where to_regclass('relay.retained') is not null"):
         return []
     return _oids(
@@ -187,7 +187,7 @@ def _creators(conn: Connection) -> Iterator[str]:
 
 
 def _content(conn: Connection) -> Iterator[str]:
-    """What a schema holds that relay did not make, although it has the name."""
+    """Find objects in a schema of the name relay that relay did not create."""
     row = conn.execute(
         """
         select min(relname) from pg_class
@@ -221,7 +221,7 @@ def _belongs(kind: str, name: str, owner: str) -> str:
 
 
 def _attached(conn: Connection, tables: list[int]) -> Iterator[str]:
-    """Triggers, rules, policies and inheritance."""
+    """Find triggers, rules, policies and inheritance."""
     for table, what in conn.execute(
         """
         with t as (select oid, relkind, relispartition, relrowsecurity from pg_class where oid = any (%s))
@@ -264,7 +264,7 @@ def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
 
 
 def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
-    """Defaults, generated columns, constraints and indexes, which an insert computes."""
+    """Examine expressions that an insert computes: defaults, generated columns, constraints and indexes."""
     for table, name, expression in conn.execute(
         """
         with t as (select oid from pg_class where oid = any (%s))
@@ -291,7 +291,7 @@ def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
 
 
 def foreign_calls(expression: str) -> set[str]:
-    """What an expression, as PostgreSQL prints it with an empty search path, calls that is not known to be harmless."""
+    """Return the calls of an expression, as printed with an empty search path, that are not known to be harmless."""
     plain = _TYPE.sub("", _LITERAL.sub(lambda found: found[1] or "''", expression))
     # PostgreSQL prints key words in capitals, and names that have any in quotes.
     calls = {name for name in _CALL.findall(plain) if not name.isupper() or '"' in name} - _SAFE

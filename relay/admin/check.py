@@ -1,4 +1,4 @@
-"""Looks at the surroundings before anything runs: each finding says what is wrong and what to do."""
+"""Checks configuration, source and target before a run: `relay check`. `check_source` has the checks of the source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Everything that a run needs, as findings in the order in which a person would mend them."""
+    """Check everything that a run needs; yields findings in the order in which to correct them."""
     try:
         with reach(settings.source_dsn, "source.dsn") as conn:
             yield from check_source(conn, settings)
@@ -82,7 +82,7 @@ def require_when_reachable(settings: Settings, stopping: Event) -> None:
 
 
 def _events(settings: Settings) -> Iterator[Finding]:
-    """What is wrong with the event types; nothing where none are configured."""
+    """Check the event types; yields nothing where none are configured."""
     if settings.events:
         yield finding_of("events", "what they name is there", registered, settings.events)
 
@@ -138,7 +138,7 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
 
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Transactions that are deferred for a handler that the configuration no longer has."""
+    """Find transactions that are deferred for a handler that the configuration no longer has."""
     deferred_for = deferred_counts.deferred_for_others(conn, settings.group, settings.handlers)
     for name, transactions in deferred_for.items():
         yield Finding(
@@ -160,7 +160,7 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 
 def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Sinks that are no longer configured, and those that the WAL alone cannot feed."""
+    """Find sinks that are no longer configured, and sinks that the WAL alone cannot feed."""
     for each in sinks.read(conn, settings.group, settings.sink_handlers):
         if each.state == sinks.GONE:
             yield Finding(

@@ -47,7 +47,7 @@ def require_logical_wal(conn: Connection) -> None:
 
 
 def require_table(conn: Connection, settings: Settings) -> None:
-    """Raise ConfigurationError if the outbox or a column that relay needs is not there."""
+    """Raise ConfigurationError if the outbox does not exist, or lacks a column that relay needs."""
     source = settings.source
     if source.message_prefix is not None:
         raise ConfigurationError(
@@ -84,7 +84,7 @@ def _required_fields(settings: Settings) -> tuple[str, ...]:
 
 
 def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Everything that a run needs of the source, as findings."""
+    """Check everything that a run needs of the source."""
     source = settings.source
     schemas = [schema_finding(conn, side, "source.dsn") for side in source_sides(settings)]
     yield from schemas
@@ -109,7 +109,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, "slot", text)
     else:
         for finding in _stream(conn, settings):
-            # What keeps the WAL away is no reason to stop where polling steps in.
+            # Without the WAL, relay polls: no error keeps it from starting.
             downgraded = source.mode == "auto" and finding.level is Severity.ERROR
             yield replace(finding, level=Severity.WARNING) if downgraded else finding
 
@@ -203,7 +203,7 @@ def _role(conn: Connection) -> Finding:
 
 
 def _managed_replication(conn: Connection) -> bool:
-    """Managed servers give the right by membership instead of by attribute."""
+    """Say whether a managed server grants the right by membership of a role."""
     row = conn.execute(
         "select bool_or(pg_has_role(current_user, oid, 'member')) from pg_roles where rolname = 'rds_replication'"
     ).fetchone()
@@ -254,9 +254,9 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 
 def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
-    """A line for each slot that a group which only polls has from a former mode, and nobody reads."""
+    """Yield a line for each slot of a former mode that nobody reads, for a group that only polls."""
     slots: list[str] = []
-    # A role of an administrator's own making need not have the right.
+    # A role that an administrator created may lack the right.
     with suppress(psycopg.errors.InsufficientPrivilege):
         slots = streams.slots_of(conn, settings.group)
     for slot in slots:
@@ -270,7 +270,7 @@ def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
 
 
 def require_slot(conn: Connection, settings: Settings) -> None:
-    """Raise ConfigurationError if the server has no slot of that name for relay and cannot be given one."""
+    """Raise ConfigurationError if the server has no slot of that name for relay and cannot create one."""
     name = settings.source.slot
     state = slot_state(conn, name)
     if state is not None:
@@ -299,7 +299,7 @@ def _room(conn: Connection, setting: str, used: str) -> Finding:
 
 
 def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Whether events that are read can be removed, and what a command that was killed has left."""
+    """Check the right to remove events, and what a killed command has left."""
     table, keep = settings.source.table, settings.retention.keep
     if keep is not None and partitions.retained(conn, table) is None:
         yield Finding(

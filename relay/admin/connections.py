@@ -1,4 +1,4 @@
-"""Connections of commands to the source and the target. An error says which key of the configuration is wrong."""
+"""Opens connections to the source and the target for commands. An error names the key of the configuration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relay.store.connections import Connection, connect, pin_text_form
 
 @contextmanager
 def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
-    """A connection. Raises ConfigurationError with the server's own words and the key to look at.
+    """Open a connection. Raises ConfigurationError with the server's own words and the key of the configuration.
 
-    It is Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how a session
-    prints values. Handlers' statements are checked without, as they run without.
+    Raises Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how the session
+    prints values; statements of handlers are checked without it, as they run without it.
     """
     try:
         conn = connect(dsn)
@@ -42,13 +42,13 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
 
 
 def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
-    """The parts of the schema that the source must have."""
+    """Return the parts of the schema that the source must have."""
     return ("source", "outbox") if settings.source.owns_table else ("source",)
 
 
 @contextmanager
 def reach_source(settings: Settings) -> Iterator[Connection]:
-    """A connection to the source, which has this program's schema; ConfigurationError otherwise."""
+    """Open a connection to the source. Raises ConfigurationError unless it has this program's schema."""
     with reach(settings.source_dsn, "source.dsn") as conn:
         for side in source_sides(settings):
             migrations.require(conn, side, "source.dsn")
@@ -57,7 +57,7 @@ def reach_source(settings: Settings) -> Iterator[Connection]:
 
 @contextmanager
 def reach_target(settings: Settings) -> Iterator[Connection]:
-    """A connection to the target, which has this program's schema; ConfigurationError otherwise."""
+    """Open a connection to the target. Raises ConfigurationError unless it has this program's schema."""
     with reach(settings.target_dsn, "target.dsn") as conn:
         migrations.require(conn, "target", "target.dsn")
         yield conn

@@ -1,4 +1,4 @@
-"""Dead letters that come back: what is done about dead transactions, always whole and in the order of publishing."""
+"""Replays, edits, discards and purges dead transactions, always whole and in the order of publishing: `relay dlq`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIEL
 _TRANSACTIONS_AT_ONCE = 500
 _EVENTS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 8 * 1024 * 1024
-"""What is replayed together in memory; a transaction above these limits is read as it is written."""
+"""What is replayed together in memory; a transaction above these limits is streamed."""
 _ROWS_AT_ONCE = 1_000
 RowEncoder = Callable[[DeadLetterRow], bytes]
-"""Makes the row of a letter again."""
+"""Encodes a dead letter as a row of the outbox."""
 Facts = tuple[int, ...]
 _POLL_SECONDS = 0.1
 _MAX_POLL_SECONDS = 5.0
@@ -47,7 +47,7 @@ _MAX_POLL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of replayed transactions: applied or delivered, dead again, or discarded while they were queued."""
+    """How many replayed transactions were applied or delivered, are dead again, or were discarded while queued."""
 
     done: int
     dead: int
@@ -55,7 +55,7 @@ class Replayed:
 
 
 class DeadLetters:
-    """The dead letters of the configured group, on an open connection to the target that prints values as WAL does."""
+    """The dead letters of the configured group, on an open connection to the target with a pinned text form."""
 
     def __init__(self, settings: Settings, conn: Connection) -> None:
         self._group = settings.group
@@ -74,25 +74,25 @@ class DeadLetters:
     def find(
         self, wanted: DeadLetterSelection, statuses: Sequence[str] = ("dead",)
     ) -> FoundDeadLetters:
-        """The transactions of some statuses that a filter selects now."""
+        """Find the transactions of some statuses that a filter selects now."""
         return dead_letter_selection.find(self._conn, self._group, wanted, statuses)
 
     def missing_handlers(self, found: FoundDeadLetters) -> dict[str, int]:
-        """Handlers that transactions failed in and that are not configured any more, and how many did in each."""
+        """Count the transactions by the handler that failed, for handlers that are not configured any more."""
         failed = dead_letter_selection.failed_handlers(self._conn, self._group, found)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
     def sinks(self, found: FoundDeadLetters) -> dict[str, int]:
-        """The sinks that transactions could not be delivered to, and how many of them to each."""
+        """Count the transactions by the sink that they could not be delivered to."""
         return dead_letter_selection.sinks(self._conn, self._group, found)
 
     def missing_sinks(self, found: FoundDeadLetters) -> dict[str, int]:
-        """As `sinks`, those that are not configured any more."""
+        """Count the transactions by sink, for sinks that are not configured any more."""
         failed = self.sinks(found)
         return {name: count for name, count in failed.items() if name not in self._sinks}
 
     def instances(self) -> list[str]:
-        """The running instances of the group, as host:pid."""
+        """List the running instances of the group, as host:pid."""
         return presence.instances(self._conn, self._group)
 
     def replay(
@@ -104,11 +104,11 @@ class DeadLetters:
     ) -> Sequence[int]:
         """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
-        They keep the order in which they were published; later events of their ordering keys are blocked by them. What
-        could not be delivered to a sink goes to that sink, and nowhere else. Those that are no longer dead are left
-        out. A file of `edits`, as `relay dlq export` writes it, changes payloads
-        first; the first payload is kept beside the new one. Raises ConfigurationError for a file that cannot be read,
-        for a payload that only the outbox has, and for a sink that is not configured any more.
+        They keep the order of publishing, and block later events of their ordering keys. What could not be delivered to
+        a sink is delivered to that sink alone. Transactions that are no longer dead are left out. A file of `edits`, as
+        `relay dlq export` writes it, changes payloads first; the first payload is kept in `original_payload`. Raises
+        ConfigurationError for a file that cannot be read, for a payload that only the outbox has, and for a sink that
+        is not configured any more.
         """
         for name, count in self.missing_sinks(found).items():
             raise ConfigurationError(
@@ -130,7 +130,7 @@ class DeadLetters:
         return queued
 
     def edit(self, dead_letter_id: int, payload: str, reason: str | None) -> None:
-        """Give an event of a dead transaction another payload; the first one is kept beside it.
+        """Give an event of a dead transaction another payload; the first one is kept in `original_payload`.
 
         Raises ConfigurationError for what is not JSON, and where there is no such dead letter.
         """
@@ -144,7 +144,7 @@ class DeadLetters:
             dead_letter_edits.apply(self._conn, self._group, [number], reason)
 
     def outcome(self, numbers: Sequence[int], report: ProgressReport = silent) -> Replayed:
-        """Wait until none of the replayed transactions is queued any more."""
+        """Wait until none of the replayed transactions is queued any more; returns what became of them."""
         asked = list(numbers)
 
         def ask() -> dict[str, int]:
@@ -162,7 +162,7 @@ class DeadLetters:
     def discard(
         self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
-        """Give transactions up, and release the keys that they hold; returns how many."""
+        """Discard transactions, and release the keys that they hold; returns how many."""
         discarded = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
@@ -176,17 +176,17 @@ class DeadLetters:
     def purge(
         self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
-        """Delete the letters of transactions; what was done about them stays noted. Returns how many letters."""
+        """Delete dead transactions; the record of actions on them stays. Returns how many dead letters."""
         purged = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
                 dead_letters.note(self._conn, self._group, numbers, "purge", reason)
                 purged += dead_letters.purge(self._conn, numbers)
-                report("deleting letters", purged, found.events)
+                report("deleting dead letters", purged, found.events)
         return purged
 
     def _locked(self, found: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
-        """Some of what was found at a time, locked, with their numbers, in the order of publishing."""
+        """Lock the found transactions in portions, in the order of publishing; yields each portion with its numbers."""
         for some in _portions(dead_letter_selection.numbers(self._conn, self._group, found)):
             held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
             left = [each for each in some if each.number in held]
@@ -236,7 +236,7 @@ class DeadLetters:
         )
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
-        """Transactions as they were published, from their letters."""
+        """Rebuild transactions as they were published, from their dead letters."""
         columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
         if len(dead) == 1 and _is_large(dead[0]):
             tuples = _DeadLetterTuples(self._conn, dead[0], encoded)
@@ -263,7 +263,7 @@ class DeadLetters:
 
 
 class _DeadLetterTuples:
-    """The rows of a large dead transaction: read from its letters whenever they are needed, never all in memory."""
+    """The rows of a large dead transaction: each iteration streams them from its dead letters."""
 
     def __init__(self, conn: Connection, dead: Dead, encoded: RowEncoder) -> None:
         self._conn = conn
@@ -274,7 +274,7 @@ class _DeadLetterTuples:
         return self._dead.events
 
     def rows(self) -> Iterator[DeadLetterRow]:
-        """The letters, in order."""
+        """Yield the dead letters, in order."""
         dead = self._dead
         at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * dead.events // max(1, dead.size)))
         return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
@@ -284,7 +284,7 @@ class _DeadLetterTuples:
 
 
 def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
-    """As many transactions together as fit into memory; a large one alone."""
+    """Group transactions into portions that fit into memory; a large one is a portion of its own."""
     some: list[Dead] = []
     events = size = 0
     for each in found:
@@ -318,7 +318,7 @@ def _spooled(
 def _facts(
     rows: Iterable[DeadLetterRow], encoded: RowEncoder, index: int
 ) -> tuple[Facts, bytes | None, tuple[str, ...]]:
-    """What is known of a transaction, as FACTS has it, its transaction_id and its hosts, which stand at `place`."""
+    """Return a transaction's row of FACTS, its transaction_id and its hosts; `index` is its index in the batch."""
     remaining = iter(rows)
     first = next(remaining)
     offsets: list[int] = []
@@ -355,7 +355,7 @@ def _bytes(value: str | None) -> bytes | None:
 
 
 def _commit(row: DeadLetterRow) -> Commit:
-    """The commit that a letter came from; its end is not known, and nobody asks for it any more."""
+    """Return the commit of a dead letter; its end is not known, and not needed."""
     lsn, moment, xid = row["commit_lsn"], row["commit_ts"], int(row["xid"] or 0)
     if lsn is None or moment is None:
         return Commit(Lsn(0), Lsn(0), 0, xid)

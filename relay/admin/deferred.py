@@ -1,4 +1,4 @@
-"""Deferred transactions that an operator looks at, has tried now, or gives up, while relay runs."""
+"""Runs and cancels deferred transactions, while relay runs: `relay deferred`."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ class DeferredTransactions:
         self._conn = conn
 
     def find(self, wanted: DeferredSelection) -> FoundDeferred:
-        """The transactions that a filter selects now."""
+        """Find the transactions that a filter selects now."""
         return deferred_selection.find(self._conn, self._group, wanted)
 
     def instances(self) -> list[str]:
-        """The running instances of the group, as host:pid."""
+        """List the running instances of the group, as host:pid."""
         return presence.instances(self._conn, self._group)
 
     def missing_sinks(self, names: Collection[str]) -> list[str]:
-        """Those of some sinks that are not configured any more; '' is the target."""
+        """Return those of some sinks that are not configured any more; '' is the target."""
         return [name for name in names if name and name not in self._sinks]
 
     def paused_sinks(self) -> list[str]:
-        """The sinks that are paused."""
+        """List the paused sinks."""
         stored = sinks.read(self._conn, self._group, self._sinks)
         return [each.sink for each in stored if each.state == "paused"]
 
     def run(self, found: FoundDeferred, reason: str | None) -> dict[str, int]:
-        """Have transactions tried now, in their order, whatever their time is; returns how many of each sink."""
+        """Make transactions due now, in their order, whatever their time is; returns how many of each sink."""
         with self._conn.transaction():
             due = deferred_selection.make_due(self._conn, self._group, found)
             self._record("deferred run", due, found, reason)
         return due
 
     def cancel(self, found: FoundDeferred, reason: str | None) -> int:
-        """Give transactions up: they go to the dead letters, from where they can be replayed. Returns how many.
+        """Cancel transactions: they become dead letters, which can be replayed. Returns how many.
 
-        What follows on them with the same keys goes on. Some at a time, each time in one database transaction. What
-        relay is delivering to a sink at this moment may arrive there all the same.
+        Later transactions with their keys are no longer blocked by them. Each portion is one database transaction. What
+        relay is delivering to a sink at this moment may still arrive there.
         """
         cancelled = 0
         while (some := self._cancel_some(found, reason)) is not None:
@@ -78,7 +78,7 @@ class DeferredTransactions:
     def _cancel_some(self, found: FoundDeferred, reason: str | None) -> int | None:
         with self._conn.transaction():
             if not found.wanted.sink:
-                # What is being applied to the target must not be dead-lettered as well.
+                # A transaction that is being applied to the target must not be dead-lettered too.
                 deferred.lock(self._conn, self._group)
             chosen = deferred_selection.some(self._conn, self._group, found, _CANCELLED_AT_ONCE)
             if not chosen:
@@ -91,7 +91,7 @@ class DeferredTransactions:
         return cancelled.total()
 
     def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
-        """Dead-letter transactions of one table layout, unless they are gone meanwhile; returns how many."""
+        """Dead-letter transactions of one table layout that are still deferred; returns how many."""
         transactions = deferred_rows.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )

@@ -1,4 +1,4 @@
-"""`relay erase`."""
+"""Removes the events of a host from source and target: `relay erase`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def erase(
     target_dsn: str | None = None,
     report: ProgressReport = silent,
 ) -> erasure.ErasureReport:
-    """Remove a host's events; the DSNs, where given, belong to administrators. Raises ConfigurationError."""
+    """Remove the events of a host. The DSNs, where given, belong to administrators. Raises ConfigurationError."""
     wanted = settings.source.printed_id("host_id", host, "--host")
     with administrators(settings, source_dsn, target_dsn) as (source, target):
         migrations.require(source, "source", "source.dsn")

@@ -1,4 +1,4 @@
-"""What `relay check` finds: a finding has a severity, a subject, and a text that says what to do."""
+"""Findings of `relay check`: each has a severity, a subject, and a text that says what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relay.store.connections import Connection
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding; an error keeps relay from starting."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
+    """The result of one check. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
 
     level: Severity
     subject: str
@@ -30,12 +30,12 @@ class Finding:
 
 
 def finding_of_error(subject: str, error: ConfigurationError) -> Finding:
-    """The finding that an error is; an outage passes by itself."""
+    """Make a finding of an error; an outage passes by itself."""
     return Finding(Severity.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
 
 
 def finding_of(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
-    """Call a check: an error if it raises ConfigurationError, otherwise `fine`."""
+    """Call a check; returns an error if it raises ConfigurationError, otherwise OK with the text `fine`."""
     try:
         check(*arguments)
     except ConfigurationError as error:
@@ -44,7 +44,7 @@ def finding_of(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
 
 
 def schema_finding(conn: Connection, side: migrations.Side, key: str) -> Finding:
-    """Whether the tables of one side are those of this program."""
+    """Check that one side of the schema is that of this program."""
     return finding_of(
         "schema", f"{side}: relay's tables are this program's", migrations.require, conn, side, key
     )

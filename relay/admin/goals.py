@@ -26,11 +26,11 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Where a group is to go on, and what for, in words.
+    """The position that a seek moves to; `text` says it in words.
 
-    What `snapshot` sees is passed over, and what the source shows now up to the position `polled_offset`; with
-    `snapshot` None what of the WAL ends at or below `lsn`. `split` are transactions with rows on both sides of
-    `polled_offset`, which are not passed over, by the ids that the WAL has.
+    Skipped is what `snapshot` sees, and what the source shows now up to the position `polled_offset`; with `snapshot`
+    None, what ends in the WAL at or below `lsn`. `split` are the 32-bit xids of transactions with rows on both sides of
+    `polled_offset`, which are not skipped.
     """
 
     text: str
@@ -49,7 +49,7 @@ def find_goal(
     option: str = "--to",
     lsn: bool = True,
 ) -> Goal:
-    """What `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
+    """Find what `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
 
     `lsn` says whether an error may propose an LSN.
     """
@@ -97,7 +97,7 @@ def _moment(to: str, option: str, lsn: bool) -> datetime:
 
 
 def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end: Lsn) -> Goal:
-    """What the slot has after a position: only the WAL that it holds can tell."""
+    """Find the goal after an LSN: the WAL that the slot holds says which transactions come after it."""
     state = slot_state(source, settings.source.slot)
     held = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
     if state is None or lsn < held:
@@ -120,14 +120,14 @@ def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end:
             )
         found.append(full_xids(part.facts["xid"], now.xmax))
     later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
-    # Whatever has committed since is new in any case.
+    # Transactions from xmax on are not visible in any case.
     later = later[later < now.xmax]
     xmin = int(later[0]) if len(later) else now.xmax
     return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
 
 
 def _has_unmarked(commits: Transactions) -> bool:
-    """Whether there are rows that do not tell which transaction has inserted them."""
+    """Say whether there are rows without the xid of the transaction that inserted them."""
     if INSERTED_BY not in commits.columns:
         return True
     index = commits.columns.index(INSERTED_BY)

@@ -15,12 +15,12 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a new group begins: `beginning`, `now` or a c_offset; None where nobody said."""
+    """Where a new group begins: `beginning`, `now` or a c_offset; None where the user did not say."""
 
     asked: str | None
 
     def require_possible(self, target: Connection, settings: Settings) -> None:
-        """Raise ConfigurationError if it is said of a group that exists, or cannot be."""
+        """Raise ConfigurationError if the group exists already, or cannot begin there."""
         if self.asked is None:
             return
         if offsets.partition_count(target, settings.group):
@@ -38,9 +38,9 @@ class Start:
             )
 
     def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
-        """The snapshots that the group begins with, and the position in the difference from the first to the second.
+        """Return the snapshots that the group begins with, and the position in the difference of the first two.
 
-        None where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        No snapshots where only the WAL is read. Raises ConfigurationError where rows have no offset.
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST

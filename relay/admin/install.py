@@ -1,4 +1,4 @@
-"""Puts relay into databases: schema, publication, index, slot, group."""
+"""Installs relay in its databases: schema, publication, index, slot, group. `relay init`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from relay.store.connections import Connection
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = "5s"
-"""How long a table is waited for, unless the user has set another `lock_timeout`."""
+"""How long a statement waits for the lock of a table, unless the user has set another `lock_timeout`."""
 
 _BOUNDED = """
     select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
@@ -44,7 +44,7 @@ _Removal = Callable[[], object]
 
 
 def _collides(error: BaseException) -> bool:
-    """Whether an installation in another database of the server has changed the same roles at the same time."""
+    """Say whether an installation in another database of the server changed the same roles at the same time."""
     if isinstance(error, psycopg.errors.UniqueViolation):
         return error.diag.schema_name == "pg_catalog"
     if isinstance(error, psycopg.errors.InternalError_):
@@ -68,12 +68,12 @@ def initialise(
     warn: Callable[[str], None] = log.warning,
     report: ProgressReport = silent,
 ) -> list[str]:
-    """Install what is missing; returns what was done, in words. Doing it twice changes nothing.
+    """Install what is missing; returns what was done, in words. A second call changes nothing.
 
-    `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where
-    given, belong to an administrator; the configured roles need fewer rights. `warn` is told what keeps relay from
-    streaming, `report` what takes long. Everything but the index and the slot is one transaction in each database;
-    if one of these two fails, what this call has made is removed again. Raises ConfigurationError.
+    `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where given, belong
+    to an administrator; the configured roles need fewer rights. `warn` receives what keeps relay from streaming,
+    `report` the progress of long steps. Everything but the index and the slot is one transaction in each database; if
+    one of these two fails, what this call has created is removed. Raises ConfigurationError.
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
@@ -103,7 +103,7 @@ def initialise(
 
 @dataclass(slots=True)
 class _Installation:
-    """One run of `relay init`, and what it has made so far."""
+    """One run of `relay init`; `done` says what it has created so far."""
 
     settings: Settings
     source: Connection
@@ -129,7 +129,7 @@ class _Installation:
                     ensure_index(source, settings)
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
             if settings.source.mode != "wal":
-                # What the group takes for applied must not be lost, and published again, in a crash.
+                # A crash of the source must not lose a commit that the group takes for applied.
                 durable_position(source)
             if streaming and self._ensure_slot(warn):
                 self._join_slot()
@@ -154,7 +154,7 @@ class _Installation:
             return ensure_slot(self.source, name)
 
     def _join_slot(self) -> None:
-        """Let the group poll what was committed before its slot was there."""
+        """Let the group poll what was committed before its slot existed."""
         group = self.settings.group
         seen = durable_position(self.source)
         state = slot_state(self.source, self.settings.source.slot)
@@ -167,7 +167,7 @@ class _Installation:
             groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
 
     def _can_stream(self, warn: Callable[[str], None]) -> bool:
-        """Whether there can be a slot. Raises ConfigurationError if not and polling cannot stand in for it."""
+        """Say whether there can be a slot. Raises ConfigurationError if not and source.mode rules out polling."""
         if self.settings.source.mode == "poll":
             return False
         try:
@@ -181,9 +181,9 @@ class _Installation:
         return True
 
     def _make_role(self) -> bool:
-        """Make the role of the service where source and target are two databases of one server; returns whether it did.
+        """Create the service's role where source and target are two databases of one server; returns whether it did.
 
-        Roles belong to the server: the transactions of the two databases would wait for each other to make it.
+        Roles belong to the server: the transactions of the two databases would wait for each other to create it.
         """
         if self.target is self.source or not on_one_server(self.source, self.target):
             return False
@@ -196,7 +196,7 @@ class _Installation:
 
     @contextmanager
     def _transactions(self) -> Iterator[None]:
-        """One transaction in each database, which commit together as far as two can."""
+        """Run one transaction in each database; they commit one right after the other."""
         other = nullcontext() if self.target is self.source else self.target.transaction()
         with self.source.transaction(), other:
             yield
@@ -205,12 +205,12 @@ class _Installation:
         self.done.clear()
         with self._transactions():
             for conn, _ in self._databases():
-                # A lock that is waited for makes every later publisher wait.
+                # While a lock is waited for, every later publisher waits.
                 conn.execute(_BOUNDED, (LOCK_TIMEOUT,))
             return self._install()
 
     def _install(self) -> list[_Removal]:
-        """Schema, outbox, publication and group; returns how to remove what of them is new, the first made first."""
+        """Install schema, outbox, publication and group; returns how to remove what is new, oldest first."""
         removal: list[_Removal] = []
         for conn, key in self._databases():
             migrations.lock(conn)
@@ -253,7 +253,7 @@ class _Installation:
         if existed:
             self._examine_outbox(adopting)
         self._apply(source, "outbox", "source.dsn")
-        # Again, because somebody may have created the table in between.
+        # Again, because another session may have created the table in between.
         self._examine_outbox(adopting)
         _attach(source, settings)
         _limit_event_bytes(source, settings.source.max_event_bytes)
@@ -266,7 +266,7 @@ class _Installation:
             require_adoptable(self.source, OWN_OUTBOX, "source.table")
 
     def _stream(self) -> list[_Removal]:
-        """The publication, the right to replicate, and the name of the slot."""
+        """Install the publication and the right to replicate, and record the slot."""
         source, of = self.source, self.settings.source
         if of.mode == "poll":
             return []
@@ -297,13 +297,13 @@ class _Installation:
             )
 
     def _begin(self) -> list[_Removal]:
-        """The offsets of a new group."""
+        """Store the offsets of a new group."""
         target, settings = self.target, self.settings
         offsets.require_partition_count(
             offsets.partition_count(target, settings.group), settings.group, settings.partitions
         )
         self.start.require_possible(target, settings)
-        # Decided before the slot exists: what is committed in between is older than the slot, and read by polling.
+        # Before the slot exists: what is committed in between is older than the slot and is polled.
         if offsets.partition_count(target, settings.group):
             return []
         chain, polled = self.start.chain(self.source, settings)
@@ -317,13 +317,13 @@ class _Installation:
         ]
 
     def _begin_sinks(self) -> None:
-        """The positions of sinks that the group has not had before."""
+        """Store the first positions of new sinks."""
         for name, handler in self.settings.sink_handlers.items():
             if sinks.begin(self.target, self.settings.group, name, handler.start):
                 self.done.append(f"sink {name}, from {handler.start} on")
 
     def _retain(self) -> None:
-        """Positions for retention, and the right to remove events."""
+        """Note positions for retention, and grant the right to remove events."""
         source, of = self.source, self.settings.source
         floor.note(source, self.target, self.settings.group, of.table)
         if self.settings.retention.keep and floor.retain(source, of):
@@ -342,7 +342,7 @@ def _removal_of_schema(conn: Connection) -> _Removal:
 
 
 def _removal_of_outbox(source: Connection) -> _Removal:
-    """Nothing is removed that somebody has published meanwhile."""
+    """Drop the outbox only if nobody has published meanwhile."""
     return lambda: source.execute(
         """
         do $$
@@ -358,13 +358,13 @@ def _removal_of_outbox(source: Connection) -> _Removal:
 
 
 def _quietly(remove: _Removal) -> None:
-    """Remove something after a failure, which is what is reported."""
+    """Remove something after a failure; that failure is reported, not one of the removal."""
     with suppress(psycopg.Error):
         remove()
 
 
 def _limit_event_bytes(source: Connection, limit: int) -> None:
-    """Let relay's own table and `relay.publish` refuse larger events; rows that are there already stay."""
+    """Let relay's own table and `relay.publish` refuse larger events; existing rows stay."""
     source.execute(
         "select relay.limit_event_bytes(%(limit)s) where relay.max_event_bytes() <> %(limit)s",
         {"limit": limit},
@@ -372,7 +372,7 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
 
 
 def _attach(source: Connection, settings: Settings) -> None:
-    """Give an outbox what polling needs and lacks. Raises ConfigurationError where that cannot be."""
+    """Add to an outbox what polling needs. Raises ConfigurationError where that is impossible."""
     if settings.source.mode == "wal":
         return
     table = sql.Identifier(*settings.source.table_name).as_string(source)

@@ -1,4 +1,4 @@
-"""Moves a stopped group: to another position in the outbox, or to another number of partitions."""
+"""Shows and moves the offsets of a stopped group: `relay offsets show` and `relay offsets seek`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from relay.store.sinks import Position
 class PartitionStatus:
     """One partition as `relay offsets show` prints it.
 
-    `unread` counts its rows that are not applied; None where only the WAL is read.
+    `unread` counts its rows that are not applied yet; None where only the WAL is read.
     """
 
     partition_id: int
@@ -40,10 +40,10 @@ class PartitionStatus:
 
 @dataclass(frozen=True, slots=True)
 class OffsetsMove:
-    """What seeking would do: rows that would be delivered again, and rows that would be passed over.
+    """What a seek does: how many rows are delivered again (`again`), and how many are skipped (`skipped`).
 
-    Both are None where only the WAL is read, which does not tell. `given_up` are dead and deferred transactions that
-    would be discarded, since they would be delivered again. `sinks` go on at the goal too.
+    Both are None where only the WAL is read, which does not tell. `given_up` counts the dead and deferred transactions
+    that are discarded, since they are delivered again. `sinks` are moved to the goal too.
     """
 
     goal: Goal
@@ -54,7 +54,7 @@ class OffsetsMove:
 
 
 def positions(settings: Settings) -> list[PartitionStatus]:
-    """Where the group's partitions stand.
+    """List the positions of the group's partitions.
 
     Raises ConfigurationError if a database cannot be reached or the group is not initialised.
     """
@@ -81,7 +81,7 @@ def positions(settings: Settings) -> list[PartitionStatus]:
 
 
 def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove:
-    """Find what `to` means (OFFSET, LSN, TIME, beginning or end), and what going there would do.
+    """Find what `to` means (OFFSET, LSN, TIME, beginning or end), and what a seek to it does.
 
     Raises ConfigurationError for a position that does not exist, or while an instance runs.
     """
@@ -112,22 +112,23 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
 def seek(
     settings: Settings, move: OffsetsMove, partition: int | None, reason: str | None = None
 ) -> None:
-    """Let the group, or one partition, go on at a goal. Raises ConfigurationError while an instance runs."""
+    """Move the group, or one partition, to a goal. Raises ConfigurationError while an instance runs."""
     with reach_target(settings) as target, stopped(target, settings), target.transaction():
         positions = offsets.initialised(target, settings.group)
         chosen = _chosen(settings, positions, partition)
         given_up = _move(target, settings, positions, chosen, move.goal, move.sinks)
         detail = {"goes on": move.goal.text, "partition": partition, **given_up._asdict()}
         actions.record(target, settings.group, "", "offsets seek", reason, detail)
-        # Before the commit, so that what is to be read again is held.
+        # Before the commit, so that retention keeps what is to be read again.
         with reach_source(settings) as source:
             floor.accept(source, target, settings, ["", *move.sinks])
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:
-    """The sinks that cannot stay where they are when the group goes on elsewhere.
+    """List the sinks that move with the group.
 
-    Those that have delivered what the source has lost; all where only the WAL is read, which the group reads as one.
+    These are the sinks that have delivered what the source has lost; all sinks where only the WAL is read, which the
+    group reads for all of them.
     """
     stored = sinks.read(target, settings.group, settings.sink_handlers)
     if settings.source.mode == "wal":
@@ -158,7 +159,7 @@ def _move(
     goal: Goal,
     along: Sequence[str],
 ) -> GivenUp:
-    """Let some of a group's partitions and sinks go on at a goal; returns what is discarded for it."""
+    """Move some of a group's partitions and sinks to a goal; returns what is discarded."""
     group = settings.group
     numbers = [position.partition_id for position in chosen]
     given_up = GivenUp(0, 0)
@@ -181,7 +182,7 @@ def _move(
         detail = {"goes on": goal.text, **of_sink._asdict()}
         actions.record(target, group, name, "sink seek", "relay offsets seek", detail)
         given_up = given_up.plus(of_sink)
-    # Which source the position belongs to is found out again.
+    # The next run finds out which source the new position belongs to.
     groups.forget_origin(target, group)
     if goal.snapshot is None:
         snapshots.remove(target, group)
@@ -196,7 +197,7 @@ def _move(
 
 
 def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> GivenUp:
-    """Let a sink go on at a goal, on a running relay too; returns what is discarded for it."""
+    """Move a sink to a goal, while relay runs or not; returns what is discarded."""
     position = Position(goal.snapshot, applied_lsn=goal.lsn)
     if goal.polled_offset != offsets.FIRST:
         position = Position(goal.snapshot, goal.now, goal.polled_offset)
@@ -219,7 +220,7 @@ def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> 
 def _move_partition(
     target: Connection, group: str, position: offsets.PartitionPosition, goal: Goal
 ) -> None:
-    """Let one partition go on at a goal while the others stay. Raises ConfigurationError where that cannot be said."""
+    """Move one partition to a goal while the others stay. Raises ConfigurationError where that is impossible."""
     chain = snapshots.chain(target, group)
     if goal.lsn or goal.snapshot not in (BEGINNING, goal.now):
         raise ConfigurationError(
@@ -233,7 +234,7 @@ def _move_partition(
     (standing,) = chain
     first, standing, last = snapshots.begin(target, group, [BEGINNING, standing.snapshot, goal.now])
     offsets.rename_snapshots(target, group, {chain[0].id: standing.id})
-    # What is passed over may reach beyond what the others have applied.
+    # A partition that moves forward may skip more than the others have applied.
     forward = standing if goal.polled_offset + 1 >= position.next_offset else first
     start = last if goal.snapshot == goal.now else forward
     offsets.move(target, group, [position.partition_id], start.id, goal.polled_offset)

@@ -1,4 +1,4 @@
-"""Partitions the outbox by time: a new one at once, a live one beside its publishers."""
+"""Partitions the outbox by time: `relay partition` and `relay init --partition`. Publishers go on meanwhile."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def partition(
 
 
 def partition_new(settings: Settings, every: str, admin_dsn: str | None = None) -> list[str]:
-    """What `relay init --partition` adds. Raises ConfigurationError for a table that has rows."""
+    """Partition a new outbox, for `relay init --partition`. Raises ConfigurationError for a table that has rows."""
     with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
         require_table(source, settings)
         table = sql.Identifier(*settings.source.table_name)

@@ -1,4 +1,4 @@
-"""Publishing from the command line: business transactions from JSON, or realistic ones made up."""
+"""Publishes business transactions from JSON, or generated ones: `relay publish`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_EVENTS = frozenset(
     {"id", "aggregate_id", "aggregate_version", "aggregate_type", "event_type", "event_ts"}
     | {"payload", "metadata", "deliver_at"}
 )
-"""The keys that `relay.publish` reads; others, such as a misspelled deliver_at, it passes over."""
+"""The keys that `relay.publish` reads. It ignores others, such as a misspelled deliver_at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def publish(
 ) -> tuple[int, int]:
     """Publish each in a database transaction of its own; returns how many transactions and events.
 
-    `report` is told how many transactions of `total` are published. The connection must be in autocommit mode. Raises
+    `report` receives how many transactions of `total` are published. The connection must be in autocommit mode. Raises
     ConfigurationError for what the database refuses.
     """
     published = events = 0
@@ -181,7 +181,7 @@ _CUSTOMERS = 1_000
 def business_transactions(
     count: int, hosts: int = 8, seed: int | None = None
 ) -> Iterator[PublishCall]:
-    """Made-up orders of a shop with several tenants: each places, pays and ships, in two to eight events."""
+    """Generate orders of a shop with several tenants: each is placed, paid and shipped in two to eight events."""
     chance = random.Random(seed)  # noqa: S311
     tenants = [uuid.UUID(int=chance.getrandbits(128), version=4) for _ in range(hosts)]
     for _ in range(count):

@@ -21,9 +21,9 @@ from relay.store import groups, offsets, snapshots
 def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:
     """Split the stopped group's hosts into another number of partitions.
 
-    First everything that is committed is applied, with the configured handlers: what is applied must be the same for
-    every host before hosts can move. A crash before the end changes nothing but that. Raises ConfigurationError while
-    an instance runs.
+    First it applies everything that is committed, with the configured handlers: hosts can move only between partitions
+    that have applied the same. A crash before the end changes nothing else. Raises ConfigurationError while an instance
+    runs.
     """
     group = settings.group
     with reach_target(settings) as target, stopped(target, settings):
@@ -36,7 +36,7 @@ def repartition(settings: Settings, partitions: int, report: ProgressReport = si
                 shown = durable_position(source).snapshot
             unsplit = settings.model_copy(update={"partitions": len(positions), "poll": unpinned})
             _catch_up(unsplit, report)
-            # What is noted and no longer there was pruned from the outbox.
+            # Noted transactions whose rows do not exist any more were removed by retention.
             snapshots.forget(target, group, shown)
             positions = offsets.initialised(target, group)
         with target.transaction():

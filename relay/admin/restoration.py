@@ -1,4 +1,4 @@
-"""`relay restore`."""
+"""Restores archived events into the outbox: `relay restore`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def restore(
     admin_dsn: str | None = None,
     report: ProgressReport = silent,
 ) -> restoration.Restored:
-    """Bring archived events of a time back into the outbox.
+    """Restore archived events of a range of time into the outbox.
 
     The times are ISO 8601, in UTC unless they have an offset; `admin_dsn`, where given, belongs to the table's owner or
     an administrator. Raises ConfigurationError.

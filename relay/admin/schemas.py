@@ -1,4 +1,4 @@
-"""The JSON Schema of each event type's current version.
+"""Writes the JSON Schema of each event type's current version: `relay schema`.
 
 Source: JSON Schema 2020-12, which is what pydantic writes.
 """
@@ -23,7 +23,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What describes the payload of one event type in its current version."""
+    """The JSON Schema of the payload of one event type in its current version."""
 
     event_type: str
     version: int
@@ -31,7 +31,7 @@ class Schema:
 
     @property
     def file(self) -> str:
-        """The name of its file: that of the type, percent-encoded where a file's name cannot have it."""
+        """The name of its file: that of the type, percent-encoded where a file name cannot have it."""
         name = quote(self.event_type, safe=" ")
         return f"%2E{name[1:]}.json" if name.startswith(".") else f"{name}.json"
 
@@ -42,7 +42,7 @@ class Schema:
 
 
 def schemas(events: EventsSettings) -> tuple[list[Schema], list[str]]:
-    """The schemas by name of the type, and the types that have no model.
+    """Return the schemas in the order of the types, and the types that have no model.
 
     Raises ConfigurationError with a line for each thing that is wrong.
     """

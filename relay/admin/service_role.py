@@ -1,4 +1,4 @@
-"""The role `relay` of the service, and the rights that `relay init` gives it."""
+"""The role `relay` of the service: `relay init` creates it and grants its rights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ROLE = """
 
 
 def let_read(source: Connection, settings: Settings) -> None:
-    """Give the service the right to read an outbox that is not relay's own."""
+    """Grant the service the right to read an outbox that is not relay's own."""
     if has_role(source):
         table = sql.Identifier(*settings.source.table_name)
         source.execute(sql.SQL("grant select on {} to relay").format(table))
 
 
 def has_role(conn: Connection) -> bool:
-    """Whether the server has the role `relay`."""
+    """Say whether the server has the role `relay`."""
     return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
 
 
 def let_replicate(source: Connection) -> bool:
-    """Give the service's role REPLICATION; returns whether it was given. `relay check` says where it is missing."""
+    """Give the service's role REPLICATION; returns whether it was given. `relay check` reports where it is missing."""
     row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
     if row is None or row[0]:
         return False

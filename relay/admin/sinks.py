@@ -1,4 +1,4 @@
-"""What an operator does with sinks, while relay runs or not: through their rows in the target."""
+"""Lists, pauses, resumes, moves and drops sinks, while relay runs or not: `relay sink`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Connection = psycopg.Connection[Any]
 class SinkStatus:
     """A sink of the group. `state` is attached, lagging, caught up or paused, or says that there is something to do.
 
-    `unread` counts the rows of the outbox that it has still to look at, and `oldest` is the least event_ts of them;
-    None where the stream brings them, or they cannot be counted. `since` says when somebody paused it, or else since
-    when the fault lasts.
+    `unread` counts the rows of the outbox that it has not read yet, and `oldest` is their least event_ts; None where
+    the stream brings them, or they cannot be counted. `since` is when it was paused, or else since when the fault
+    lasts.
     """
 
     name: str
@@ -48,13 +48,13 @@ class SinkStatus:
 
     @property
     def why(self) -> str | None:
-        """Why nothing is delivered: who has paused it, or the fault."""
+        """Say why nothing is delivered: who has paused the sink, or the fault."""
         if self.paused_by is None:
             return self.fault
         return f"by {self.paused_by}: {self.reason}" if self.reason else f"by {self.paused_by}"
 
     def as_json(self) -> dict[str, Any]:
-        """The sink as JSON values."""
+        """Return the sink as JSON values."""
         return {
             key: value.isoformat() if isinstance(value, datetime) else value
             for key, value in asdict(self).items()
@@ -66,11 +66,11 @@ def listed(
     away: Callable[[Unreachable], None] | None = None,
     deadline: float = math.inf,
 ) -> list[SinkStatus]:
-    """The configured sinks, and those that have a position and are no longer configured.
+    """List the configured sinks, and those that have a position and are no longer configured.
 
-    `away` is called if the source cannot be reached: then nothing is counted. Nor is what begins after `deadline`, of
-    the monotonic clock, or what the session's statement_timeout ends. Raises ConfigurationError if a database cannot be
-    reached or the group is not initialised.
+    `away` is called if the source cannot be reached: then nothing is counted. A count that would begin after `deadline`
+    (of the monotonic clock), or that the session's statement_timeout ends, is None. Raises ConfigurationError if a
+    database cannot be reached or the group is not initialised.
     """
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
@@ -133,7 +133,7 @@ def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) 
 
 @dataclass(frozen=True, slots=True)
 class SinkMove:
-    """Where a sink is to go on, and what of its deferred transactions and dead letters is given up for that."""
+    """The goal of a seek of a sink, and how many deferred transactions and dead letters it discards."""
 
     goal: Goal
     given_up: GivenUp

@@ -1,4 +1,4 @@
-"""What a running or a stopped relay looks like from outside: slot, partitions, dead letters."""
+"""Reads the state of a group from its databases: slot, partitions, deferred transactions, dead letters, sinks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from relay.store import (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A picture of the group at one moment.
+    """The state of the group at one moment.
 
     `slot_waits_for` is the oldest open transaction while the slot is being made, in words. `readers` are those of the
     outbox, where retention removes events.
@@ -55,7 +55,7 @@ class Status:
     readers: list[floor.OutboxReader]
 
     def as_json(self) -> dict[str, Any]:
-        """The picture as JSON values; `slot` is null where there is none."""
+        """Return the state as JSON values; `slot` is null where there is none."""
         return {
             "source_mode": self.source_mode,
             "source_reason": self.source_reason,
@@ -119,7 +119,7 @@ def _deferred_as_json(summary: deferred_counts.DeferredSummary) -> dict[str, Any
 
 
 def read(settings: Settings) -> Status:
-    """Look at both databases.
+    """Read the state of the group from both databases.
 
     Raises ConfigurationError if one cannot be reached or has another schema, or the group is not initialised.
     """
@@ -158,7 +158,7 @@ def read(settings: Settings) -> Status:
 
 
 def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> float:
-    """How old the oldest event is that is not applied, by its event_ts; 0 if there is none.
+    """Return the age in seconds of the oldest event that is not applied, by its event_ts; 0 if there is none.
 
     Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
     """
@@ -191,6 +191,6 @@ def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
 
 
 def mode_of(settings: Settings, group: groups.GroupState | None) -> str:
-    """How events come to a group, or will: `wal` or `poll`."""
+    """Return the mode in which a group reads the source, or will: `wal` or `poll`."""
     configured = "poll" if settings.source.mode == "poll" else "wal"
     return (group and group.source_mode) or configured

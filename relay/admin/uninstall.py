@@ -1,4 +1,4 @@
-"""Takes relay out of databases: every group with its slot, the publications, the indexes, the schema."""
+"""Removes relay from its databases: groups, slots, publications, indexes, schema. `relay uninstall`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Removal:
     schemas: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The removal in words, a line for each thing."""
+        """Return the removal in words, a line for each object."""
         here = {group.name for group in self.groups}
         return [
             *(
@@ -126,7 +126,7 @@ def _plan(settings: Settings, source: Connection, target: Connection) -> Removal
 
 
 def _streams(source: Connection, settings: Settings) -> list[streams.StreamRecord]:
-    """What relay has made to stream; where the schema does not tell, what the configuration names."""
+    """List slots and publications that relay created; those of the configuration where the schema has no record."""
     recorded = streams.all_streams(source)
     if recorded is not None:
         return recorded
@@ -135,7 +135,7 @@ def _streams(source: Connection, settings: Settings) -> list[streams.StreamRecor
 
 
 def _is_here(source: Connection, slot: str) -> bool:
-    """Whether there is such a slot, and in this database: a slot's name is unique in the whole cluster."""
+    """Say whether the slot exists in this database: names of slots are unique in the whole cluster."""
     state = slot_state(source, slot)
     return state is not None and state.database == source.info.dbname
 
@@ -182,6 +182,6 @@ def _drop(removal: Removal, source: Connection, target: Connection) -> None:
         drop_all_indexes(source)
         for conn in databases:
             conn.execute("drop schema if exists relay cascade")
-        # A slot does not come back with a rollback: last.
+        # Last, since a rollback does not restore a slot.
         for each in removal.slots:
             drop_slot(source, each.slot)

@@ -1,4 +1,4 @@
-"""The archive: the events that a Spark sink has written, read again without Spark."""
+"""Reads the archive, which is what a Spark sink has written, without Spark."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMATS = ("parquet", "orc", "delta")
-"""What can be read here; other formats are read with Spark."""
+"""The formats that can be read here; others need Spark."""
 
 
 def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
-    """The sink that `retention.archive` names. Raises ConfigurationError if there is none or it cannot be read."""
+    """Return the sink that `retention.archive` names. Raises ConfigurationError if there is none that can be read."""
     name = settings.retention.archive
     if name is None:
         raise ConfigurationError(
@@ -35,7 +35,7 @@ def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
 
 
 def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.RecordBatch]:
-    """The archived events with an event_ts from `lower` to before `upper`: `FIELDS` in their order, `headers` if any.
+    """Yield the archived events with lower <= event_ts < upper: columns `FIELDS` in their order, then `headers` if any.
 
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
@@ -59,7 +59,7 @@ def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.Re
 
 
 def count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
-    """How many events `read` gives; None where the archive has no event_ts."""
+    """Count the events that `read` yields; None where the archive has no event_ts."""
     found = _dataset(sink_of(settings)[1])
     if "event_ts" not in found.schema.names:
         return None
@@ -67,7 +67,7 @@ def count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
 
 
 def _between(found: Any, lower: datetime, upper: datetime) -> Any:
-    """The condition on the event_ts of a dataset."""
+    """Return the condition on the event_ts of a dataset."""
     import pyarrow as pa
     import pyarrow.dataset
 

@@ -1,4 +1,4 @@
-"""What belongs to a table beside its rows: what a conversion carries over to the partitioned table, and what it cannot.
+"""Finds what belongs to a table beside its rows: what a conversion moves to the partitioned table, and what it cannot.
 
 Source: PostgreSQL documentation, the chapter "System Catalogs".
 """
@@ -79,7 +79,7 @@ _OBSTACLES = """
 
 
 def obstacles(source: Connection, settings: Settings) -> Iterator[str]:
-    """What a partitioned table cannot have, each with what to do. Raises psycopg.Error."""
+    """Yield what a partitioned table cannot have, each with what to do. Raises psycopg.Error."""
     schema, name = settings.source.table_name
     rows = source.execute(
         _OBSTACLES,
@@ -106,7 +106,7 @@ class Attachments:
 
     @classmethod
     def read(cls, source: Connection, table: sql.Identifier) -> Attachments:
-        """Those of a table that is locked. Raises psycopg.Error."""
+        """Read the attachments of a locked table. Raises psycopg.Error."""
         of = {"table": table.as_string(source)}
         indexes = source.execute(
             """
@@ -120,7 +120,7 @@ class Attachments:
         return cls(indexes, [text for (text,) in source.execute(_STATEMENTS, of)])
 
     def rename_indexes(self, source: Connection, schema: str) -> None:
-        """Free the names of the old table's indexes for the new one's. Raises psycopg.Error."""
+        """Rename the indexes of the old table, so that the new one can have their names. Raises psycopg.Error."""
         for name, _ in self.indexes:
             source.execute(
                 sql.SQL("alter index {} rename to {}").format(
@@ -129,7 +129,7 @@ class Attachments:
             )
 
     def carry_over(self, source: Connection, table: sql.Identifier, before: sql.Identifier) -> None:
-        """Give the new table what the old one had; what can only be at one of them leaves the old one."""
+        """Give the new table what the old one had; what only one of them can have is removed from the old one."""
         names = {"{table}": table.as_string(source), "{before}": before.as_string(source)}
         for text in self.statements:
             for mark, name in names.items():

@@ -27,9 +27,9 @@ from relay.store import index_builds
 Connection = psycopg.Connection[Any]
 
 CONSTRAINT = "relay_before"
-"""Says that all rows are older than the end of the first partition."""
+"""The name of the constraint that all rows are older than the end of the first partition."""
 SPAN = timedelta(days=7)
-"""How far ahead the first partition ends at least: if the conversion is killed, it is to be continued before that."""
+"""How far ahead the first partition ends at least: a killed conversion must be continued before that."""
 _ATTEMPTS = 40
 _MINUTE = timedelta(minutes=1)
 

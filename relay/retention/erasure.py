@@ -19,7 +19,7 @@ from relay.store.suspects import within
 Connection = psycopg.Connection[Any]
 
 _PAGES = 2_000
-"""How many pages of a table are looked at in one database transaction."""
+"""How many pages of a table are read in one database transaction."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def _names(settings: Settings) -> dict[str, sql.Composable]:
 def _transactions_of(
     settings: Settings, source: Connection, target: Connection, host: str
 ) -> list[str]:
-    """What the ids of the host's business transactions are in the names of suspects."""
+    """List the ids of the host's business transactions as the names of suspects have them."""
     noted = target.execute(
         "select exists (select from relay.suspects where group_id = %s)", (settings.group,)
     ).fetchone()
@@ -162,7 +162,7 @@ def _erase_from_target(
 def _erase_from_outbox(
     settings: Settings, source: Connection, host: str, progress: reporting.ProgressReport
 ) -> Iterator[int]:
-    """Delete range by range, so that no database transaction is open for long; yields how many rows."""
+    """Delete page range by page range, so that no database transaction is open for long; yields how many rows."""
     tables = source.execute(
         """
         select n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int

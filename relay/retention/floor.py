@@ -1,7 +1,7 @@
-"""How far each reader of the outbox is, noted in the source: `relay.readers`.
+"""Notes in the source how far each reader of the outbox is: `relay.readers`.
 
 A row may be removed when every reader's snapshot sees it. A snapshot that was noted a while ago sees less than the
-reader has read, so a late note removes nothing too early.
+reader has read, so that a late note removes nothing too early.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class OutboxReader:
 
     @property
     def name(self) -> str:
-        """For a person: the group, and the sink where it is one."""
+        """The group, and the name of the sink if it is one, as text."""
         return " ".join(filter(None, (self.group_id, self.reader)))
 
 
 def identity(target: Connection) -> str:
-    """What tells the target from other databases that have a group of the same name."""
+    """Return what identifies the target among databases that have a group of the same name."""
     (found,) = target.execute(
         "select system_identifier || '/' || current_database() from pg_control_system()"
     )
@@ -87,8 +87,8 @@ def identity(target: Connection) -> str:
 def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
     """Note in the source how far the readers of a group are; returns the names of those that are noted.
 
-    `outbox` is the table that they read. A reader that was given up stays so. Those that are no longer there are
-    forgotten. Raises psycopg.Error.
+    `outbox` is the table that they read. A reader that was given up stays so. Readers that no longer exist are deleted.
+    Raises psycopg.Error.
     """
     with target.transaction():
         found = target.execute(_POSITIONS, {"group": group}).fetchall()
@@ -116,7 +116,7 @@ def note(source: Connection, target: Connection, group: str, outbox: str) -> lis
 
 
 def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> None:
-    """Note how far a reader is that belongs to no group: a Spark query.
+    """Note how far a reader that belongs to no group, a Spark query, is.
 
     Raises ConfigurationError if it was given up.
     """
@@ -143,7 +143,7 @@ def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> No
 
 
 def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
-    """All readers of the outbox, with what each has still to read. Needs c_ts. Raises psycopg.Error."""
+    """List the readers of the outbox, with the time of the oldest unread row. Needs c_ts. Raises psycopg.Error."""
     statement = sql.SQL(
         """
         select r.group_id, r.target, r.reader, r.noted_at, r.given_up_at,
@@ -163,7 +163,7 @@ def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
 def lagging(
     found: Sequence[OutboxReader], present: datetime, max_lag: timedelta
 ) -> list[OutboxReader]:
-    """The readers that have unread rows older than `max_lag` and are not given up."""
+    """Return the readers that have unread rows older than `max_lag` and are not given up."""
     return [
         each
         for each in found
@@ -174,7 +174,7 @@ def lagging(
 
 
 def give_up(source: Connection, reader: OutboxReader) -> None:
-    """Let a reader no longer hold rows. Raises psycopg.Error."""
+    """Give a reader up: it keeps no rows any more. Raises psycopg.Error."""
     source.execute(
         "update relay.readers set given_up_at = now() where group_id = %s and target = %s and reader = %s",
         (reader.group_id, reader.target, reader.reader),
@@ -182,7 +182,7 @@ def give_up(source: Connection, reader: OutboxReader) -> None:
 
 
 def given_up(source: Connection, target: Connection, group: str) -> list[str]:
-    """The readers of a group that were given up: sinks by name, the target as an empty name. Raises psycopg.Error."""
+    """List the readers of a group that were given up: sinks by name, '' is the target. Raises psycopg.Error."""
     rows = source.execute(
         "select reader from relay.readers where group_id = %s and target = %s and given_up_at is not null order by 1",
         (group, identity(target)),
@@ -191,7 +191,7 @@ def given_up(source: Connection, target: Connection, group: str) -> list[str]:
 
 
 def given_up_readers(source: Connection) -> list[str]:
-    """The readers of all groups that were given up, for a person. Raises psycopg.Error."""
+    """List the readers of all groups that were given up, as text. Raises psycopg.Error."""
     rows = source.execute(
         "select concat_ws(' ', nullif(group_id, ''), nullif(reader, '')) from relay.readers"
         " where given_up_at is not null order by 1"
@@ -202,7 +202,7 @@ def given_up_readers(source: Connection) -> list[str]:
 def accept(
     source: Connection, target: Connection, settings: Settings, names: Sequence[str]
 ) -> None:
-    """Readers that were given up go on, at a position that an operator has chosen. Raises psycopg.Error."""
+    """Note readers again that were given up and have a position that an operator has chosen. Raises psycopg.Error."""
     source.execute(
         "delete from relay.readers where group_id = %s and target = %s and reader = any (%s)",
         (settings.group, identity(target), list(names)),
@@ -211,7 +211,7 @@ def accept(
 
 
 def retain(source: Connection, of: SourceSettings) -> bool:
-    """Let relay remove rows of the outbox that all readers are past; returns whether it might not before.
+    """Grant relay the right to remove rows of the outbox that all readers are past; returns whether it is new.
 
     Needs the rights of the table's owner. Raises psycopg.Error.
     """

@@ -1,6 +1,6 @@
-"""Partitions by time: creating them ahead, dropping those that all readers are past, deleting where there are none.
+"""Creates partitions by time ahead, drops those that all readers are past, and deletes rows where there are none.
 
-Publishers wait for no lock longer than LOCK_TIMEOUT: what does not get its lock is tried again later.
+Publishers wait for no lock longer than LOCK_TIMEOUT: a statement that does not get its lock is retried later.
 
 Source: PostgreSQL documentation, "Table Partitioning" and "ALTER TABLE".
 """
@@ -23,13 +23,13 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = "40ms"
-"""How long publishers may have to wait for a lock that is waited for."""
+"""How long a statement waits for a lock; publishers wait as long."""
 ATTEMPTS = 8
 PAUSE_SECONDS = 0.1
-"""Before the second attempt; doubles."""
+"""The pause before the second attempt; it doubles."""
 PORTION = 5_000
 RESTORED = "restored by relay at "
-"""How the comment of a partition begins that was filled from the archive."""
+"""The beginning of the comment of a partition that was filled from the archive."""
 _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 
 
@@ -66,7 +66,7 @@ class Unfinished:
 
 
 def unfinished(source: Connection, table: str) -> list[Unfinished]:
-    """What is left of commands that were killed, for an outbox and its partitions. Raises psycopg.Error."""
+    """Find constraints that killed commands have left on an outbox and its partitions. Raises psycopg.Error."""
     rows = source.execute(
         r"""
         select conrelid::regclass::text, substring(pg_get_constraintdef(oid) from '< ''([^'']+)'),
@@ -83,12 +83,12 @@ def unfinished(source: Connection, table: str) -> list[Unfinished]:
 
 
 def aligned(moment: datetime, every: timedelta) -> datetime:
-    """The beginning of the range that a moment is in, counted in UTC from a Monday: days have 24 hours."""
+    """Return the beginning of the range that a moment is in, counted in UTC from a Monday: days have 24 hours."""
     return moment - (moment - _ORIGIN) % every
 
 
 def retained(source: Connection, table: str) -> Retained | None:
-    """What relay may do with an outbox, by its qualified name; None if nothing. Raises psycopg.Error."""
+    """Read what relay may do with an outbox, by its qualified name; None if nothing. Raises psycopg.Error."""
     row = source.execute(
         "select outbox, every from relay.retained where outbox = %s", (table,)
     ).fetchone()
@@ -96,7 +96,7 @@ def retained(source: Connection, table: str) -> Retained | None:
 
 
 def partitions(source: Connection, table: str) -> list[Partition]:
-    """The partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
+    """List the partitions of a table, oldest first, the default one last. Raises psycopg.Error."""
     rows = source.execute(
         """
         select format('%%I.%%I', nspname, relname), nullif(lower, '-infinity'), upper,
@@ -110,7 +110,7 @@ def partitions(source: Connection, table: str) -> list[Partition]:
 
 
 def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
-    """Act in a transaction that waits only shortly for locks, again and again.
+    """Call `act` in a transaction that waits only shortly for locks, up to `attempts` times.
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
     """
@@ -146,9 +146,9 @@ def create_ahead(source: Connection, table: str, present: datetime, ahead: timed
 def repair_default(
     source: Connection, table: str, every: timedelta, present: datetime, ahead: timedelta
 ) -> str | None:
-    """Make the default partition one with a range, if it has rows; returns its name. Raises psycopg.Error.
+    """Give the default partition a range if it has rows; returns its name. Raises psycopg.Error.
 
-    Until that is done, it takes no rows after the end of that range, which lies as far ahead as partitions do.
+    Meanwhile it refuses rows after the end of that range, which lies as far ahead as partitions are created.
     """
     upto = aligned(present + ahead, every) + every
     if not with_short_lock(
@@ -165,7 +165,7 @@ def repair_default(
 def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]:
     """Drop the partitions that end before a time and that all readers are past; returns their names.
 
-    One that is locked for longer is left for the next time. Raises psycopg.Error.
+    A partition that stays locked is left for the next call. Raises psycopg.Error.
     """
     dropped: list[str] = []
     for each in partitions(source, table):

@@ -1,7 +1,7 @@
-"""Brings archived events back into the outbox, as a partition of their own.
+"""Restores archived events into the outbox, as a partition of their own.
 
-They come without c_xid, as rows from before relay: whoever begins at the beginning reads them with the rest of the
-table, in order; for all others they are read already.
+Their c_xid is null, as in rows from before relay: a reader that begins at the beginning reads them with the rest of the
+table, in order; every other reader counts them as read.
 
 Source: PostgreSQL documentation, "Table Partitioning".
 """
@@ -28,12 +28,12 @@ from relay.source.columns import columns as table_columns
 _TIME = "c_ts"
 _COPYING = "copying archived events"
 _REPORTED = 500
-"""After how many rows it is reported again."""
+"""After how many rows the progress is reported again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The partition that archived events are in now, and how many there are."""
+    """The partition of the restored events, and how many there are."""
 
     partition: str
     events: int
@@ -87,7 +87,7 @@ def restore(
     bounds = sql.SQL("({time} >= {lower} and {time} < {upper})").format(
         time=sql.Identifier(_TIME), lower=sql.Literal(lower), upper=sql.Literal(upper)
     )
-    # The constraint lets the attachment read no row.
+    # With the constraint, ATTACH PARTITION reads no row.
     source.execute(
         sql.SQL("alter table {} add constraint relay_range check {}").format(name, bounds)
     )
@@ -122,7 +122,7 @@ def _attach(
 
 
 def _like(source: Connection, name: sql.Identifier, root: sql.Identifier) -> None:
-    """Give it the outbox's owner."""
+    """Give the partition the owner of the outbox."""
     row = source.execute(
         "select pg_get_userbyid(relowner) from pg_class where oid = %s::regclass",
         (root.as_string(source),),
@@ -140,16 +140,16 @@ def _fill(
     upper: datetime,
     report: ProgressReport,
 ) -> int:
-    """Copy the archived events; returns how many the outbox did not have any more."""
+    """Copy the archived events that the outbox lacks; returns how many."""
     columns: dict[str, str] = {}
-    # PostgreSQL makes these values itself, and takes none.
+    # PostgreSQL computes these values, and accepts none.
     generated = {
         name
         for name, each in table_columns(source, settings.source.table_name).items()
         if each.generated
     }
     for field, column in settings.source.mapping.items():
-        # One column may be several fields.
+        # Several fields may be mapped to one column.
         if column not in ("", INSERTED_BY, _TIME, *generated):
             columns.setdefault(column, field)
     into = sql.SQL(", ").join(sql.Identifier(column) for column in (*columns, INSERTED_BY, _TIME))

@@ -1,4 +1,4 @@
-"""Retention beside the loop: notes how far the group's readers are, and removes what all readers are past."""
+"""Runs retention in a thread: notes how far the group's readers are, and removes what all readers are past."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _now() -> datetime:
 
 
 class Schedule:
-    """A thread with connections of its own. What a database refuses is tried again at the next turn.
+    """A thread with connections of its own. What a database refuses is retried at the next turn.
 
     `failed` is called once, with `error` set, if the group was given up. `clock` gives the time.
     """

@@ -1,4 +1,4 @@
-"""What somebody did to a running group, and why: `relay.actions`. Who it was, and when, is what the server says."""
+"""Records what operators did to a group, and why: `relay.actions`. The server adds who acted, and when."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from psycopg.types.json import Jsonb
 
 @dataclass(frozen=True, slots=True)
 class Acted:
-    """That somebody did something, and why.
+    """An action of an operator, and its reason.
 
-    `acted_by` is the role of the session, `operator` who acted through the console; None where a command did it.
+    `acted_by` is the role of the session, `operator` the user of the console; None for a command.
     """
 
     action: str
@@ -27,7 +27,7 @@ class Acted:
 
     @property
     def who(self) -> str:
-        """For a person: who acted, and as which role."""
+        """Who acted, and as which role, as text."""
         return f"{self.operator} (as {self.acted_by})" if self.operator else self.acted_by
 
 
@@ -48,7 +48,7 @@ def record(
     reason: str | None,
     detail: Mapping[str, Any],
 ) -> None:
-    """Keep that something was done, in the database transaction that does it. `detail` is what JSON can hold."""
+    """Record an action in the database transaction that performs it. `detail` has JSON values."""
     conn.execute(
         "insert into relay.actions (group_id, sink, action, reason, detail) values (%s, %s, %s, %s, %s)",
         (group, sink, action, reason, Jsonb(dict(detail))),
@@ -62,7 +62,7 @@ def recent(
     sink: str | None = None,
     before: int | None = None,
 ) -> list[Action]:
-    """The last actions on the group, or on one of its sinks, newest first; `before` the one of that id."""
+    """List the last actions on the group, or on one of its sinks, newest first, from before the id `before`."""
     with conn.cursor(row_factory=class_row(Action)) as cursor:
         return cursor.execute(
             """

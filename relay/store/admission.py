@@ -1,4 +1,4 @@
-"""Which configuration a group runs with: `relay.groups`, and a shared advisory lock of each instance that has it.
+"""Admits instances to a group by configuration: `relay.groups`, and a shared advisory lock of each instance.
 
 Source: PostgreSQL documentation, "Advisory Locks".
 """
@@ -21,15 +21,15 @@ Connection = psycopg.Connection[Any]
 
 
 def hold(conn: Connection, group: str, effects: Effects) -> None:
-    """Show that an instance runs with this configuration, for as long as the connection lives."""
+    """Take the lock that shows which configuration this instance runs with, until the connection ends."""
     advisory_locks.lock_shared(conn, advisory_locks.configuration(group, effects.digest))
 
 
 def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
-    """Let an instance of the group work with its configuration for as long as the connection lives.
+    """Admit an instance with this configuration to the group.
 
-    One that differs from the stored one replaces it if no instance runs with that, or `accept` says so. Raises
-    ConfigurationError, which names the difference, otherwise.
+    A configuration that differs from the stored one replaces it if no instance runs with that, or if `accept` is true.
+    Otherwise raises ConfigurationError, which names the difference.
     """
     with conn.transaction():
         conn.execute(
@@ -72,7 +72,7 @@ def require_current(conn: Connection, group: str, effects: Effects) -> None:
 
 
 def difference_from_running(conn: Connection, group: str, effects: Effects) -> str | None:
-    """How the configuration differs from that of instances that run; None if it does not, or none run."""
+    """Say how the configuration differs from that of running instances; None if it does not, or none run."""
     stored = _other(conn, group, effects)
     if stored is None or not _runs(conn, group, stored[0]):
         return None
@@ -80,7 +80,7 @@ def difference_from_running(conn: Connection, group: str, effects: Effects) -> s
 
 
 def running_handlers(conn: Connection, group: str) -> set[str]:
-    """The handlers of the stored configuration, if an instance runs with it."""
+    """Return the handlers of the stored configuration; empty if no instance runs with it."""
     stored = conn.execute(
         "select configuration_digest, configuration from relay.groups where group_id = %s", (group,)
     ).fetchone()
@@ -90,7 +90,7 @@ def running_handlers(conn: Connection, group: str) -> set[str]:
 
 
 def _other(conn: Connection, group: str, effects: Effects) -> tuple[str, dict[str, str]] | None:
-    """The digest and the values of the stored configuration, if it is another one."""
+    """Return digest and values of the stored configuration if it differs from this one."""
     return conn.execute(
         "select configuration_digest, configuration from relay.groups"
         " where group_id = %s and configuration_digest <> %s",

@@ -1,9 +1,9 @@
-"""The advisory locks that relay takes: their keys, and how they are taken. Everything raises psycopg.Error.
+"""Takes advisory locks, and has all their keys. Every function raises psycopg.Error.
 
 | key | database | held by |
 |---|---|---|
-| `INSTALLATION` | source, target | who installs or uninstalls the schema |
-| `instance` | target | each instance of a group, shared; alone by who moves the offsets of a stopped group |
+| `INSTALLATION` | source, target | the session that installs or uninstalls the schema |
+| `instance` | target | each instance of a group, shared; exclusively by a command that moves a stopped group |
 | `configuration` | target | each instance of a group that runs with this configuration, shared |
 | `retries` | target | the instance that retries what the group's target has deferred |
 | `sink` | target | the instance that works a sink |
@@ -24,34 +24,34 @@ INSTALLATION = 0x72656C6179  # "relay"
 
 
 class Key(NamedTuple):
-    """What a lock is for, and the name of what is locked, of which PostgreSQL keeps a hash."""
+    """The key of a lock: `space` says what is locked, `name` which one; PostgreSQL hashes the name to 32 bits."""
 
     space: int
     name: str
 
 
 def instance(group: str) -> Key:
-    """Of a group that runs."""
+    """The key of a running group."""
     return Key(0x72656C79, group)  # "rely"
 
 
 def configuration(group: str, digest: str) -> Key:
-    """Of a configuration that a group runs with."""
+    """The key of a configuration that a group runs with."""
     return Key(0x72656C63, f"{group} {digest}")  # "relc"
 
 
 def retries(group: str) -> Key:
-    """Of the deferred transactions of a group's target."""
+    """The key of the deferred transactions of a group's target."""
     return Key(0x72656C61, group)  # "rela"
 
 
 def sink(group: str, name: str) -> Key:
-    """Of a sink of a group."""
+    """The key of a sink of a group."""
     return Key(0x73696E6B, f"{group} {name}")  # "sink"
 
 
 def retention(table: str) -> Key:
-    """Of the partitions of an outbox."""
+    """The key of the partitions of an outbox."""
     return Key(0x72657461, table)  # "reta"
 
 
@@ -61,12 +61,12 @@ def try_lock(conn: psycopg.Connection[Any], key: Key) -> bool:
 
 
 def try_lock_shared(conn: psycopg.Connection[Any], key: Key) -> bool:
-    """As `try_lock`, beside other sessions that share it."""
+    """Share the lock until the session ends; returns False while another session holds it exclusively."""
     return _found(conn, "select pg_try_advisory_lock_shared(%s, hashtext(%s))", key)
 
 
 def lock_shared(conn: psycopg.Connection[Any], key: Key) -> None:
-    """Wait for the lock, beside other sessions that share it, and hold it until the session ends."""
+    """Wait for the lock and share it until the session ends."""
     conn.execute("select pg_advisory_lock_shared(%s, hashtext(%s))", key)
 
 
@@ -76,7 +76,7 @@ def unlock(conn: psycopg.Connection[Any], key: Key) -> None:
 
 
 def try_lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> bool:
-    """As `try_lock`, until the database transaction ends."""
+    """Take the lock until the database transaction ends; returns False while another session holds it."""
     return _found(conn, "select pg_try_advisory_xact_lock(%s, hashtext(%s))", key)
 
 

@@ -1,4 +1,4 @@
-"""Arrays as PostgreSQL reads them. psycopg writes a list element by element, which large batches feel."""
+"""Writes literals of PostgreSQL arrays: psycopg dumps a list element by element, which is slow for large batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 
 def of_texts(texts: Collection[str]) -> str:
-    """The literal of a text array.
+    """Return the literal of a text array.
 
     Source: PostgreSQL documentation, "Array Input and Output Syntax".
     """
@@ -19,12 +19,12 @@ def of_texts(texts: Collection[str]) -> str:
 
 
 def of_numbers(numbers: Iterable[int]) -> str:
-    """The literal of an array of integers."""
+    """Return the literal of an array of integers."""
     return f"{{{','.join(map(str, numbers))}}}"
 
 
 def of_values(values: Iterable[object]) -> str:
-    """The literal of an array of what has a text that PostgreSQL reads, such as numbers, times and texts, or None."""
+    """Return the literal of an array of values whose `str` PostgreSQL reads, such as numbers and times, or None."""
     return f"{{{','.join(map(_element, values))}}}"
 
 

@@ -1,6 +1,6 @@
-"""How many transactions in a row a handler has let die of the same kind of fault: `relay.brakes`.
+"""Counts the transactions in a row that a handler dead-lettered by one kind of fault: `relay.brakes`.
 
-There is a row only while a handler fails, so that it costs nothing as long as all is well.
+A row exists only while a handler fails, so that a handler that succeeds costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """Transactions in a row that were dead-lettered; `braked` says that no more of them are."""
+    """How many transactions in a row were dead-lettered (`deaths`). `braked`: no more of them are."""
 
     fault: str
     deaths: int
@@ -36,12 +36,12 @@ class BrakedHandler:
 
 
 def streaks_of(found: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
-    """Streaks by handler, as `relay.lock_partitions` and `streaks` find them."""
+    """Return streaks by handler, from what `relay.lock_partitions` returns."""
     return {handler: Streak(*values) for handler, values in (found or {}).items()}
 
 
 def streaks(conn: Connection, group: str) -> dict[str, Streak]:
-    """The handlers of the group that fail, with their streaks."""
+    """Return the streaks of the group's failing handlers, by handler."""
     rows = conn.execute(
         "select handler, fault, deaths, braked_at is not null from relay.brakes where group_id = %s",
         (group,),
@@ -54,8 +54,8 @@ def add(
 ) -> int:
     """Count dead transactions, in the commit that writes them; returns how many there are in a row.
 
-    `begin` says that the handler succeeded before the first of them. The row stays locked to the end of the
-    transaction, so that tasks side by side count together.
+    `begin` says that the handler succeeded before the first of them. The row stays locked until the database
+    transaction ends, so that concurrent tasks count together.
     """
     row = conn.execute(
         """
@@ -81,7 +81,7 @@ def add(
 
 
 def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> None:
-    """Store the streak of a handler that one worker alone counts; None: it has succeeded."""
+    """Store the streak of a handler that only one worker counts; None: it has succeeded."""
     if streak is None:
         forget(conn, group, handler)
         return
@@ -104,7 +104,7 @@ def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> 
 
 
 def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
-    """The handler's progress is stopped."""
+    """Stop the handler's progress."""
     conn.execute(
         """
         insert into relay.brakes as b (group_id, handler, fault, braked_at) values (%s, %s, %s, now())
@@ -115,12 +115,12 @@ def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
 
 
 def forget(conn: Connection, group: str, handler: str) -> None:
-    """The handler has succeeded, or has no brake any more."""
+    """Delete the streak of a handler that has succeeded, or has no brake any more."""
     conn.execute("delete from relay.brakes where group_id = %s and handler = %s", (group, handler))
 
 
 def braked(conn: Connection, group: str) -> list[BrakedHandler]:
-    """The handlers whose progress is stopped, by name."""
+    """List the handlers whose progress is stopped, by name."""
     with conn.cursor(row_factory=class_row(BrakedHandler)) as cursor:
         return cursor.execute(
             "select handler, fault, deaths, braked_at from relay.brakes"

@@ -1,4 +1,4 @@
-"""Connections to the source and the target: how they are opened, and how they are pooled."""
+"""Opens and pools connections to the source and the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Connection = psycopg.Connection[Any]
 
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
-"""How long a task waits for a connection before the wait counts as a fault that is tried again."""
+"""How long a task waits for a connection before that counts as a fault and the task is retried."""
 
 _PG_LSN = 3220
 
@@ -51,9 +51,9 @@ KEEPALIVE: Mapping[str, str] = {
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",
 }
-"""After a minute without an answer the server ends the session, and lets go of the rows that it held."""
+"""After a minute without an answer the server ends the session and releases its locks."""
 LOCK_TIMEOUT = "30s"
-"""How long a statement waits for a lock, where the user has set nothing, before it is tried again with its task."""
+"""How long a statement waits for a lock, where the user has set nothing, before its task is retried."""
 
 _SESSION = "; ".join(f"set {name} = {value}" for name, value in KEEPALIVE.items())
 _DURABLE = """
@@ -64,7 +64,7 @@ _BOUNDED = f"""
     select set_config('lock_timeout', '{LOCK_TIMEOUT}', false) where current_setting('lock_timeout') = '0'
 """
 _RESET = "reset session authorization; reset role; reset all; unlisten *; close all"
-"""With `pg_advisory_unlock_all`, what DISCARD ALL does, but for temporary relations and prepared statements.
+"""With `pg_advisory_unlock_all`, resets what DISCARD ALL does, except temporary relations and prepared statements.
 
 Source: PostgreSQL documentation, "DISCARD".
 """
@@ -78,11 +78,11 @@ _CREATE_LEFT_OVER = r"""
                           and refobjid = pg_my_temp_schema() and relname not like 'relay\_%');
     end $$
 """
-"""A function, since planning such a query each time would cost more than all the rest."""
+"""A function, since planning this query for each reset would cost more than the rest of it."""
 
 
 class _Pool(ConnectionPool[psycopg.Connection[Any]]):
-    """A pool whose PoolTimeout says why there is no connection: psycopg tells that to its log alone."""
+    """A pool whose PoolTimeout says why there is no connection, which psycopg only logs."""
 
     def __init__(self, dsn: str, **options: Any) -> None:
         refusals: list[str] = []
@@ -102,7 +102,7 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
         super().__init__(dsn, connection_class=Connection, **options)
 
     def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
-        """A connection. Raises PoolTimeout."""
+        """Return a connection. Raises PoolTimeout."""
         try:
             return super().getconn(timeout)
         except PoolTimeout as error:
@@ -125,9 +125,9 @@ class _LsnDumper(Dumper):
 
 @contextmanager
 def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sessions that `connect` opens within have these settings of PostgreSQL, such as statement_timeout.
+    """Apply settings of PostgreSQL, such as statement_timeout, to sessions that `connect` opens in this block.
 
-    For what calls functions that connect by themselves. A thread that is started within does not take them over.
+    For callers of functions that connect by themselves. A thread that is started in the block does not inherit them.
     """
     before = _wanted.set({**_wanted.get(), **settings})
     try:
@@ -137,7 +137,7 @@ def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
-    """One connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError."""
+    """Open a connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError."""
     conn = psycopg.connect(
         dsn,
         autocommit=True,
@@ -173,19 +173,19 @@ def _set(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
 def open_pool(
     dsn: str, size: int, configure: Configure | None = None
 ) -> ConnectionPool[psycopg.Connection[Any]]:
-    """A pool of at most `size` connections in which dicts are written as jsonb and `Lsn` as pg_lsn.
+    """Open a pool of at most `size` connections that write dicts as jsonb and `Lsn` as pg_lsn.
 
-    Commits are durable and no statement waits for a lock for longer than `LOCK_TIMEOUT`.
+    Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
     """
     return _pool(dsn, size, f"{_SESSION}; {_DURABLE}; {_BOUNDED}", configure)
 
 
 class HandlerPool:
-    """Sessions of the target in which statements of the user's run, at most `size`.
+    """A pool of at most `size` sessions of the target that run statements of the user.
 
-    What they change in a session is reset with the commit, in the same round trip. Not `durable`, a commit may be lost
-    with the server. `code_of` names the Python handlers: their code cannot end a transaction, and a session in which it
-    left temporary tables or prepared statements is closed.
+    What these change in a session is reset with the commit, in the same round trip. Unless `durable`, a crash of the
+    server may lose commits. `code_of` names the Python handlers: their code cannot end a transaction, and a session in
+    which it left temporary tables or prepared statements is closed.
     """
 
     def __init__(
@@ -198,14 +198,14 @@ class HandlerPool:
         self._pool = _pool(dsn, size, f"{_SESSION}; {commit}; {_BOUNDED}", self._prepare)
 
     def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
-        """A session for statements of relay's own, committed at the end."""
+        """Return a session for relay's own statements, committed at the end of the block."""
         return self._pool.connection()
 
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
-        """A transaction; it is committed at the end, or rolled back.
+        """Run a database transaction; it is committed at the end of the block, or rolled back by an exception.
 
-        Raises ConfigurationError if code of the user's ended it, and psycopg.Error.
+        Raises ConfigurationError if code of the user ended it, and psycopg.Error.
         """
         with self._pool.connection() as conn:
             try:
@@ -219,7 +219,7 @@ class HandlerPool:
                 _close(conn)
 
     def _begin(self, conn: psycopg.Connection[Any]) -> None:
-        """Begin what code of the user's must not end; elsewhere the first statement begins."""
+        """Begin a transaction that code of the user must not end; without such code the first statement begins it."""
         if not self._code_of:
             return
         result = conn.pgconn.exec_(transaction_guard.BEGIN)
@@ -228,8 +228,8 @@ class HandlerPool:
         error = server_error(result)
         if isinstance(error, psycopg.errors.UndefinedFunction | psycopg.errors.InvalidSchemaName):
             raise ConfigurationError(
-                "target.dsn: what belongs to a session is gone in the next transaction, as behind a pooler of "
-                "transactions: connect to PostgreSQL itself, or let the pooler keep sessions"
+                "target.dsn: what belongs to a session is gone in the next transaction, as with a pooler in "
+                "transaction mode: connect to PostgreSQL itself, or set the pooler to session mode"
             )
         raise error
 
@@ -246,7 +246,7 @@ class HandlerPool:
         self._pool.close()
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        # With literals, since a query for each setting would cost as much as all the rest.
+        # The reset has literals, since a query for each setting would cost as much as the rest of it.
         row = conn.execute(
             "select current_setting('synchronous_commit'), current_setting('lock_timeout')"
         ).fetchone()
@@ -271,7 +271,7 @@ class HandlerPool:
 
 
 def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:
-    """Run statements of which the last tells something; returns whether that is true. Raises psycopg.Error."""
+    """Run statements of which the last returns a boolean; returns it. Raises psycopg.Error."""
     result = conn.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
         raise server_error(result)
@@ -305,7 +305,7 @@ def _pool(
         max_size=size,
         open=True,
         timeout=POOL_TIMEOUT_SECONDS,
-        # A given-up attempt is made again by the next task; the pool's own back-off would sleep through a recovery.
+        # The next task tries again after a failed attempt; the pool's own back-off would sleep through a recovery.
         reconnect_timeout=1.0,
         configure=prepare,
         kwargs={

@@ -1,6 +1,6 @@
-"""Payloads that somebody edited in an export of dead letters, and how the dead letters get them.
+"""Applies payloads that were edited in an export of dead letters.
 
-PostgreSQL reads the JSON, so that numbers keep every digit and nothing is too deep.
+PostgreSQL reads the JSON, so that numbers keep every digit and no nesting is too deep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MALFORMED = "must be an object with id and payload, as `relay dlq export` write
 
 
 def load(conn: Connection, file: Path) -> None:
-    """Read what `relay dlq export` wrote and somebody has edited into a table of the current database transaction.
+    """Load an edited export of `relay dlq export` into a table of the current database transaction.
 
     Raises ConfigurationError with file and line.
     """
@@ -40,7 +40,7 @@ def load(conn: Connection, file: Path) -> None:
 
 
 def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
-    """As `load`, the payload of one event. Raises ConfigurationError for what is not JSON."""
+    """Load the payload of one event, as `load` does. Raises ConfigurationError for what is not JSON."""
     _create(conn)
     try:
         with conn.transaction():
@@ -54,9 +54,9 @@ def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
 
 
 def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None) -> None:
-    """Give the events of some dead transactions the payloads that were loaded, and note where they differ.
+    """Give the events of dead transactions the loaded payloads, and record which changed.
 
-    The first payload is kept beside it. A line that follows on another one of the same event wins.
+    The first payload is kept in `original_payload`. Of several lines for one event, the last one wins.
     """
     conn.execute(
         """
@@ -88,7 +88,7 @@ def _create(conn: Connection) -> None:
 
 def _lines(file: Path) -> Iterator[Line]:
     try:
-        # A payload may hold characters that end a line elsewhere, such as U+2028.
+        # A payload may hold other characters that end a line, such as U+2028.
         with file.open(encoding="utf-8", newline="\n") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():

@@ -1,4 +1,4 @@
-"""Dead letters as JSON and as text, as commands and the console show and export them."""
+"""Prints dead letters as JSON and as text, for commands and exports."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SHOWN = (
 """The columns of a dead letter that are exported and shown."""
 
 _PRETTY_CHARACTERS = 100_000
-"""JSON that is longer when it is laid out is shown as it is: deep nesting indents to megabytes."""
+"""JSON is indented only up to this length: deep nesting would indent to megabytes."""
 
 
 def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Iterator[str]:
-    """Every event of the dead transactions that a filter selects, each as the text of a JSON object.
+    """Yield every event of the dead transactions that a filter selects, each as the text of a JSON object.
 
-    In the order of publishing, read one after the other. PostgreSQL writes the JSON: numbers keep every digit, and
-    nothing is too deep.
+    The events come in the order of publishing and are streamed. PostgreSQL writes the JSON, so that numbers keep every
+    digit and no nesting is too deep.
     """
     where, parameters = wanted.where()
-    # The objects are made after sorting, so that the sort moves what is stored and not its text.
+    # The JSON is made after sorting, so that the sort moves stored values and not their text.
     query = sql.SQL(
         """
         select row_to_json(letter)::text from (
@@ -49,7 +49,7 @@ def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Itera
 
 
 def events_as_json(conn: Connection, number: int) -> Iterator[str]:
-    """Every event of a dead transaction as the text of a JSON object, in order."""
+    """Yield every event of a dead transaction as the text of a JSON object, in order."""
     query = sql.SQL(
         """
         select row_to_json(letter)::text from (
@@ -61,7 +61,7 @@ def events_as_json(conn: Connection, number: int) -> Iterator[str]:
 
 
 def events_as_text(conn: Connection, number: int, pretty: bool) -> Iterator[DeadLetterRow]:
-    """Every event of a dead transaction, each field as PostgreSQL prints it, in order; `pretty` lays JSON out."""
+    """Yield every event of a dead transaction in order, each field as PostgreSQL prints it; `pretty` indents JSON."""
     columns = [
         _laid_out(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
         for name in (*_SHOWN, "refused")

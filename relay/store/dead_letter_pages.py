@@ -1,4 +1,4 @@
-"""Dead letters by pages: what a person looks through, whose size does not depend on how many there are."""
+"""Reads dead letters by pages, for the console: the cost of a page does not depend on how many dead letters exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relay.store.dead_letter_selection import DeadLetterSelection
 Connection = psycopg.Connection[Any]
 
 SHOWN_CHARACTERS = 16_000
-"""So much of a payload, and of an exception, is shown."""
+"""How much of a payload and of an exception is shown, in characters."""
 _LINE_CHARACTERS = 300
 
 
@@ -62,7 +62,7 @@ class ActedOnDead(Acted):
 def listed(
     conn: Connection, group: str, wanted: DeadLetterSelection, limit: int, before: int | None = None
 ) -> list[Listed]:
-    """Dead transactions with an event that the filter selects, newest first; those `before` a number."""
+    """List dead transactions with an event that the filter selects, newest first, from before the number `before`."""
     where, parameters = wanted.where()
     with conn.cursor(row_factory=class_row(Listed)) as cursor:
         return cursor.execute(
@@ -93,7 +93,7 @@ def listed(
 
 
 def statuses(conn: Connection, group: str) -> dict[str, int]:
-    """How many events of the group have which status."""
+    """Count the events of the group by status."""
     return dict(
         conn.execute(
             "select status, count(*) from relay.dead_letter_queue where group_id = %s group by status",
@@ -103,7 +103,7 @@ def statuses(conn: Connection, group: str) -> dict[str, int]:
 
 
 def kinds(conn: Connection, group: str, limit: int) -> list[Kind]:
-    """The commonest kinds of fault of what is dead, by handler."""
+    """List the commonest kinds of fault of dead events, by handler."""
     with conn.cursor(row_factory=class_row(Kind)) as cursor:
         return cursor.execute(
             """
@@ -145,14 +145,14 @@ def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[di
 
 
 def _laid_out(column: str) -> sql.Composed:
-    """The beginning of JSON; laid out where it is short, since deep nesting indents to megabytes."""
+    """The beginning of a JSON value; indented where it is short, since deep nesting would indent to megabytes."""
     return sql.SQL(
         "left(case when length({0}::text) <= {1} then jsonb_pretty({0}) else {0}::text end, {1})"
     ).format(sql.Identifier("d", column), SHOWN_CHARACTERS)
 
 
 def payload(conn: Connection, group: str, dead_letter_id: int) -> str | None:
-    """The whole payload of a dead letter as JSON text; None where there is none."""
+    """Return the whole payload of a dead letter as JSON text; None where there is no such dead letter."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select payload::text from relay.dead_letter_queue where group_id = %s and id = %s",
@@ -161,7 +161,7 @@ def payload(conn: Connection, group: str, dead_letter_id: int) -> str | None:
 
 
 def acted(conn: Connection, group: str, limit: int, before: int | None = None) -> list[ActedOnDead]:
-    """The last actions on dead transactions, newest first; `before` the one of that id."""
+    """List the last actions on dead transactions, newest first, from before the id `before`."""
     with conn.cursor(row_factory=class_row(ActedOnDead)) as cursor:
         return cursor.execute(
             """

@@ -18,10 +18,10 @@ _CHUNK = 1_000
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterSelection:
-    """Which dead transactions: those with an event that all of this holds of. None says nothing.
+    """A selection of dead transactions: those with an event that meets every condition. None is no condition.
 
-    `event_type`, `handler` and `sink` ('' for the target) are exact, `exception` is a part of the text, `kind` what
-    it begins with, such as `CheckViolation [23514]`, times are those of the dead-lettering.
+    `event_type`, `handler` and `sink` ('' for the target) match exactly, `exception` matches a part of the text, `kind`
+    its beginning, such as `CheckViolation [23514]`. `since` and `until` bound the time of dead-lettering.
     """
 
     ids: Sequence[int] = ()
@@ -37,7 +37,7 @@ class DeadLetterSelection:
     kind: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
-        """The condition on a letter `d`, and its parameters."""
+        """Return the condition on a dead letter `d`, and its parameters."""
         tests: dict[str, tuple[LiteralString, Any]] = {
             "ids": ("d.id = any(%(ids)s)", list(self.ids) or None),
             "transaction": ("d.transaction_id = %(transaction)s", self.transaction_id),
@@ -64,7 +64,7 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True, slots=True)
 class DeadTransaction:
-    """One dead business transaction in a list; `id` is that of its first event, `letters` those of all, in order.
+    """A dead business transaction in a list. `id` is the dead letter of its first event, `letters` has those of all.
 
     `sink` is empty where it could not be applied to the target.
     """
@@ -85,7 +85,7 @@ class DeadTransaction:
 
 @dataclass(frozen=True, slots=True)
 class FoundDeadLetters:
-    """The dead transactions that a filter selects, of some statuses; none that are dead-lettered later."""
+    """The dead transactions of some statuses that a filter selected, none that are dead-lettered later."""
 
     wanted: DeadLetterSelection
     statuses: Sequence[str]
@@ -96,9 +96,9 @@ class FoundDeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The number of a dead transaction, how many events it has, and the bytes of their payloads and metadata.
+    """A dead transaction: its number, how many events it has, and the size of their payloads and metadata in bytes.
 
-    `sink` is the one that it goes to; '' for the target, and for the sinks as well if it is `undelivered`.
+    A replay delivers it to `sink`. '' is the target, and the sinks too if it is `undelivered`.
     """
 
     number: int
@@ -115,7 +115,7 @@ def transactions(
     wanted: DeadLetterSelection,
     statuses: Sequence[str] | None = None,
 ) -> list[DeadTransaction]:
-    """Dead transactions, whole, newest first; of any status where none is given."""
+    """List whole dead transactions, newest first; of any status where `statuses` is None."""
     where, parameters = wanted.where()
     with conn.cursor(row_factory=class_row(DeadTransaction)) as cursor:
         return cursor.execute(
@@ -165,7 +165,7 @@ def find(
 
 
 def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[Dead]:
-    """The transactions that were found, in the order in which they were published. Needs a database transaction."""
+    """Yield the found transactions in the order of publishing. Needs an open database transaction."""
     where, parameters = found.wanted.where()
     with conn.cursor("dead_transactions", row_factory=class_row(Dead)) as cursor:
         cursor.itersize = _CHUNK
@@ -195,12 +195,12 @@ def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[D
 
 
 def failed_handlers(conn: Connection, group: str, found: FoundDeadLetters) -> dict[str, int]:
-    """The handlers of the target that the transactions failed in, and how many of them in each."""
+    """Count the found transactions by the handler of the target that failed."""
     return _by_name(conn, group, found, sql.SQL("case when d.sink = '' then d.handler end"))
 
 
 def sinks(conn: Connection, group: str, found: FoundDeadLetters) -> dict[str, int]:
-    """The sinks that the transactions could not be delivered to, and how many of them to each."""
+    """Count the found transactions by the sink that they could not be delivered to."""
     return _by_name(conn, group, found, sql.SQL("nullif(d.sink, '')"))
 
 
@@ -227,7 +227,7 @@ def _by_name(
 
 
 def as_json(item: DeadTransaction) -> dict[str, Any]:
-    """The entry as JSON values: times in ISO 8601."""
+    """Return the entry as JSON values: times in ISO 8601."""
     return {
         key: value.isoformat() if isinstance(value, datetime) else value
         for key, value in asdict(item).items()

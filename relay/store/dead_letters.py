@@ -1,4 +1,7 @@
-"""Transactions that could not be applied: `relay.dead_letter_queue`."""
+"""Writes dead letters, the events of transactions that could not be applied, and changes their status.
+
+The table is `relay.dead_letter_queue`. `dead_letter_selection` lists them, `dead_letter_export` prints them.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ _FROM_EVENT = {
     "headers": "headers",
 }
 STORED = tuple(_FROM_EVENT)
-"""The columns of a letter that hold fields of its event."""
+"""The columns of a dead letter that hold fields of its event."""
 FIELD_OF = _FROM_EVENT
-"""The field that each of them holds."""
+"""The field that each column of `STORED` holds."""
 
 ColumnValues = tuple[str | None, ...]
 """The values of `STORED` as text."""
@@ -71,7 +74,7 @@ _REFUSALS = (
     psycopg.errors.StatementTooComplex,
     UnicodeEncodeError,
 )
-"""What a value is refused with: by its type, by its size or depth, by the encoding of the target."""
+"""The errors by which a value is refused: by its type, its size or depth, or the encoding of the target."""
 
 
 def insert(
@@ -85,10 +88,10 @@ def insert(
 ) -> int:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
-    `handler` is the one that failed; None where no route matched. `sink` is the one that the events were to be
-    delivered to, and to which alone they are replayed; '' where they were to be applied to the target, and then
-    `undelivered` says that no sink has had them either. Returns the number of the dead transaction. A value that its
-    column refuses is kept beside it, as text: a dead letter that cannot be written would hold up the rest.
+    `handler` is the one that failed; None where no route matched. `sink` is the one that could not take the events;
+    they are replayed to it alone. It is '' where the events could not be applied to the target, and then `undelivered`
+    says that no sink has received them either. Returns the number of the dead transaction. A value that its column
+    refuses is stored as text in `refused`: a dead letter that cannot be written would block everything after it.
     """
     number = _next_number(conn)
     exception = exception_text(error)
@@ -116,7 +119,7 @@ def _write(conn: Connection, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def _degraded(conn: Connection, rows: Sequence[ColumnValues]) -> Iterator[ColumnValues]:
-    """The rows with what their columns take, each behind the JSON object of the values that they refuse."""
+    """Yield the rows with values that their columns accept, each after a JSON object of the values that they refuse."""
     taken = [
         _accepted(conn, sql_type, values)
         for sql_type, values in zip(_TYPES, zip(*rows, strict=True), strict=True)
@@ -139,7 +142,7 @@ def _degraded(conn: Connection, rows: Sequence[ColumnValues]) -> Iterator[Column
 def _accepted(
     conn: Connection, sql_type: LiteralString, values: Sequence[str | None]
 ) -> list[bool]:
-    """Which of the values PostgreSQL takes for a type. Those that it refuses are found by halving."""
+    """Say of each value whether PostgreSQL accepts it for a type. Refused values are found by bisection."""
     try:
         with conn.transaction():
             conn.execute(
@@ -158,7 +161,7 @@ def _accepted(
 
 
 def _nearest(sql_type: str, value: str) -> str | None:
-    """What a column takes instead of a value that it refuses."""
+    """Return what a column accepts instead of a value that it refuses."""
     if sql_type == "text":
         return _ascii(value)
     # JSON that jsonb refuses, such as an escaped NUL, can be read as a JSON string of its text.
@@ -166,7 +169,7 @@ def _nearest(sql_type: str, value: str) -> str | None:
 
 
 def _writable(conn: Connection, text: str) -> str:
-    """The text, with escapes where the encoding of the target lacks its characters."""
+    """Return the text, with escapes where the encoding of the target lacks its characters."""
     return text if all(_accepted(conn, "text", [text])) else _ascii(text)
 
 
@@ -175,13 +178,13 @@ def _ascii(text: str) -> str:
 
 
 class DeadLetterAction(Acted):
-    """Something that was done about a dead transaction."""
+    """An action on a dead transaction."""
 
     __slots__ = ()
 
 
 def count(conn: Connection, group: str) -> int:
-    """How many dead events the group has."""
+    """Count the dead events of the group."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             "select count(*) from relay.dead_letter_queue where group_id = %s and status = 'dead'",
@@ -191,7 +194,7 @@ def count(conn: Connection, group: str) -> int:
 
 
 def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]:
-    """How many dead transactions there are, by sink (empty: the target) and handler (empty: none is to blame)."""
+    """Count the dead transactions by sink (empty: the target) and handler (empty: no handler failed)."""
     rows = conn.execute(
         """
         select sink, coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letter_queue
@@ -203,7 +206,7 @@ def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]
 
 
 def transaction_of(conn: Connection, group: str, dead_letter_id: int) -> int | None:
-    """The number of the dead transaction that holds a letter; None where there is no such letter in the group."""
+    """Return the number of the dead transaction of a dead letter; None where the group has no such dead letter."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select dead_transaction from relay.dead_letter_queue where group_id = %s and id = %s",
@@ -214,12 +217,13 @@ def transaction_of(conn: Connection, group: str, dead_letter_id: int) -> int | N
 def stored(
     conn: Connection, dead: Sequence[int], at_once: int
 ) -> Iterator[tuple[int, DeadLetterRow]]:
-    """The events of dead transactions as they were published, with the numbers of these, in order.
+    """Yield (dead transaction, event) for the events of dead transactions as they were published, in order.
 
-    A value that its column refused comes as it was. Fetches `at_once` rows. Needs a database transaction.
+    A value that its column refused is returned as it was published. Fetches `at_once` rows at a time. Needs an open
+    database transaction.
     """
     columns = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in STORED]
-    # A name of its own for each cursor: one may be read while another one is open.
+    # Each cursor has its own name: one may be read while another is open.
     with conn.cursor(f"dead_letters_{dead[0]}_{len(dead)}") as cursor:
         cursor.itersize = at_once
         cursor.execute(
@@ -242,7 +246,7 @@ def stored(
 
 
 def lock(conn: Connection, dead: Sequence[int], statuses: Sequence[str]) -> set[int]:
-    """Lock dead transactions to the end of the database transaction; returns those that have one of the statuses."""
+    """Lock dead transactions until the database transaction ends; returns those that have one of the statuses."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             """
@@ -264,7 +268,7 @@ def mark(
     status: str,
     reason: str | None = None,
 ) -> None:
-    """Give dead transactions another status, and note why."""
+    """Set the status of dead transactions, and record why."""
     conn.execute(
         "update relay.dead_letter_queue set status = %s where dead_transaction = any(%s)",
         (status, list(dead)),
@@ -279,7 +283,7 @@ def mark_dead_again(
     handler: str | None,
     error: BaseException,
 ) -> None:
-    """A dead transaction that was replayed could not be applied once more."""
+    """Set a replayed transaction back to dead: it could not be applied again."""
     exception = _writable(conn, exception_text(error))
     conn.execute(
         """
@@ -299,7 +303,7 @@ def put_back(
     exception: str,
     reason: str | None,
 ) -> None:
-    """Dead transactions that were queued to be replayed are cancelled: they are dead as before."""
+    """Cancel the replay of dead transactions: they are dead again."""
     conn.execute(
         "update relay.dead_letter_queue set status = 'dead', exception = %s where dead_transaction = any(%s)",
         (_writable(conn, exception), list(dead)),
@@ -308,7 +312,7 @@ def put_back(
 
 
 def mark_by_reference(conn: Connection, number: int, offsets: Sequence[int]) -> None:
-    """Mark the letters at these c_offsets: only the outbox has their payload and metadata."""
+    """Mark the dead letters at these c_offsets: only the outbox has their payload and metadata."""
     conn.execute(
         "update relay.dead_letter_queue set by_reference = true where dead_transaction = %s and c_offset = any(%s)",
         (number, list(offsets)),
@@ -316,7 +320,7 @@ def mark_by_reference(conn: Connection, number: int, offsets: Sequence[int]) -> 
 
 
 def by_reference(conn: Connection, dead: Sequence[int]) -> tuple[int, int] | None:
-    """The id and the c_offset of the first letter whose payload only the outbox has, if there is one."""
+    """Return id and c_offset of the first dead letter whose payload only the outbox has; None if there is none."""
     return conn.execute(
         """
         select id, c_offset from relay.dead_letter_queue
@@ -327,7 +331,7 @@ def by_reference(conn: Connection, dead: Sequence[int]) -> tuple[int, int] | Non
 
 
 def purge(conn: Connection, dead: Sequence[int]) -> int:
-    """Delete dead transactions; returns how many letters they had."""
+    """Delete dead transactions; returns how many dead letters they had."""
     return conn.execute(
         "delete from relay.dead_letter_queue where dead_transaction = any(%s)", (list(dead),)
     ).rowcount
@@ -336,7 +340,7 @@ def purge(conn: Connection, dead: Sequence[int]) -> int:
 def note(
     conn: Connection, group: str, dead: Sequence[int], action: str, reason: str | None
 ) -> None:
-    """Keep what was done about each of the dead transactions, by whom and when."""
+    """Record an action on each of the dead transactions. The server adds who acted, and when."""
     conn.execute(
         """
         insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
@@ -350,7 +354,7 @@ def note(
 
 
 def actions(conn: Connection, number: int) -> list[DeadLetterAction]:
-    """What was done about a dead transaction, oldest first."""
+    """List the actions on a dead transaction, oldest first."""
     with conn.cursor(row_factory=class_row(DeadLetterAction)) as cursor:
         return cursor.execute(
             """
@@ -362,7 +366,7 @@ def actions(conn: Connection, number: int) -> list[DeadLetterAction]:
 
 
 def statuses(conn: Connection, dead: Sequence[int]) -> dict[str, int]:
-    """How many of the dead transactions have which status; those that were purged have none."""
+    """Count the dead transactions by status; purged ones are not counted."""
     rows = conn.execute(
         """
         select status, count(distinct dead_transaction) from relay.dead_letter_queue

@@ -1,11 +1,13 @@
-"""Deferred business transactions: `relay.deferred`; the rows of large ones are in `relay.deferred_rows`.
+"""Defers business transactions: inserts, updates and deletes rows of `relay.deferred`.
 
-What is deferred belongs to a sink, or to the target's cursor, whose sink is ''. Nothing here costs more where many
-transactions of one key are deferred: keys that are held are rows of `relay.deferred_keys`, and a transaction is not
-looked at again while the one that is its `predecessor` is there.
+A deferred transaction belongs to a sink, or to the target, whose sink is ''. The cost does not grow with the number of
+deferred transactions of one key: each key that is held is a row of `relay.deferred_keys`, and a transaction is not
+read again while the row of its `predecessor` exists.
 
-A predecessor is only ever noted where whoever removes that row is sure to see the note: in the database transaction
-that inserts both, or under a lock of the predecessor's row. A trigger takes the note back.
+A predecessor is noted only where the session that deletes its row is certain to see the note: in the database
+transaction that inserts both, or under a lock on the predecessor's row. A trigger removes the note.
+
+`deferred_due` finds the transactions that are due, `deferred_rows` has their rows, `deferred_counts` counts them.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ _DEFERRED_AT_ONCE = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """What a transaction waits for.
+    """Why a transaction is deferred, and until when.
 
-    `after` is in how many seconds it may be tried, `until` a time instead. It has failed `attempts` times, the first of
-    them `first_failed_at` (seconds since 1970). See the comments on the table's columns.
+    It may be applied `after` so many seconds, or at the time `until`. It holds its `keys`, so that later transactions
+    are blocked, where `holds` says so. It has failed `attempts` times, first at `first_failed_at` (seconds since 1970).
+    See the comments on the table's columns.
     """
 
     keys: Collection[str]
@@ -49,16 +52,16 @@ class Deferral:
     undelivered: bool = False
 
 
-# Statements that are never prepared: a plan that was made while a table was empty would read all of it later.
+# These statements are never prepared: a plan that was made while the table was empty would read all of it later.
 
 
 def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[str]:
-    """Those of the keys that a deferred transaction holds."""
+    """Return those of the keys that a deferred transaction holds."""
     codec = codec_of(conn)
     asked = {writable(key, codec): key for key in keys}
     with conn.cursor(row_factory=scalar_row) as cursor:
-        # The order lets only the index be of use: a key that nobody holds would be looked for in the whole table where
-        # most rows have the same one.
+        # ORDER BY forces the index: without it, the planner reads the whole table for a key that nobody holds where
+        # most rows have one key.
         cursor.execute(
             """
             select asked.key from unnest(%(asked)s::text[]) as asked (key)
@@ -89,7 +92,7 @@ def any_held(conn: Connection, group: str, sink: str) -> bool:
 def defer(
     conn: Connection, group: str, entries: Iterable[tuple[Undecoded, Deferral]], sink: str = ""
 ) -> None:
-    """Defer transactions, in this order, after all that are deferred already."""
+    """Defer transactions in this order, after all that are already deferred."""
     rest = iter(entries)
     holders: dict[str, int] = {}
     with conn.cursor(row_factory=tuple_row) as cursor:
@@ -121,7 +124,10 @@ def defer(
 
 
 def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> int | None:
-    """The last row of a call that holds one of the keys. `holders` has these by key; the next one is `number`."""
+    """Return the last row of this call that holds one of the keys, and enter row `number` as holder of them.
+
+    `holders` maps each key to the last row that holds it.
+    """
     predecessor = None
     for key in deferral.keys:
         before = holders.get(key)
@@ -133,12 +139,12 @@ def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> in
 
 
 def lock(conn: Connection, group: str) -> None:
-    """Wait until nobody claims what the group's target has deferred; to the end of the database transaction."""
+    """Lock the deferred transactions of the group's target until the database transaction ends; wait for the lock."""
     advisory_locks.lock_in_transaction(conn, advisory_locks.retries(group))
 
 
 def remove(conn: Connection, ids: Collection[int]) -> set[int]:
-    """Transactions are deferred no longer; returns those that still were, by id: somebody may have cancelled others."""
+    """Delete deferred transactions by id; returns the ids that still existed: others may have been cancelled."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             "delete from relay.deferred where id = any(%s::bigint[]) returning id",
@@ -149,9 +155,9 @@ def remove(conn: Connection, ids: Collection[int]) -> set[int]:
 
 
 def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -> set[int]:
-    """Transactions, by id, have failed once more: they keep their turn, and what follows on them waits on.
+    """Defer transactions again, by id: they keep their order and their keys, and still block later ones.
 
-    Returns those that are still deferred. Their keys stay what they are.
+    Returns the ids that are still deferred.
     """
     if not deferrals:
         return set()
@@ -189,7 +195,7 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
 
 
 def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
-    """The values for a row that is tried again."""
+    """The values for the row of a transaction that failed again."""
     return (
         number,
         deferral.blocked,
@@ -204,7 +210,7 @@ def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
 
 
 def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
-    """Which of the dead transactions still hold their keys, each with the id of its row. Locks the rows."""
+    """Lock the rows of dead transactions that still hold their keys; returns the row id by dead transaction."""
     found = conn.execute(
         "select dead_transaction, id from relay.deferred where blocked and dead_transaction = any(%s) for update",
         (list(dead),),
@@ -213,7 +219,7 @@ def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
 
 
 def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
-    """Try a blocked transaction again, with the rows that it has now; it keeps its turn."""
+    """Let a dead transaction that holds its keys be applied again, with these rows; it keeps its order."""
     rows = inline(transaction)
     conn.execute(
         """
@@ -237,7 +243,7 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
 
 
 def forget(conn: Connection, group: str, sink: str) -> int:
-    """Forget what is deferred for a sink; returns how many transactions."""
+    """Delete all that is deferred for a sink; returns how many transactions."""
     return conn.execute(
         "delete from relay.deferred where group_id = %s and sink = %s", (group, sink)
     ).rowcount

@@ -1,4 +1,4 @@
-"""Rows of `relay.deferred` in COPY's binary format, which costs both sides half of what text does. No I/O.
+"""Encodes rows of `relay.deferred` in COPY's binary format, which costs both sides half of what text does. No I/O.
 
 Sources: PostgreSQL documentation, "COPY", Binary Format; each type's receive function in PostgreSQL's source.
 """
@@ -23,7 +23,7 @@ COLUMNS = (
     *("predecessor", "first_failed_at", "dead_transaction", "group_id", "sink", "keys", "handler"),
     *("reason", "transaction_id", "hosts", "columns", "sizes", "data"),
 )
-"""The columns in the order in which `Encoder.row` writes them."""
+"""The columns in the order in which `DeferredEncoder.row` writes them."""
 _COUNT = len(COLUMNS)
 START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The signature, no flags, no extension."""
@@ -54,7 +54,7 @@ class DeferredEncoder:
         self._codec = codec
         self._now = now
         self._owner = self._text(group) + self._text(sink)
-        # Few in many rows.
+        # Many rows have few different values.
         self._known_texts: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._texts)
         self._known_names: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._names)
         self._known_text: Callable[[str | None], bytes] = lru_cache(1_000)(self._text)
@@ -117,7 +117,7 @@ class DeferredEncoder:
         return _array(_TEXT_OID, [self._text(value) for value in values])
 
     def _names(self, values: Sequence[str]) -> bytes:
-        """Names by which something is found again: they are exact, or refused."""
+        """Names that must match exactly: raises UnicodeEncodeError for a character that the encoding lacks."""
         return _array(_TEXT_OID, [_bytes(value.encode(self._encoding)) for value in values])
 
 

@@ -1,4 +1,4 @@
-"""How many business transactions are deferred, why, and since when."""
+"""Counts deferred business transactions: how many, why, and since when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIND = sql.SQL(
          else 'scheduled' end
     """
 )
-"""Why a row `d` is deferred: see `Reason`."""
+"""An SQL expression: why a row `d` is deferred, as `Reason.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Reason:
 
     `kind` is `retry` (the handler failed with `reason`), `holding` (a dead transaction that holds its key),
     `replay`, `scheduled` (deliver_at) or `blocked` (an earlier transaction holds one of their keys). `since` is when
-    the first of them failed or was deferred, `next` when the first of them may be tried and `until` when the last; both
-    are null where that is no question of time. `sink` is empty for the target.
+    the first of them failed or was deferred, `next` when the first of them is due and `until` when the last is; both
+    are None where none is deferred to a time. `sink` is empty for the target.
     """
 
     sink: str
@@ -53,11 +53,11 @@ class DeferredSummary:
 
 
 _REASONS = 20
-"""How many reasons are told."""
+"""How many reasons a summary has at most."""
 
 
 def deferred_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
-    """How many transactions of the target wait because of a handler that is not among these, by its name."""
+    """Count the transactions of the target that are deferred for a handler that is not among these, by handler."""
     return dict(
         conn.execute(
             """
@@ -70,7 +70,7 @@ def deferred_for_others(conn: Connection, group: str, handlers: Collection[str])
 
 
 def deferred_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
-    """How many transactions are deferred for a sink that is not among these, by its name."""
+    """Count the transactions that are deferred for a sink that is not among these, by sink."""
     return dict(
         conn.execute(
             """
@@ -83,7 +83,7 @@ def deferred_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> 
 
 
 def count_by_sink(conn: Connection, group: str) -> dict[str, int]:
-    """How many transactions are deferred for each sink; '' is the target."""
+    """Count the deferred transactions of each sink; '' is the target."""
     rows = conn.execute(
         "select sink, count(*) from relay.deferred where group_id = %s group by sink", (group,)
     )
@@ -101,7 +101,7 @@ class Count:
 
 
 def count_by_kind(conn: Connection, group: str) -> list[Count]:
-    """How many transactions are deferred, by sink and kind. Reads all of them."""
+    """Count the deferred transactions by sink and kind. Reads all of them."""
     with conn.cursor(row_factory=class_row(Count)) as cursor:
         return cursor.execute(
             sql.SQL(
@@ -116,7 +116,7 @@ def count_by_kind(conn: Connection, group: str) -> list[Count]:
 
 
 def count_keys(conn: Connection, group: str) -> dict[str, int]:
-    """How many ordering keys deferred transactions hold, of each sink; '' is the target."""
+    """Count the ordering keys that deferred transactions of each sink hold; '' is the target."""
     rows = conn.execute(
         "select sink, count(distinct key) from relay.deferred_keys where group_id = %s group by 1",
         (group,),
@@ -125,7 +125,7 @@ def count_keys(conn: Connection, group: str) -> dict[str, int]:
 
 
 def count(conn: Connection, group: str) -> DeferredSummary:
-    """How many transactions of the group are deferred, and why. Reads all of them."""
+    """Count the deferred transactions of the group, with the commonest reasons. Reads all of them."""
     with conn.cursor(row_factory=class_row(Reason)) as cursor:
         found = cursor.execute(
             sql.SQL(

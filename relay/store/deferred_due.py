@@ -1,4 +1,7 @@
-"""Which deferred business transactions are due: the first ones of their keys whose time has come."""
+"""Finds deferred business transactions that are due: their time has come and no earlier one holds their keys.
+
+The statements are never prepared: a plan that was made while a table was empty would read all of it later.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from relay.store import advisory_locks, arrays
 from relay.store.connections import Connection
 
 _ROUNDS = 20
-"""How often a claim goes on where all that it has looked at is behind others."""
+"""How often `heads` queries again where all transactions that it found are blocked by others."""
 _EXAMINED_KEYS = 10_000
-"""How many keys a claim looks at, about, for what follows on the first of each."""
+"""About how many rows of relay.deferred_keys a claim reads for the transactions that follow the first of each key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A transaction whose turn it is."""
+    """A deferred transaction that may be retried now. The columns of its row, but for the data."""
 
     id: int
     keys: list[str]
@@ -52,13 +55,13 @@ DUE_COLUMNS = sql.SQL(
     d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
     """
 )
-"""What makes a `Due` of a row `d` of relay.deferred."""
+"""The select list that makes a `Due` of a row `d` of relay.deferred."""
 
 
 def claim(conn: Connection, group: str, limit: int) -> list[Due]:
-    """The transactions of the target's cursor whose turn it is, as `heads` finds them.
+    """Return the transactions of the target that are due, as `heads` finds them.
 
-    Until the end of the database transaction nobody else can claim any of the group.
+    No other session can claim any of the group until the database transaction ends. Empty where one has.
     """
     if not advisory_locks.try_lock_in_transaction(conn, advisory_locks.retries(group)):
         return []
@@ -68,11 +71,14 @@ def claim(conn: Connection, group: str, limit: int) -> list[Due]:
 def heads(
     conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int] = ()
 ) -> list[Due]:
-    """At most `limit` transactions whose turn it is, in the order in which they were deferred.
+    """Return at most `limit` transactions that are due, in the order in which they were deferred.
 
-    For each key the first ones, so many of one key together; none whose time has not come, and none before which
-    another one holds one of its keys that is not returned with it. They are of one table layout. What is due longest
-    goes first. Those `in_flight`, by id, were returned before: they are left out, and hold their keys.
+    A transaction is returned if its time has come and every earlier one that holds one of its keys is returned with it:
+    of each key, the first ones. All have one table layout. The limit takes those that are due longest. The transactions
+    `in_flight`, by id, are left out; they hold their keys.
+
+    Example: A and B hold key 1, C holds keys 1 and 2, D holds key 2; all are due. A, B, C and D are returned together.
+    If B's time has not come, only A is: B blocks C, and C blocks D.
     """
     for _ in range(_ROUNDS):
         ready = _ready(conn, group, sink, limit, in_flight)
@@ -94,7 +100,7 @@ def heads(
 
 
 class _Found(NamedTuple):
-    """A transaction that may be due, with the last row before it that holds each of its keys."""
+    """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key."""
 
     due: Due
     is_early: bool
@@ -122,7 +128,7 @@ _READY = sql.SQL(
      order by d.retry_at, d.id limit %(limit)s
     """
 ).format(found=_FOUND)
-# Of each key as many, so that one with a long run does not take all of the room.
+# As many of each key, so that a key with many transactions does not use up the limit.
 _FOLLOWING = sql.SQL(
     """
     with following as (
@@ -165,7 +171,7 @@ def _following(
     ready: Sequence[_Found],
     in_flight: Collection[int],
 ) -> list[_Found]:
-    """What comes after the chosen ones with their keys."""
+    """Return the transactions that follow the chosen ones and have a key of theirs."""
     keys = sum(len(each.due.keys) for each in ready if each.due.id in chosen)
     if not keys:
         return []
@@ -188,7 +194,7 @@ def _found(conn: Connection, query: sql.Composed, parameters: dict[str, Any]) ->
 
 
 def _chosen(found: Iterable[_Found]) -> set[int]:
-    """Those that may be tried together: whatever holds one of their keys before them is among them."""
+    """Return the ids that may be applied together: every earlier holder of one of their keys is among them."""
     chosen: set[int] = set()
     for each in sorted(found, key=lambda each: each.due.id):
         if not each.is_early and chosen.issuperset(each.earlier):
@@ -197,9 +203,9 @@ def _chosen(found: Iterable[_Found]) -> set[int]:
 
 
 def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[int]) -> None:
-    """Let those that are due but follow on others be left alone until the last of these is gone.
+    """Note for each blocked transaction the last one that blocks it: it is not read again until that one is deleted.
 
-    A row that somebody has locked may be gone soon, without its trigger seeing the note: it is not noted.
+    A predecessor whose row is locked is not noted: it may be deleted without its trigger seeing the note.
     """
     predecessors = {
         each.due.id: max(set(each.earlier) - chosen) for each in ready if each.due.id not in chosen
@@ -220,7 +226,7 @@ def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[in
 
 
 def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | None:
-    """How long it is until the next transaction's time comes; None if none waits for a time."""
+    """Return the seconds until the time of the next transaction comes; None if none is deferred to a time."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             """

@@ -1,4 +1,7 @@
-"""The rows of deferred business transactions: in `relay.deferred`, or in `relay.deferred_rows` where they are large."""
+"""Reads and writes the rows of deferred transactions: in `relay.deferred`, or in `relay.deferred_rows` for large ones.
+
+Rows are what the tuple codec of `model.tuples` makes: opaque bytes, one a row, in the order of the transaction.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _PORTION_BYTES = 1024 * 1024
 
 
 def inline(transaction: Undecoded) -> list[bytes] | None:
-    """The rows of a transaction, where they are in memory and no more than a portion."""
+    """Return the rows of a transaction that fits into one portion and is in memory; None for others."""
     tuples = transaction.tuples
     if (
         isinstance(tuples, Rows)
@@ -34,7 +37,7 @@ def inline(transaction: Undecoded) -> list[bytes] | None:
 
 
 def write_rows(conn: Connection, number: int, tuples: Tuples) -> None:
-    """Write a transaction's rows, a portion in memory at a time. They may come from the same connection."""
+    """Write the rows of a transaction, one portion in memory at a time. `tuples` may read from the same connection."""
     for portion, rows in enumerate(_portions(tuples)):
         conn.execute(
             "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
@@ -58,7 +61,10 @@ def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
 def transactions(
     conn: Connection, due: Sequence[Due], spool_above: int, spool_directory: Path | None
 ) -> Transactions:
-    """Claimed transactions of one table layout, as they came; where they are large, in a file."""
+    """Read transactions of one table layout; above `spool_above` bytes in all, their rows go to a spool file.
+
+    The result has one element for each of `due`, in their order. Raises psycopg.Error, OSError.
+    """
     facts = np.array(
         [
             (
@@ -99,7 +105,7 @@ def transactions(
 
 
 def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]:
-    """The rows of transactions, with whose they are; each one's in order, a portion in memory at a time."""
+    """Yield (id, row), the rows of each transaction in order, one portion in memory at a time."""
     others = set(ids)
     for deferred_id, row in _stored(
         conn,

@@ -1,4 +1,4 @@
-"""Which deferred transactions an operator means, and what is done to all of these at once."""
+"""Selects deferred transactions for commands and the console: lists, counts and makes them due."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 
 @dataclass(frozen=True, slots=True)
 class DeferredSelection:
-    """Which deferred transactions: those that all of this holds of. None says nothing.
+    """A selection of deferred transactions: those that meet every condition. None is no condition.
 
     `sink` is '' for the target. `kind` is as in `deferred_counts.Reason`, `handler` the one that failed last,
     `key` one of the ordering keys, `host` one of the host_ids.
@@ -33,7 +33,7 @@ class DeferredSelection:
     host: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
-        """The condition on a row `d` of relay.deferred, and its parameters."""
+        """Return the condition on a row `d` of relay.deferred, and its parameters."""
         tests: dict[str, tuple[LiteralString, Any]] = {
             "ids": ("d.id = any(%(ids)s)", list(self.ids) or None),
             "sink": ("d.sink = %(sink)s", self.sink),
@@ -50,7 +50,7 @@ class DeferredSelection:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What it says, as JSON values."""
+        """Return the conditions as JSON values."""
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
 
@@ -78,7 +78,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class FoundDeferred:
-    """The transactions that a filter selects, none that are deferred later; `holding` are dead letters, not counted."""
+    """The transactions that a filter selected, none that are deferred later; `holding` counts dead ones apart."""
 
     wanted: DeferredSelection
     last_id: int
@@ -90,7 +90,7 @@ class FoundDeferred:
 def listed(
     conn: Connection, group: str, wanted: DeferredSelection, limit: int, after: int = 0
 ) -> list[Deferred]:
-    """Deferred transactions, oldest first; those after the one of that id."""
+    """List deferred transactions, oldest first, from the one after the id `after`."""
     where, parameters = wanted.where()
     with conn.cursor(row_factory=class_row(Deferred)) as cursor:
         return cursor.execute(
@@ -123,7 +123,7 @@ def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferr
 
 
 def some(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list[tuple[str, Due]]:
-    """The oldest of the transactions that were found and are still deferred, each with its sink."""
+    """Return the oldest of the found transactions that are still deferred, each with its sink."""
     where, parameters = found.wanted.where()
     rows = conn.execute(
         sql.SQL(
@@ -138,7 +138,7 @@ def some(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list
 
 
 def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, int]:
-    """Let the time of the transactions that were found come now; returns how many of each sink."""
+    """Make the found transactions due now; returns how many of each sink."""
     where, parameters = found.wanted.where()
     return dict(
         conn.execute(
@@ -157,7 +157,7 @@ def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, in
 
 
 def as_json(item: Deferred) -> dict[str, Any]:
-    """The entry as JSON values: times in ISO 8601."""
+    """Return the entry as JSON values: times in ISO 8601."""
     return {
         key: value.isoformat() if isinstance(value, datetime) else value
         for key, value in asdict(item).items()

@@ -1,4 +1,4 @@
-"""Texts for a database whose encoding may lack some of their characters. No I/O.
+"""Escapes text for a database whose encoding lacks some of its characters. No I/O.
 
 Source: PostgreSQL documentation, "Character Set Support".
 """
@@ -11,11 +11,11 @@ import psycopg
 from psycopg._encodings import pg2pyenc
 
 _ANYTHING = frozenset({"UTF8", "SQL_ASCII"})
-"""Encodings that take every text."""
+"""Encodings that accept every text."""
 
 
 def codec_of(conn: psycopg.Connection[Any]) -> str | None:
-    """Python's name for the encoding of the connection's database; None where that takes every text."""
+    """Return Python's name for the encoding of the database; None where that accepts every text."""
     name = conn.info.parameter_status("server_encoding")
     if name is None or name in _ANYTHING:
         return None
@@ -26,5 +26,5 @@ def codec_of(conn: psycopg.Connection[Any]) -> str | None:
 
 
 def writable(text: str, codec: str | None) -> str:
-    """The text, with escapes for the characters that an encoding lacks: the same for the same text."""
+    """Return the text with escapes for the characters that an encoding lacks; the same text gives the same result."""
     return text if codec is None else text.encode(codec, "backslashreplace").decode(codec)

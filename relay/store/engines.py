@@ -1,4 +1,4 @@
-"""Which engine has applied how many batches, and why that one: `relay.engines`."""
+"""Counts the batches that each engine applied, and why it was chosen: `relay.engines`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class EngineTotals:
-    """What an engine has applied since a time, of the batches that it was chosen for by one reason."""
+    """What an engine has applied since a time, of the batches for which it was chosen by one reason."""
 
     engine: str
     reason: str
@@ -29,7 +29,7 @@ def add(
     conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int, int]]
 ) -> None:
     """Add batches, events and transactions, by engine and reason."""
-    # In order, so that two instances do not wait for each other.
+    # In order, so that two instances do not deadlock.
     rows = [(group, *key, *counts[key]) for key in sorted(counts)]
     with conn.cursor() as cursor:
         cursor.executemany(
@@ -45,7 +45,7 @@ def add(
 
 
 def read(conn: Connection, group: str) -> list[EngineTotals]:
-    """What the engines of a group have applied, by engine and reason."""
+    """List what the engines of a group have applied, by engine and reason."""
     with conn.cursor(row_factory=class_row(EngineTotals)) as cursor:
         return cursor.execute(
             "select engine, reason, batches, events, transactions, since from relay.engines"

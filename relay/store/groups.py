@@ -1,4 +1,4 @@
-"""What a group remembers of its source: `relay.groups`."""
+"""Stores the state of a group: its source, mode and running instances, in `relay.groups`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from psycopg.rows import class_row, scalar_row
 from relay.model.events import Lsn
 
 INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
-"""This process among the instances of a group; with PREFIX it fits into an application_name."""
+"""The name of this process among the instances of a group; with PREFIX it fits into an application_name."""
 PREFIX = "relay "
 APPLICATION_NAME = PREFIX + INSTANCE
-"""What the connections are called by which an instance is recognised."""
+"""The application_name of the connections by which an instance is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """How events come to a group, since when, why, and to which instance.
 
-    `epoch` counts the histories of the source that it has followed, `timeline` is that of the present one.
+    `epoch` counts the histories of the source that it has followed, `timeline` is that of the current one.
     """
 
     source_mode: str | None
@@ -36,12 +36,12 @@ class GroupState:
     timeline: int | None
 
     def active(self, running: Collection[str]) -> str | None:
-        """The instance that reads the source, if it runs."""
+        """Return the instance that reads the source, if it runs."""
         return self.instance if self.instance in running else None
 
 
 def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
-    """The group as its instances last described it; None before the first run."""
+    """Read the group as its instances last stored it; None before the first run."""
     with conn.cursor(row_factory=class_row(GroupState)) as cursor:
         return cursor.execute(
             """
@@ -53,7 +53,7 @@ def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
 
 
 def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) -> bool:
-    """An instance starts; returns whether one has died without ending. `living` are the others that run now."""
+    """Enter this instance; returns whether another one died without ending. `living` are the others that run now."""
     with conn.transaction():
         conn.execute(
             "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
@@ -71,7 +71,7 @@ def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) ->
 
 
 def end(conn: psycopg.Connection[Any], group: str) -> None:
-    """An instance ends: it was stopped, or a fault ended it that it could report."""
+    """Remove this instance: it was stopped, or a fault ended it that it could report."""
     conn.execute(
         """
         update relay.groups
@@ -83,7 +83,7 @@ def end(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None) -> None:
-    """This instance reads the source in another way from now on."""
+    """Store the mode in which this instance reads the source from now on."""
     conn.execute(
         """
         insert into relay.groups (group_id, source_mode, source_reason, source_since, instance)
@@ -97,7 +97,7 @@ def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str 
 
 
 def recreations(conn: psycopg.Connection[Any], group: str) -> int:
-    """How often the slot was recreated within the last hour."""
+    """Count how often the slot was recreated within the last hour."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             """
@@ -110,7 +110,7 @@ def recreations(conn: psycopg.Connection[Any], group: str) -> int:
 
 
 def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
-    """The slot was recreated."""
+    """Record that the slot was recreated now."""
     conn.execute(
         """
         insert into relay.groups as g (group_id, slot_recreations) values (%s, array[now()])
@@ -143,7 +143,10 @@ class SourceOrigin:
 
 
 def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> SourceOrigin:
-    """Where the group's LSNs belong to. `lock` lets tasks and sinks store nothing until the transaction ends."""
+    """Read the source that the group's LSNs belong to.
+
+    `lock` keeps tasks and sinks from storing anything until the database transaction ends.
+    """
     if lock:
         conn.execute(
             "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
@@ -186,7 +189,7 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Sou
 
 
 def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
-    """The group has a new position: which source it belongs to is found out again."""
+    """Forget the source of the group's LSNs, which has a new position; the next run stores it again."""
     conn.execute(
         """
         update relay.groups
@@ -198,7 +201,7 @@ def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn | None) -> None:
-    """Remember how far the slot is confirmed, which is left now; None: it is read from now on."""
+    """Store how far a slot is confirmed that is no longer read; None: it is read from now on."""
     conn.execute(
         """
         insert into relay.groups (group_id, confirmed_lsn) values (%s, %s)
@@ -216,10 +219,10 @@ def follow(
     history: str,
     reset: bool,
 ) -> int:
-    """From now on the group's LSNs belong to this server and timeline; returns the new epoch.
+    """Store that the group's LSNs belong to this server and timeline from now on; returns the new epoch.
 
-    `reset` says that those of before mean nothing there: the snapshots decide what is new. Sinks at work go on from
-    what they have stored, which is what the new server was compared with.
+    `reset` discards earlier LSNs, which mean nothing there: the snapshots decide what is new. Running sinks continue
+    from what they have stored, which is what the new server was compared with.
     """
     if reset:
         conn.execute(
@@ -239,7 +242,7 @@ def follow(
         """,
         {"group": group},
     )
-    # A batch that Spark writes has the same rows there: it is not given up, as it is when somebody moves the sink.
+    # A batch that Spark writes has the same rows on the new server: it goes on, unlike after a move of the sink.
     conn.execute(
         """
         update relay.spark_batches as b set epoch = s.epoch from relay.sinks as s

@@ -1,4 +1,4 @@
-"""How far the building of an index is, as the server tells another session.
+"""Reports the progress of an index build, which the server shows to another session.
 
 Source: PostgreSQL documentation, "CREATE INDEX Progress Reporting".
 """
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.5
 
 @contextmanager
 def reported(conn: psycopg.Connection[Any], what: str, report: ProgressReport) -> Iterator[None]:
-    """Report the blocks that are read while `conn` builds an index, in another thread; nothing where nobody asks."""
+    """Report, from another thread, the blocks that are read while `conn` builds an index; no thread for `silent`."""
     if report is silent:
         yield
         return

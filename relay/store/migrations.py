@@ -36,40 +36,40 @@ FORMER = {
         }
     ),
 }
-"""Editions of files, by digest, that the present one migrates: it is applied once more."""
+"""Former editions of files, by digest. The current edition migrates them: it is applied again."""
 
 
 def sql_directory() -> Path:
-    """Where the SQL files are: inside the installed package, or at the top of a checkout."""
+    """Return the folder of the SQL files: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent.parent
     shipped = package / "sql"
     return shipped if shipped.is_dir() else package.parent / "sql"
 
 
 def files(side: Side) -> list[Path]:
-    """The files of one folder, in the order in which they apply."""
+    """List the files of one side in the order in which they are applied."""
     return sorted((sql_directory() / side).glob("*.sql"))
 
 
 def name_of(file: Path) -> str:
-    """The name under which a file is recorded, such as `source/001_source.sql`."""
+    """Return the name under which a file is recorded, such as `source/001_source.sql`."""
     return f"{file.parent.name}/{file.name}"
 
 
 def digest_of(file: Path) -> str:
-    """The SHA-256 of a file in hexadecimal, which tells editions of it apart."""
+    """Return the SHA-256 of a file in hexadecimal, which distinguishes its editions."""
     return sha256(file.read_bytes()).hexdigest()
 
 
 def recorded(conn: psycopg.Connection[Any]) -> dict[str, str | None]:
-    """The files that this database has had, each with its digest; empty where relay was never installed.
+    """Return the files that were applied to this database, with their digests; empty where relay was never installed.
 
     A file that was applied with psql has no digest. Raises psycopg.errors.InsufficientPrivilege.
     """
     row = conn.execute("select to_regclass('relay.migrations') is not null").fetchone()
     if not row or not row[0]:
         return {}
-    # An edition without digests is answered, too.
+    # to_jsonb, since the table of an early edition has no column digest.
     return dict(
         conn.execute(
             "select m.name, to_jsonb(m) ->> 'digest' from relay.migrations as m"
@@ -104,7 +104,7 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
 
 
 def _missing(found: Mapping[str, str | None], side: Side) -> list[str]:
-    """The files that are to be applied, for the first time or to migrate a former edition."""
+    """List the files to apply, for the first time or to migrate a former edition."""
     names = map(name_of, files(side))
     return [name for name in names if name not in found or found[name] in FORMER.get(name, ())]
 
@@ -132,7 +132,7 @@ def _require_compatible(
     if unknown and _missing(found, side):
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
-            f"({unknown[0]}), which `relay init` does not migrate: see docs/reference/configuration.md, Upgrades"
+            f"({unknown[0]}), which `relay init` does not migrate: see docs/how-to/upgrade.md"
         )
     if unknown:
         raise ConfigurationError(
@@ -143,12 +143,12 @@ def _require_compatible(
 
 @contextmanager
 def alone(conn: psycopg.Connection[Any], on_wait: Callable[[], None]) -> Iterator[None]:
-    """Wait until nobody else installs or uninstalls in the database, and let nobody begin meanwhile.
+    """Hold the lock of installation: no other session installs or uninstalls in the database meanwhile.
 
-    `waits` is called once if there is somebody. Raises psycopg.Error.
+    `on_wait` is called once if another session has the lock. Raises psycopg.Error.
     """
     waited = False
-    # A session that waited in the server would be waited for by CREATE INDEX CONCURRENTLY.
+    # Polled, since CREATE INDEX CONCURRENTLY waits for a session that waits for the lock inside the server.
     while not _try_lock(conn):
         if not waited:
             waited = True
@@ -167,12 +167,12 @@ def _try_lock(conn: psycopg.Connection[Any]) -> bool:
 
 
 def lock(conn: psycopg.Connection[Any]) -> None:
-    """Wait until no other installation is under way in the database; to the end of the transaction."""
+    """Wait for the lock of installation, and hold it until the database transaction ends."""
     conn.execute("select pg_advisory_xact_lock(%s)", (INSTALLATION,))
 
 
 def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:
-    """Apply what is missing, all in one transaction under an advisory lock; returns the names that were applied.
+    """Apply missing files in one database transaction under an advisory lock; returns the names of the applied files.
 
     `key` is the configuration key of the database. Installing twice changes nothing; two at once wait for each other.
     Raises psycopg.Error, or ConfigurationError for a schema that cannot be migrated, with nothing applied.

@@ -21,7 +21,7 @@ from relay.store.encodings import codec_of, writable
 from relay.store.snapshots import ChainLink
 
 TOPIC = 1
-"""The one topic that the outbox is."""
+"""The topic_id of every row: an outbox is one topic."""
 
 
 FIRST = np.iinfo(np.int64).min
@@ -30,7 +30,7 @@ FIRST = np.iinfo(np.int64).min
 
 @dataclass(frozen=True, slots=True)
 class PartitionPosition:
-    """How far one partition is: see the comments on the table's columns."""
+    """The position of one partition: see the comments on the table's columns."""
 
     partition_id: int
     applied_lsn: Lsn
@@ -44,7 +44,7 @@ class Locked:
     """What a task finds under the lock of its partitions.
 
     `last` is the newest snapshot of the group, None where only the WAL is read. `holding` are those of the task's hosts
-    of which a waiting transaction holds a key, `streaks` the handlers that fail, and `source_epoch` is that of
+    of which a deferred transaction holds a key, `streaks` the handlers that fail, and `source_epoch` is that of
     `relay.groups`, None for a group that has never run.
     """
 
@@ -63,7 +63,7 @@ class Locked:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Where a partition stands after a task."""
+    """The position of a partition after a task."""
 
     partition_id: int
     applied_lsn: Lsn
@@ -123,7 +123,7 @@ _POLLED = (
 
 
 def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
-    """Of rows that begin with a cursor's columns."""
+    """Read positions from rows that begin with the columns of `_SELECT`."""
     return [
         PartitionPosition(partition, Lsn.parse(lsn), snapshot, polled, following)
         for partition, lsn, snapshot, polled, following, *_ in rows
@@ -133,7 +133,7 @@ def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
 def lock(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], hosts: Collection[str]
 ) -> Locked:
-    """Lock the partitions' rows to the end of the transaction, in order.
+    """Lock the partitions' rows in order, until the database transaction ends.
 
     Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
     """
@@ -159,7 +159,7 @@ def lock(
 def claim(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
 ) -> Mapping[int, PartitionPosition] | None:
-    """Lock the partitions' rows to the end of the transaction if nobody else holds one of them; else None."""
+    """Lock the partitions' rows until the database transaction ends; None if another session has locked one."""
     rows = conn.execute(
         _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
         (group, TOPIC, list(partitions)),
@@ -176,7 +176,7 @@ def advance(
     xids: Xids | None = None,
     durable: bool = True,
 ) -> None:
-    """Move the partitions forward in the WAL; they must be locked. No cursor ever moves back.
+    """Move the partitions forward in the WAL; they must be locked. No position moves back.
 
     `xids` are the transactions that were applied in them, noted for polling; None where nothing is polled. `durable`
     commits wait for the disk, whatever a handler has set for its transaction.
@@ -202,7 +202,7 @@ def polled(
     upto: int,
     durable: bool = True,
 ) -> None:
-    """Of the difference of some partitions everything up to a position is applied; they must be locked.
+    """Store that everything up to a position in the difference of some partitions is applied; they must be locked.
 
     `ends` has the greatest c_offset that was applied in each of them; `durable` is as in `advance`.
     """
@@ -222,10 +222,10 @@ def polled(
 def complete(
     conn: psycopg.Connection[Any], group: str, before: int, after: int, ends: Mapping[int, int]
 ) -> int:
-    """Let partitions go on at the snapshot `after`, of whose difference from the one `before` everything is applied.
+    """Move partitions from the snapshot `before` to `after` if they have applied the whole difference.
 
-    `ends` says up to where the difference reaches in each of them. Returns how many there were; those that somebody
-    has locked are left to whoever it is.
+    `ends` has the end of the difference in each of them. Returns how many were moved; rows that another session has
+    locked are left to it.
     """
     return conn.execute(
         """
@@ -260,7 +260,7 @@ def move(
     polled_offset: int = FIRST,
     applied_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> None:
-    """Let partitions go on at a snapshot, or at a position in the WAL, wherever they were."""
+    """Set partitions to a snapshot, or to a position in the WAL, wherever they were."""
     conn.execute(
         """
         update relay.consumer_offsets
@@ -282,7 +282,7 @@ def move(
 def set_wal_position(
     conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int
 ) -> None:
-    """Let all partitions have the same position in the WAL."""
+    """Set all partitions to one position in the WAL."""
     conn.execute(
         "update relay.consumer_offsets set applied_lsn = %s, next_offset = %s where group_id = %s and topic_id = %s",
         (str(applied_lsn), next_offset, group, TOPIC),
@@ -290,7 +290,7 @@ def set_wal_position(
 
 
 def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[int, int]) -> None:
-    """Let the partitions stand at the same snapshots, which have other numbers now."""
+    """Replace the ids of snapshots in the partitions' positions, as `names` maps them."""
     conn.execute(
         """
         update relay.consumer_offsets as o set snapshot_id = renamed.new
@@ -304,7 +304,7 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
 def positions_and_chain(
     conn: psycopg.Connection[Any], group: str
 ) -> tuple[list[PartitionPosition], list[ChainLink]]:
-    """Every partition and every snapshot of the group, both in order, as they were at one moment."""
+    """Read every partition and every snapshot of the group, both in order, at one moment."""
     rows = conn.execute(
         """
         select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
@@ -320,7 +320,7 @@ def positions_and_chain(
 
 
 def initialised(conn: psycopg.Connection[Any], group: str) -> list[PartitionPosition]:
-    """Every partition of the group, in order. Raises ConfigurationError if it has none."""
+    """Read every partition of the group, in order. Raises ConfigurationError if it has none."""
     found = _positions(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
     if not found:
         raise not_initialised(group)
@@ -328,14 +328,14 @@ def initialised(conn: psycopg.Connection[Any], group: str) -> list[PartitionPosi
 
 
 def not_initialised(group: str) -> ConfigurationError:
-    """The fault of a group without partitions."""
+    """Return the error for a group without partitions."""
     return ConfigurationError(f"group: {group!r} is not initialised: run `relay init`")
 
 
 def with_wal_position(
     conn: psycopg.Connection[Any], group: str
 ) -> tuple[Mapping[int, PartitionPosition], str]:
-    """Every partition of the group, and a position of the target's WAL that their commits lie below."""
+    """Read every partition of the group, and a position of the target's WAL that their commits lie below."""
     rows = conn.execute(
         """
         select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset,
@@ -349,7 +349,7 @@ def with_wal_position(
 
 
 def is_flushed(conn: psycopg.Connection[Any], position: str) -> bool:
-    """Whether the target's WAL is on its disk up to a position."""
+    """Say whether the target's WAL is flushed up to a position."""
     row = conn.execute("select pg_current_wal_flush_lsn() >= %s::pg_lsn", (position,)).fetchone()
     return bool(row and row[0])
 
@@ -361,7 +361,7 @@ def create(
     snapshot: int | None,
     polled_offset: int = FIRST,
 ) -> int:
-    """Create the cursors of a new group; returns how many were missing. Existing cursors stay as they are."""
+    """Create the offsets of a new group; returns how many were missing. Existing ones stay as they are."""
     return conn.execute(
         """
         insert into relay.consumer_offsets (group_id, topic_id, partition_id, snapshot_id, polled_offset)
@@ -373,7 +373,7 @@ def create(
 
 
 def remove(conn: psycopg.Connection[Any], group: str) -> None:
-    """Forget the group's progress."""
+    """Delete the group's offsets and snapshots."""
     conn.execute(
         "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
     )
@@ -381,7 +381,7 @@ def remove(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 def partition_count(conn: psycopg.Connection[Any], group: str) -> int:
-    """How many partitions the group began with; 0 if it is not initialised."""
+    """Count the partitions that the group began with; 0 if it is not initialised."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         found = cursor.execute(
             "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s",

@@ -1,4 +1,4 @@
-"""Who runs: each instance of a group holds advisory locks in the target for as long as it lives.
+"""Shows which instances of a group run: each holds advisory locks in the target until it ends.
 
 Source: PostgreSQL documentation, "Advisory Locks".
 """
@@ -22,19 +22,17 @@ from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-
 Connection = psycopg.Connection[Any]
 
-
 CHECK_SECONDS = 5.0
-"""How often the connection that holds the lock is looked after."""
+"""How often the connection that holds the lock is checked."""
 
 
 class Presence:
-    """This instance's shared lock on its group, on a connection of its own, and its claim to its configuration.
+    """Holds this instance's shared locks on its group and its configuration, on a connection of its own.
 
-    `accept` lets its configuration replace that of running instances. `replaced` is called, from a thread, once another
-    instance's configuration has replaced this one's; `error` says so then.
+    `accept` lets its configuration replace that of running instances. `replaced` is called from a thread once another
+    instance's configuration has replaced this one's; then `error` says so.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Presence:
         self._thread.start()
 
     def close(self) -> None:
-        """Let the lock go."""
+        """Release the locks."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CHECK_SECONDS)
@@ -80,7 +78,7 @@ class Presence:
             if self._conn is None:
                 self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
                 self._show(self._conn)
-                # Before the stored configuration is looked at: of two that start at once, the second sees the first.
+                # Before the stored configuration is read: of two that start at once, the second sees the first.
                 admission.hold(self._conn, self._group, self._effects)
             if self._admitted:
                 admission.require_current(self._conn, self._group, self._effects)
@@ -88,7 +86,7 @@ class Presence:
                 admission.admit(self._conn, self._group, self._effects, self._accept)
                 self._admitted = True
         except psycopg.Error as error:
-            # What an outage of the target means for the batches is judged where they are applied.
+            # The task that applies a batch decides what an outage of the target means.
             log.debug("cannot show this instance", extra={"fault": describe(error)})
             self._drop()
 
@@ -109,14 +107,14 @@ class Presence:
 
 
 def instances(conn: Connection, group: str) -> list[str]:
-    """The running instances as host:pid, oldest first."""
+    """List the running instances as host:pid, oldest first."""
     names = advisory_locks.sharing(conn, advisory_locks.instance(group))
     return [name.removeprefix(PREFIX) for name in names]
 
 
 @contextmanager
 def stopped(conn: Connection, group: str) -> Iterator[bool]:
-    """Whether no instance runs; if so, none can start until the end."""
+    """Yield whether no instance runs; if so, none can start until the end of the block."""
     key = advisory_locks.instance(group)
     free = advisory_locks.try_lock(conn, key)
     try:

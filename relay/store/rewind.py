@@ -1,4 +1,4 @@
-"""Gives up what is deferred, or dead, of transactions that are to be delivered again: they would be applied twice."""
+"""Discards deferred and dead transactions that a seek delivers again, since they would be applied twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psycopg.rows import scalar_row
 from relay.model.snapshots import Snapshot
 from relay.store import dead_letters
 
-# Of the xid only what the WAL has of it is known; 2 stands for that of a row from before the outbox had c_xid.
+# The table has only the low 32 bits of the xid, as the WAL has; 2 is the xid of a row without c_xid.
 _AGAIN = sql.SQL(
     """
     not pg_visible_in_snapshot(
@@ -48,7 +48,7 @@ class GivenUp(NamedTuple):
     deferred: int
 
     def plus(self, other: GivenUp) -> GivenUp:
-        """Both together."""
+        """Return the sum of both."""
         return GivenUp(self.dead + other.dead, self.deferred + other.deferred)
 
 
@@ -65,8 +65,8 @@ def give_up(
 ) -> GivenUp:
     """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
 
-    `sink` is the one that seeks, '' for the target. `split` are transactions that have rows on both sides of the
-    c_offset, as the WAL has their ids, and `next_xid` is what the source gives next. Raises psycopg.Error.
+    `sink` is the one that seeks, '' for the target. `split` are the 32-bit xids of transactions that have rows on both
+    sides of the c_offset, and `next_xid` is the next full xid of the source. Raises psycopg.Error.
     """
     bound = {
         "group": group,

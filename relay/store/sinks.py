@@ -1,4 +1,8 @@
-"""Where each sink is in the log, who works it, and what an operator wants of it: `relay.sinks`."""
+"""Stores the position, the claim and the pause of each sink: `relay.sinks`.
+
+All statements on `relay.sinks` and `relay.sink_commits` are here, above 400 lines: a claim, `read` and `move` share how
+a position is stored.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,22 @@ from relay.store.snapshots import xids_of
 Connection = psycopg.Connection[Any]
 
 BEFORE_FIRST = -(1 << 63)
-"""A position in a difference that all of its transactions come after."""
+"""The position before the first transaction of a difference."""
 ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
-"""What a sink does: it is fed from the stream, it polls the log, or it is left to who reads the stream."""
+"""States of a sink: it is fed from the stream, it polls the outbox, or it has polled all and is not attached."""
 
 
 class Moved(Exception):
-    """An operator has moved the sink, or removed it: what is in memory counts no more."""
+    """An operator has moved or removed the sink: what is in memory is void."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a sink's row in `relay.sinks` says.
+    """The position of a sink, as its row in `relay.sinks` has it.
 
-    All that `snapshot` sees is done, and of the difference to `following`, while it is polled, the transactions whose
-    position is not above `polled_offset`. Without a snapshot only the WAL is read, and `applied_lsn` says how far. No
-    transaction that is delivered ends after `delivered_lsn`.
+    Everything that `snapshot` sees is delivered. While the difference to `following` is polled, so are its transactions
+    up to the position `polled_offset`. Without a snapshot only the WAL is read, up to `applied_lsn`. No delivered
+    transaction ends after `delivered_lsn`.
     """
 
     snapshot: Snapshot | None
@@ -47,10 +51,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """A sink as it is stored: its position, the transactions done beyond it, what an operator wants.
+    """The stored state of a sink.
 
-    `lags`: the process that worked it last was not at the head of the log. `epoch` counts how often an operator has
-    moved it. `left_out_since` says that the WAL was read without it, since when.
+    `done` are the transactions (full xids) that are delivered and not part of `position`. `paused` is what an operator
+    wants. `lags`: the process that worked the sink last had not read all of the outbox. `epoch` counts how often an
+    operator has moved it. `left_out_since` is since when the WAL is read without it, None if it is not.
     """
 
     position: Position
@@ -63,9 +68,9 @@ class SinkState:
 
 
 class Claim:
-    """A sink, which one process alone works, for as long as its session of the target lasts.
+    """Claims a sink, so that one process works it, for as long as its session of the target lasts.
 
-    Not safe in several threads at once. Everything raises psycopg.Error.
+    Not thread-safe. Every method raises psycopg.Error.
     """
 
     def __init__(self, dsn: str, group: str, sink: str) -> None:
@@ -81,7 +86,7 @@ class Claim:
         return self._conn
 
     def take(self) -> bool:
-        """Claim the sink; False while another process works it. Then the session is kept for the next time."""
+        """Claim the sink; returns False while another process works it, and keeps the session for the next attempt."""
         if self._conn is None:
             self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
@@ -91,13 +96,13 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Let another process work the sink, and end the session: nothing more is stored by it."""
+        """End the session, and with it the claim: another process may work the sink."""
         if self._conn is not None:
             self._conn.close()
             self._conn = None
 
     def load(self) -> SinkState | None:
-        """The sink's state, which this instance continues from; None if it has none yet."""
+        """Read the sink's state, from which this instance continues; None if it has none yet."""
         row = self.conn.execute(
             """
             update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
@@ -121,10 +126,10 @@ class Claim:
         )
 
     def store(self, position: Position, epoch: int, done: Sequence[int], state: str) -> bool | None:
-        """Store how far the sink is; returns whether it is to be paused, None if an operator has moved it meanwhile.
+        """Store the sink's position; returns whether it is to be paused, None if an operator has moved it meanwhile.
 
-        `done` are transactions that are done and that the position does not tell: all of them without a snapshot,
-        otherwise those that are not stored yet. Of those that are stored, what the snapshot sees is forgotten.
+        `done` are delivered transactions (full xids) that are not part of the position: all of them without a snapshot,
+        otherwise those that are not stored yet. Stored ones that the snapshot sees are deleted.
         """
         with self.conn.transaction(), self.conn.cursor() as cursor:
             row = cursor.execute(
@@ -161,7 +166,7 @@ class Claim:
         return bool(paused)
 
     def is_paused(self, epoch: int) -> bool | None:
-        """Whether the sink is to be paused; None if an operator has moved it, or it is no longer there."""
+        """Say whether the sink is to be paused; None if an operator has moved or removed it."""
         row = self.conn.execute(
             """
             select paused_at is not null from relay.sinks
@@ -172,7 +177,7 @@ class Claim:
         return None if row is None else bool(row[0])
 
     def note_fault(self, fault: str | None) -> None:
-        """Let `relay sink list` and `relay status` tell why nothing is delivered; None: it is again."""
+        """Store why nothing is delivered, for `relay sink list` and `relay status`; None: the sink delivers again."""
         self.conn.execute(
             """
             update relay.sinks
@@ -185,7 +190,7 @@ class Claim:
 
 
 def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Position) -> None:
-    """Forget the transactions that a snapshot sees; the others are stored again as one row."""
+    """Delete the transactions that a snapshot sees; store the others again as one row."""
     cursor.execute(
         """
         with gone as (
@@ -241,7 +246,7 @@ def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
 
 
 def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list[str]:
-    """Note that the WAL is read from now on without the sinks that are not configured; returns these."""
+    """Store that the WAL is read without the sinks that are not configured from now on; returns their names."""
     rows = conn.execute(
         """
         update relay.sinks
@@ -254,9 +259,9 @@ def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list
 
 
 def give_snapshot(conn: Connection, group: str, sink: str) -> None:
-    """Let a sink of which only a position in the WAL is known go on from the group's snapshot, if there is one.
+    """Give a sink that has only a position in the WAL the group's snapshot, if there is one.
 
-    It was never further back than the slot, which the group has followed.
+    This loses nothing: the sink was never older than the slot, which the group reads.
     """
     conn.execute(
         """
@@ -269,7 +274,7 @@ def give_snapshot(conn: Connection, group: str, sink: str) -> None:
 
 
 def why_not_wal(sink: str, position: Position, lags: bool) -> str | None:
-    """Why the WAL alone cannot feed a sink, and what to do; None if it can."""
+    """Say why the WAL alone cannot feed a sink, and what to do; None if it can."""
     if not lags or position.snapshot is None:
         return None
     return (
@@ -286,9 +291,9 @@ GONE = "not configured"
 
 @dataclass(frozen=True, slots=True)
 class StoredSink:
-    """A sink for a person. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
+    """A sink as commands show it. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
 
-    `lags` is that of State, whatever `state` is.
+    `lags` is that of `SinkState`, whatever `state` is.
     """
 
     sink: str
@@ -303,12 +308,12 @@ class StoredSink:
     lags: bool
 
     def is_fed(self, running: Collection[str]) -> bool:
-        """Whether the stream of a running instance brings the sink its events."""
+        """Say whether a running instance feeds the sink from the stream."""
         return self.state == ATTACHED and self.fault is None and self.instance in running
 
 
 def read(conn: Connection, group: str, configured: Collection[str]) -> list[StoredSink]:
-    """The configured sinks of a group, and those that have a position and are no longer configured, by name."""
+    """List the configured sinks of a group, and those that have a position but are not configured, by name."""
     rows = conn.execute(
         """
         select snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text, sink,
@@ -326,7 +331,7 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
 
 
 def done(conn: Connection, group: str, sink: str) -> Xids:
-    """The transactions that a sink has done beyond its position; int64, in no order."""
+    """Return the full xids that a sink has delivered and that are not part of its position: int64, in no order."""
     (found,) = conn.execute(
         """
         select string_agg(xid8send(xid), '') from relay.sink_commits, unnest(xids) as xid
@@ -338,7 +343,7 @@ def done(conn: Connection, group: str, sink: str) -> Xids:
 
 
 def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
-    """Let a sink go on from another position, on a running relay too; returns whether there is such a sink."""
+    """Set the position of a sink, while relay runs or not; returns whether there is such a sink."""
     with conn.transaction():
         moved = conn.execute(
             """
@@ -357,7 +362,7 @@ def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
 
 
 def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | None) -> bool:
-    """Let a sink stop, or go on; returns whether that changed anything."""
+    """Pause or resume a sink; returns whether that changed anything."""
     changed = conn.execute(
         """
         update relay.sinks
@@ -373,7 +378,7 @@ def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | N
 
 
 def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
-    """Forget where sinks are; returns how many there were."""
+    """Delete the positions of sinks; returns how many there were."""
     names = list(sinks)
     with conn.transaction():
         conn.execute(

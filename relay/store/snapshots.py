@@ -1,6 +1,6 @@
-"""The chain of a group's snapshots, and what was applied from the WAL since the last of them.
+"""Stores the chain of a group's snapshots, and the transactions that were applied from the WAL since the last one.
 
-`relay.snapshots` and `relay.applied_commits`. Whoever adds to the chain or replaces its end has locked it.
+The tables are `relay.snapshots` and `relay.applied_commits`. A session locks the chain before it changes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ChainLink:
 
 
 def chain(conn: Connection, group: str) -> list[ChainLink]:
-    """The group's snapshots, oldest first; none where only the WAL is read."""
+    """List the group's snapshots, oldest first; none where only the WAL is read."""
     rows = conn.execute(
         "select id, snapshot::text from relay.snapshots where group_id = %s order by id", (group,)
     )
@@ -40,16 +40,16 @@ def begin(
     snapshots: Sequence[Snapshot],
     polled_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> list[ChainLink]:
-    """Begin a chain, in place of the one that there was; what was noted stays.
+    """Begin a new chain in place of the former one; the noted transactions stay.
 
-    The commits that were polled lie below the position `polled_lsn`; 0/0 where none were.
+    All polled commits lie below the position `polled_lsn`; 0/0 where none were polled.
     """
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
     return [_insert(conn, group, snapshot, polled_lsn) for snapshot in snapshots]
 
 
 def remove(conn: Connection, group: str) -> None:
-    """Forget the chain and what was noted."""
+    """Delete the chain and the noted transactions."""
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
     conn.execute("delete from relay.applied_commits where group_id = %s", (group,))
 
@@ -57,9 +57,9 @@ def remove(conn: Connection, group: str) -> None:
 def append(
     conn: Connection, group: str, last: ChainLink, snapshot: Snapshot, polled_lsn: Lsn
 ) -> ChainLink | None:
-    """Add a snapshot after the last; None if somebody has added or replaced one meanwhile.
+    """Add a snapshot after the last one; None if another session has changed the chain.
 
-    The difference will be polled; everything that the snapshot sees lies below the position `polled_lsn`.
+    The difference is to be polled. Everything that the snapshot sees lies below the position `polled_lsn`.
     """
     with conn.transaction():
         if _locked(conn, group) != last:
@@ -68,9 +68,10 @@ def append(
 
 
 def replace(conn: Connection, group: str, last: ChainLink, snapshot: Snapshot) -> bool:
-    """Replace the last snapshot by a newer one, up to which everything is applied; forget the notes of what it sees.
+    """Replace the last snapshot by a newer one up to which everything is applied; delete the notes of what it sees.
 
-    False, and nothing is changed, if a partition has not come to the last, or somebody has added or replaced one.
+    Returns False and changes nothing if a partition has not reached the last one, or another session has changed the
+    chain.
     """
     with conn.transaction():
         if _locked(conn, group) != last or not _is_reached(conn, group, last):
@@ -84,7 +85,7 @@ def replace(conn: Connection, group: str, last: ChainLink, snapshot: Snapshot) -
 
 
 def prune(conn: Connection, group: str) -> None:
-    """Forget the snapshots that no partition needs any more, and the notes of what the first of the others sees."""
+    """Delete the snapshots that no partition needs any more, and the notes of what the first remaining one sees."""
     with conn.transaction():
         _locked(conn, group)
         conn.execute(
@@ -105,7 +106,7 @@ def prune(conn: Connection, group: str) -> None:
 
 
 def forget(conn: Connection, group: str, snapshot: Snapshot) -> None:
-    """Forget the notes of what a snapshot sees."""
+    """Delete the notes of transactions that a snapshot sees."""
     conn.execute(
         """
         delete from relay.applied_commits
@@ -117,7 +118,7 @@ def forget(conn: Connection, group: str, snapshot: Snapshot) -> None:
 
 
 def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None:
-    """Forget what was noted in some partitions."""
+    """Delete the notes of some partitions."""
     conn.execute(
         """
         update relay.applied_commits
@@ -132,7 +133,7 @@ def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None
 
 
 def noted(conn: Connection, group: str) -> Xids:
-    """The transactions that are noted in any partition."""
+    """Return the full xids that are noted in any partition: int64, in no order."""
     (found,) = conn.execute(
         "select string_agg(xid8send(xid), '') from relay.applied_commits, unnest(xids) as xid where group_id = %s",
         (group,),
@@ -141,7 +142,7 @@ def noted(conn: Connection, group: str) -> Xids:
 
 
 def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[int, Xids]:
-    """The transactions that are noted in some partitions, for each that has any."""
+    """Return the full xids that are noted in some partitions, int64 in no order, for each partition that has any."""
     rows = conn.execute(
         """
         select partition_id, string_agg(xid8send(xid), '')
@@ -154,7 +155,7 @@ def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[
 
 
 def xids_of(sent: bytes | None) -> Xids:
-    """Transaction ids from a string of what `xid8send` gives."""
+    """Return full xids, a new array of int64, from concatenated results of `xid8send` (8 bytes each, big-endian)."""
     return np.frombuffer(sent or b"", ">i8").astype(np.int64)
 
 
@@ -170,9 +171,9 @@ def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -
 
 
 def _locked(conn: Connection, group: str) -> ChainLink | None:
-    """The last snapshot, with the chain locked to the end of the transaction."""
+    """Lock the chain until the database transaction ends; returns the last snapshot."""
     conn.execute("select from relay.snapshots where group_id = %s order by id for update", (group,))
-    # Somebody may have added one while this was waiting.
+    # Another session may have added one while this waited for the lock.
     links = chain(conn, group)
     return links[-1] if links else None
 

@@ -1,6 +1,6 @@
-"""The batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink and destination.
+"""Stores the batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink and destination.
 
-A batch that is begun for a destination outlives that the sink is given another one, until a batch of the sink ends.
+An open batch stays when the sink is given another destination, until a batch of the sink ends.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a batch has: the rows of a difference, and transactions that were deferred for the sink.
+    """The contents of a batch: rows of a difference, and transactions that were deferred for the sink.
 
-    Of the difference the transactions are left out whose greatest c_offset is not above `polled_offset`, and those of
-    `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
+    Transactions of the difference whose greatest c_offset is not above `polled_offset` are left out, and so are those
+    of `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
     `data` are the events of the rows `deferred` (ids) of relay.deferred, as an Arrow stream.
     """
 
@@ -55,7 +55,7 @@ class OpenBatch:
 
 
 def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | None:
-    """The batch of a sink that is begun for a destination, if any. Raises psycopg.Error."""
+    """Read the open batch of a sink for a destination; None if there is none. Raises psycopg.Error."""
     row = conn.execute(
         """
         select application::text, number, batch::text, epoch, partition_by, host_buckets,
@@ -93,10 +93,10 @@ def begin(
 ) -> None:
     """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
 
-    Numbers go on, but where the server is another one than that of the destination's last batch, has left its timeline
-    or was started again since: it may have been restored from a backup, such as a copy of its files, and
-    the numbers since then mean other rows there. For minutes after a promotion pg_control_checkpoint() still tells the
-    former timeline.
+    Numbers continue, unless the server differs from that of the destination's last batch, has another timeline or was
+    restarted since: it may have been restored from a backup, such as a copy of its files, and later numbers mean other
+    rows there. The timeline is read from the name of the WAL file, since pg_control_checkpoint() shows the former one
+    for minutes after a promotion.
     """
     conn.execute(
         """
@@ -140,7 +140,7 @@ def begin(
 def lay_out(
     conn: Connection, group: str, sink: str, batch: str, partition_by: Sequence[str]
 ) -> None:
-    """Give a batch of which nothing is at its destination another partitioning. Raises psycopg.Error."""
+    """Set the partitioning of a batch of which nothing is written yet. Raises psycopg.Error."""
     conn.execute(
         """
         update relay.spark_batches set partition_by = %s where group_id = %s and sink = %s and batch = %s::uuid
@@ -150,9 +150,9 @@ def lay_out(
 
 
 def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
-    """A batch is written, or given up, and so are those for other destinations, which the sink's position passes.
+    """End a batch that is written or given up, and those for other destinations, which the sink's position passes.
 
-    Returns whether it was still begun. Raises psycopg.Error.
+    Returns whether it was still open. Raises psycopg.Error.
     """
     ended = conn.execute(
         """
@@ -167,7 +167,7 @@ def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
 
 
 def dead_transactions(conn: Connection, deferred: Sequence[int]) -> list[int]:
-    """The dead transactions that rows of relay.deferred, by id, replay. Raises psycopg.Error."""
+    """List the dead transactions that rows of relay.deferred, by id, replay. Raises psycopg.Error."""
     rows = conn.execute(
         "select dead_transaction from relay.deferred where id = any(%s::bigint[]) and dead_transaction is not null",
         (arrays.of_numbers(deferred),),
@@ -177,7 +177,7 @@ def dead_transactions(conn: Connection, deferred: Sequence[int]) -> list[int]:
 
 
 def hashes(conn: Connection, hosts: Sequence[str]) -> dict[str, int]:
-    """The hash of each host_id, by which a host has its bucket. Raises psycopg.Error."""
+    """Return the hash of each host_id, which decides its bucket. Raises psycopg.Error."""
     return dict(
         conn.execute(
             "select host, abs(hashtext(host)::bigint) from unnest(%s::text[]) as host",

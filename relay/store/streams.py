@@ -1,4 +1,4 @@
-"""The slots and publications that read a source, and the groups they belong to: `relay.streams`."""
+"""Records slots and publications of a source, with their groups: `relay.streams`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """A slot, its group, and its publication where relay made that one."""
+    """A slot, its group, and its publication if relay created it."""
 
     slot: str
     group_id: str
@@ -23,7 +23,7 @@ class StreamRecord:
 
 
 def all_streams(conn: Connection) -> list[StreamRecord] | None:
-    """Every stream of this source; None where it has a schema of an edition that did not record them."""
+    """List every stream of this source; None where an early edition of the schema did not record them."""
     row = conn.execute("select to_regclass('relay.streams') is not null").fetchone()
     if not row or not row[0]:
         return None
@@ -34,20 +34,20 @@ def all_streams(conn: Connection) -> list[StreamRecord] | None:
 
 
 def slots_of(conn: Connection, group: str) -> list[str]:
-    """The slots that the group has, or had; none where the schema does not tell them. Raises psycopg.Error."""
+    """List the slots that the group has, or had; none where the schema does not record them. Raises psycopg.Error."""
     return [each.slot for each in all_streams(conn) or () if each.group_id == group]
 
 
 def record(conn: Connection, slot: str, group: str, publication: str | None = None) -> bool:
-    """Remember a slot; returns whether it was not known.
+    """Record a slot; returns whether it is new.
 
-    `publication` is the one that relay made for it; None keeps what is known.
+    `publication` is the one that relay created for it; None keeps the recorded one.
     """
     new = conn.execute(
         "insert into relay.streams (slot, group_id, publication) values (%s, %s, %s) on conflict do nothing",
         (slot, group, publication),
     ).rowcount
-    # The service may insert only, and makes no publication of its own.
+    # The role of the service may only insert; it creates no publication.
     if publication is not None:
         conn.execute(
             "update relay.streams set publication = %s where slot = %s", (publication, slot)
@@ -56,7 +56,7 @@ def record(conn: Connection, slot: str, group: str, publication: str | None = No
 
 
 def forget(conn: Connection, slot: str) -> None:
-    """Forget a slot."""
+    """Delete the record of a slot."""
     conn.execute("delete from relay.streams where slot = %s", (slot,))
 
 

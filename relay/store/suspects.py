@@ -1,6 +1,6 @@
-"""Transactions that a process had in flight when it died: `relay.suspects`.
+"""Counts the deaths of processes over transactions in flight: `relay.suspects`.
 
-Written only after a crash, by connections of its own, since what the crash rolls back would not be remembered.
+It is written only after a crash, on connections of its own, since the crash rolls back the task's own transaction.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from relay.store.connections import open_pool
 
 
 def name_of(transaction: Undecoded) -> str:
-    """What a business transaction is called in every attempt: by c_offset, or by its commit where there is none.
+    """Return the name of a business transaction in every attempt: by c_offset, or by its commit where there is none.
 
-    Where it has no transaction_id either, its first row tells it from the others of that commit.
+    Where it has no transaction_id either, its first row distinguishes it from others of that commit.
     """
     location, name = transaction.last_offset, within(transaction.transaction_id or "")
     if not location:
@@ -33,14 +33,14 @@ def name_of(transaction: Undecoded) -> str:
 
 
 def within(transaction_id: str) -> str:
-    """What stands for a transaction_id in the name: a digest where it is long, or has what an encoding may lack."""
+    """Return the transaction_id as the name has it: a digest where it is long, or not ASCII."""
     if transaction_id.isascii() and len(transaction_id) <= LONGEST:
         return transaction_id
     return sha256(transaction_id.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Suspects:
-    """Notes each transaction before it is handled, so that it shows what a process died of."""
+    """Notes each transaction before it is handled, so that the note shows which one killed the process."""
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
@@ -56,13 +56,13 @@ class Suspects:
 
     @contextmanager
     def in_flight(self, name: str) -> Iterator[None]:
-        """A transaction that is noted is handled now. A fault takes the note back: only a death leaves it."""
+        """Handle a noted transaction. A fault takes the note back: only a death leaves it."""
         self._in_flight.add(name)
         try:
             yield
         except BaseException:
             self._survived.add(name)
-            # The target may be away, which must not count as a death: the note is taken back before it is read.
+            # An outage of the target must not count as a death: `note_next` takes the note back before it counts.
             with suppress(psycopg.Error):
                 self.take_back(name)
             raise
@@ -70,12 +70,12 @@ class Suspects:
             self._in_flight.discard(name)
 
     def note_orderly_exit(self) -> None:
-        """The process ends itself now: that is no death over what it has in flight. Raises psycopg.Error."""
+        """Take back the notes of what is in flight: an orderly exit is no death. Raises psycopg.Error."""
         for name in tuple(self._in_flight):
             self.take_back(name)
 
     def clear(self, name: str) -> None:
-        """Forget the deaths over a transaction: it was handled, or is dead-lettered."""
+        """Delete the count of a transaction that was handled or dead-lettered."""
         with self._pool.connection() as conn:
             conn.execute(
                 "delete from relay.suspects where group_id = %s and suspect = %s",
@@ -83,7 +83,7 @@ class Suspects:
             )
 
     def note(self, name: str) -> None:
-        """Count a death in advance."""
+        """Count a death in advance, before the transaction is handled."""
         with self._pool.connection() as conn:
             conn.execute(
                 """
@@ -94,7 +94,7 @@ class Suspects:
             )
 
     def note_next(self, former: str | None, name: str, limit: int) -> bool:
-        """Forget the deaths over what came before, which has another name, and count one over the next in advance.
+        """Delete the count of the former transaction, which has another name, and count one of the next in advance.
 
         Returns whether it was counted: it is not where there are `limit` deaths already.
         """
@@ -115,7 +115,7 @@ class Suspects:
             return found.rowcount == 1
 
     def take_back(self, name: str) -> None:
-        """The attempt ended without a death."""
+        """Take one death back: the attempt ended without one."""
         with self._pool.connection() as conn:
             conn.execute(
                 "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
@@ -125,5 +125,5 @@ class Suspects:
 
 
 def _without_sync(conn: psycopg.Connection[Any]) -> None:
-    # A note has to outlive this process, not the server.
+    # A note must survive this process, not the server.
     conn.execute("set synchronous_commit = off")

@@ -20,12 +20,12 @@ CREATE = r"""
               using errcode = 'invalid_transaction_termination';
     end $$
 """
-"""Once in each session."""
+"""Run once in each session."""
 BEGIN = (
     b"begin; declare relay_transaction cursor with hold for select pg_temp.relay_refuse_commit()"
 )
 CLOSE = b"close relay_transaction; "
-"""Before the commit, in its round trip. Raises InvalidCursorName if another transaction is open than was begun."""
+"""Run before the commit, in its round trip. Raises InvalidCursorName if the open transaction is not the one begun."""
 
 
 def is_open(conn: psycopg.Connection[Any]) -> bool:

@@ -1,8 +1,8 @@
-"""What a target with `synchronous_commit: off` has committed and may not have on its disk yet.
+"""Confirms commits of a target with `synchronous_commit: off` once they are flushed to its disk.
 
-Such a commit may be confirmed to the source only once it is there. A thread checks, in one session: the cursors that it
-sees are durable when everything that was in the WAL at that moment is flushed, since a crash would have ended the
-session. Until then each task checks, under the lock of its partitions, that they are where they were left.
+Until then a commit must not be confirmed to the source. A thread checks in one session: the positions that it reads are
+durable when everything that was in the WAL at that moment is flushed, since a crash would have ended the session. Until
+then each task checks, under the lock of its partitions, that no position is older than this process left it at.
 
 Source: PostgreSQL documentation, "Asynchronous Commit" and "Subscription" (`synchronous_commit`).
 """
@@ -27,9 +27,9 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.05
-"""How often it is asked whether the WAL is flushed; PostgreSQL's WAL writer does it every 0.2 s by default."""
+"""How often the flushed position is queried; PostgreSQL's WAL writer flushes every 0.2 s by default."""
 CLOSE_SECONDS = 2.0
-"""How long an end waits for the last commits; what is not confirmed then is delivered again and recognised."""
+"""How long `close` waits for the last commits; unconfirmed ones are delivered again and recognised."""
 
 
 def require_kept(
@@ -46,7 +46,7 @@ def require_kept(
 
 
 class Unflushed:
-    """The commits of this process whose positions in the source are still to be confirmed, oldest first.
+    """Keeps the commits of this process that are not confirmed to the source yet, oldest first.
 
     `confirm` is called with a position once everything up to it is durable, `failed` once when the target has lost
     commits; both from a thread of its own.
@@ -67,11 +67,11 @@ class Unflushed:
         self.error: RelayError | None = None
 
     def start(self) -> None:
-        """Begin to check."""
+        """Start the thread that checks."""
         self._thread.start()
 
     def close(self) -> None:
-        """Wait a little for the last commits, then end."""
+        """Wait up to CLOSE_SECONDS for the last commits, then end the thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending or self.error, CLOSE_SECONDS)
             self._stopping.set()
@@ -80,13 +80,13 @@ class Unflushed:
             self._thread.join(CLOSE_SECONDS)
 
     def add(self, end: Lsn, reached: Mapping[int, Lsn]) -> None:
-        """Everything up to a position of the source is committed; its partitions are where `reached` says."""
+        """Add a commit of everything up to the source position `end`; `reached` has the positions of its partitions."""
         with self._changed:
             self._pending.append((end, reached))
             self._changed.notify_all()
 
     def lower_bounds(self, partitions: Iterable[int]) -> dict[int, Lsn]:
-        """How far the partitions have to be, of those that a crash could have set back."""
+        """Return the least position that each partition must have, for those that a crash could have set back."""
         with self._changed:
             last: dict[int, Lsn] = {}
             for _, reached in self._pending:
@@ -118,7 +118,7 @@ class Unflushed:
         return not self._stopping.is_set()
 
     def _check(self) -> None:
-        """Confirm what is pending now, as soon as it is flushed."""
+        """Wait until the commits that are pending now are flushed, and confirm them."""
         with self._changed:
             pending = list(self._pending)
         try:

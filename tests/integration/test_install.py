@@ -129,7 +129,7 @@ def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox) -> N
     for command in (["status"], ["dlq", "list"], ["init"]):
         said = refusal(config, *command)
         assert "unreleased edition" in said, command
-        assert "see docs/reference/configuration.md, Upgrades" in said
+        assert "see docs/how-to/upgrade.md" in said
     assert "unreleased edition" in checked(config)
 
 

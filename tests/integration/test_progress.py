@@ -86,7 +86,7 @@ def test_functions_report_without_a_terminal(outbox: Outbox, tmp_path: Path) -> 
         letters.discard(letters.find(DeadLetterSelection()), None, progress)
         assert output[-1] == ("discarding transactions", 4, 4)
         letters.purge(letters.find(DeadLetterSelection(), ("discarded",)), None, progress)
-        assert output[-1] == ("deleting letters", 4, 4)
+        assert output[-1] == ("deleting dead letters", 4, 4)
         erase(settings, outbox.conn, target, str(host(1)), progress=progress)
     what, done, total = output[-1]
     assert what == "looking through the outbox: pages"
