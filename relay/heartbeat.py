@@ -1,4 +1,4 @@
-"""Signs of life of a thread: when it went on last, and what it does. No I/O."""
+"""Signs of life of a thread: when it made its last step, and what it does. No I/O."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class Heartbeat:
         self.due = Due.OPEN
 
     def update(self, doing: str, due: Due = Due.SOON) -> None:
-        """The thread goes on, with something that it does from now on."""
+        """Note that the thread goes on, and what it does from now on."""
         self.doing, self.due = doing, due
         self.at = time.monotonic()

@@ -13,21 +13,14 @@ from psycopg import sql
 from relay.config.settings import SourceSettings
 from relay.faults import ConfigurationError
 from relay.source.columns import columns
+from relay.source.triggers import fires
 
 TRIGGER = "relay_fill_offset"
 
 
 def is_gapless(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
-    found = conn.execute(
-        """
-        select from pg_trigger join pg_proc as p on p.oid = tgfoid
-         where tgrelid = to_regclass(%s) and tgname = %s and tgenabled in ('O', 'A')
-           and p.proname = 'fill_offset' and p.pronamespace = to_regnamespace('relay')
-        """,
-        (sql.Identifier(*source.table_name).as_string(conn), TRIGGER),
-    )
-    return found.rowcount > 0
+    return fires(conn, source, TRIGGER, "fill_offset")
 
 
 def require_numbered(conn: psycopg.Connection[Any], source: SourceSettings) -> None:

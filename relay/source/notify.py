@@ -11,21 +11,14 @@ import psycopg
 from psycopg import sql
 
 from relay.config.settings import SourceSettings
+from relay.source.triggers import fires
 
 TRIGGER = "relay_notify_event"
 
 
 def sends_notify(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Whether relay's trigger is on the outbox and fires. Raises psycopg.Error."""
-    found = conn.execute(
-        """
-        select from pg_trigger join pg_proc as p on p.oid = tgfoid
-         where tgrelid = to_regclass(%s) and tgname = %s and tgenabled in ('O', 'A')
-           and p.proname = 'notify_event' and p.pronamespace = to_regnamespace('relay')
-        """,
-        (sql.Identifier(*source.table_name).as_string(conn), TRIGGER),
-    )
-    return found.rowcount > 0
+    return fires(conn, source, TRIGGER, "notify_event")
 
 
 def set_notify(conn: psycopg.Connection[Any], source: SourceSettings, wanted: bool) -> bool:
