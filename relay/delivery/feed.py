@@ -1,4 +1,4 @@
-"""What the stream brings for one sink, on its way from the service's thread to the sink's worker."""
+"""Hands over what the stream brings for one sink from the service's thread to the sink's worker."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
+from typing import Protocol
 
 from relay.model.events import Lsn
+from relay.model.snapshots import Xids
 from relay.model.transactions import Routed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streamed:
-    """What of a batch of the stream goes to a sink. `since` is when it came (monotonic clock, seconds)."""
+    """The part of a batch of the stream that goes to one sink.
+
+    `next_xid` completes the xids of its rows to full xids, `since` is when the batch came (monotonic clock, seconds),
+    and `size` is in bytes.
+    """
 
     routed: Routed
     next_xid: int
@@ -22,13 +28,13 @@ class Streamed:
 
 
 class Feed:
-    """A bounded buffer of commits. While it is open, WAL that the sink has not stored as done is not confirmed.
+    """A bounded buffer of commits. While it is open, it holds back the WAL that the sink has not stored as done.
 
-    `offer` is called by the service, everything else by the worker; `wake` is called when there is something to take.
+    The service calls `offer` and `interrupt`, the worker everything else. The feed calls `wake` when it has changed.
     """
 
     def __init__(self, limit: int | None, wake: Callable[[], None]) -> None:
-        """`limit`: how many bytes of rows the buffer takes; one batch may be larger. Without it, all of them."""
+        """`limit`: how many bytes of rows the buffer takes, but for a single larger batch; None for no limit."""
         self._limit = limit
         self._wake = wake
         self._lock = Lock()
@@ -40,7 +46,7 @@ class Feed:
         self._stored = Lsn(0)
 
     def open(self, stored: Lsn) -> None:
-        """Begin to buffer; everything up to a position is done already."""
+        """Begin to buffer; everything up to `stored` is done already."""
         with self._lock:
             self._queue.clear()
             self._size = 0
@@ -48,14 +54,14 @@ class Feed:
             self._offered = self._stored = stored
 
     def close(self) -> None:
-        """Forget what is buffered, and hold back no WAL."""
+        """Drop what is buffered, and hold back no WAL."""
         with self._lock:
             self._queue.clear()
             self._size = 0
             self._open = False
 
     def offer(self, streamed: Streamed, end: Lsn) -> None:
-        """Buffer commits, the last of which ends at a position."""
+        """Buffer commits, the last of which ends at `end`; a full buffer takes nothing more and is `overflowed`."""
         with self._lock:
             if not self._open:
                 return
@@ -71,13 +77,13 @@ class Feed:
         return bool(self._queue) and self._limit is not None and self._size + more > self._limit
 
     def interrupt(self) -> None:
-        """The stream does not bring everything from here on."""
+        """Mark the feed as overflowed: the stream does not bring everything from here on."""
         with self._lock:
             self._overflowed = self._open
         self._wake()
 
     def take(self) -> Streamed | None:
-        """The next commits, None if there are none."""
+        """Remove and return the next commits; None if there are none."""
         with self._lock:
             if not self._queue:
                 return None
@@ -86,7 +92,7 @@ class Feed:
         return taken
 
     def note_stored(self, reached: Lsn) -> None:
-        """Everything up to a position is done, and stored."""
+        """Note that everything up to `reached` is stored as done."""
         with self._lock:
             self._stored = max(self._stored, reached)
 
@@ -97,7 +103,7 @@ class Feed:
 
     @property
     def overflowed(self) -> bool:
-        """Whether commits were left out, for want of room or since the stream was interrupted."""
+        """Whether commits are missing, since the buffer was full or the stream was interrupted."""
         return self._overflowed
 
     @property
@@ -107,14 +113,40 @@ class Feed:
 
     @property
     def oldest(self) -> float | None:
-        """When the first of what is buffered came (monotonic clock, seconds)."""
+        """When the first buffered commit arrived (monotonic clock, seconds); None if there is none."""
         with self._lock:
             return self._queue[0].since if self._queue else None
 
     @property
     def lower_bound(self) -> Lsn | None:
-        """The position up to which WAL may be confirmed; None where the sink holds back nothing."""
+        """The position up to which WAL may be confirmed; None if the sink holds back nothing."""
         with self._lock:
             if not self._open or self._stored >= self._offered:
                 return None
             return self._stored
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPoint:
+    """Where a feed begins: after the position `lsn`, when `streamed` (full xids) had been streamed before."""
+
+    lsn: Lsn
+    streamed: Xids
+
+
+class Stream(Protocol):
+    """The stream that this process reads, as the workers of its sinks see it. Safe in any thread."""
+
+    def join(self, feed: Feed) -> JoinPoint | None:
+        """Open the feed from now on; None if this process does not read the stream now."""
+
+    def confirm(self) -> None:
+        """Confirm WAL again: a feed holds back less of it than before."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads the source, so that it works the sinks that do not lag."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the stream does not go on, since the target does not take what it has brought."""

@@ -6,7 +6,9 @@ Source: PgQ (Skype Tools), whose consumers stand at snapshots too.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -296,3 +298,18 @@ class SinkProgress:
             if first and self._position_suffices
             else BEFORE_FIRST,
         )
+
+
+def commits_of(
+    positions: Sequence[int], xids: Sequence[int], since: float, add: Callable[[SinkCommit], None]
+) -> Iterator[SinkCommit]:
+    """The commit of each transaction, in order; `add` is called with each commit once, before its first transaction.
+
+    Neighbours with the same position and xid are of one commit: positions [7, 7, 9] with xids [1, 1, 2] give one commit
+    of two deliveries, twice, then one of one delivery.
+    """
+    for (position, xid), same in groupby(zip(positions, xids, strict=True)):
+        count = sum(1 for _ in same)
+        commit = SinkCommit(position, xid, count, since)
+        add(commit)
+        yield from repeat(commit, count)

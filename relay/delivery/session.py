@@ -1,4 +1,4 @@
-"""A sink while one process works it: takes its events from the stream or polls the log, and stores how far it is."""
+"""Runs a sink that this process has claimed: decides whether it takes the stream or polls the outbox."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from itertools import groupby, repeat
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import psycopg
@@ -20,23 +18,22 @@ from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.feed import Feed, Streamed
-from relay.delivery.log_reader import LogReader, Polled
-from relay.delivery.progress import SinkCommit, SinkProgress
+from relay.delivery.feed import Feed, Stream, Streamed
+from relay.delivery.log_reader import LogReader
+from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
+from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.handlers import Sink
 from relay.meter import Meter
 from relay.model.dispositions import Blocked
-from relay.model.events import Lsn
-from relay.model.snapshots import Xids, full_xids
+from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
 from relay.pipeline.routing import BatchRouter
-from relay.source.differences import Difference
 from relay.source.server import SourcePosition
 from relay.store.presence import instances
-from relay.store.sinks import ATTACHED, BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, SinkState
+from relay.store.sinks import ATTACHED, CAUGHT_UP, LAGGING, Claim, SinkState
 from relay.threads import pool
 
 log = logging.getLogger(__name__)
@@ -44,47 +41,14 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 CHECK_SECONDS = 0.2
-"""How often it is looked whether the sink lags."""
-JOIN_SECONDS = 5.0
-"""How long a sink that joins the stream waits for commits that were streamed and are not visible yet."""
-JOINING_TRANSACTIONS = 10_000
-"""How many transactions are polled at most while the stream is buffered: all of them are remembered."""
-REMEMBERED_COMMITS = 50_000
-"""How many commits are polled at most beyond one that is not done."""
-FIRST_POLL_SECONDS = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class JoinPoint:
-    """Where the stream begins to be buffered: after the position `lsn`, when `streamed` (full xids) had come."""
-
-    lsn: Lsn
-    streamed: Xids
-
-
-class Stream(Protocol):
-    """The stream, as a sink's worker sees it. Safe in any thread."""
-
-    def join(self, feed: Feed) -> JoinPoint | None:
-        """Open the feed from now on; None if this process does not read the stream now."""
-
-    def confirm(self) -> None:
-        """A feed holds back less WAL than before."""
-
-    @property
-    def reads(self) -> bool:
-        """Whether this process reads the source, so that it works the sinks that do not lag."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the stream does not go on, since the target does not take what it has brought."""
+"""How often the session checks whether the sink lags."""
 
 
 class SinkSession:
-    """One sink, claimed. Everything runs in one event loop; what blocks runs in two threads, one for each database.
+    """Runs one claimed sink in one event loop. Blocking calls run in two threads, one for each database.
 
-    `left` says that another process is to have it: one that reads the stream, or one that has less to do. Raises Moved,
-    psycopg.Error, and RelayError for what no retry mends.
+    A session ends itself and sets `left` when another process should have the sink: the one that reads the stream, or
+    one with less to do. Raises Moved, psycopg.Error, and RelayError for a fault that no retry can repair.
     """
 
     def __init__(
@@ -100,7 +64,7 @@ class SinkSession:
         ready: Callable[[], None],
         meter: Meter,
     ) -> None:
-        """`ready` is called once it is clear whether the stream is buffered from where it is now."""
+        """`ready` is called once the feed is open, or the session knows that it does not join the stream now."""
         self._name = name
         self._settings = settings
         self._stream = stream
@@ -110,7 +74,6 @@ class SinkSession:
         self._polls = settings.source.mode != "wal"
         self._progress = SinkProgress(state.position, state.done, self._polls)
         self._router = BatchRouter(settings)
-        self._reader = LogReader(settings, name, self._router)
         brake = Brake(settings.brakes, state.streaks)
         self._checkpoint = Checkpoint(
             name,
@@ -143,6 +106,14 @@ class SinkSession:
             self._in_target,
             self._released,
         )
+        self._polling = SinkPolling(
+            name,
+            LogReader(settings, name, self._router),
+            self._progress,
+            self._checkpoint,
+            self._submission,
+            feed,
+        )
         self._tasks: list[asyncio.Future[None]] = []
         self._ready = ready
         self.left = False
@@ -150,11 +121,10 @@ class SinkSession:
         self._woken = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._target: Executor = pool(1, f"{name} target")
-        self._source: Executor = pool(1, f"{name} source")
 
     @property
     def state(self) -> str:
-        """What the sink does: see `relay.delivery.checkpoint`."""
+        """The state in the sink's row: attached, caught up or lagging."""
         return self._checkpoint.state
 
     @property
@@ -164,30 +134,30 @@ class SinkSession:
 
     @property
     def deliveries(self) -> int:
-        """How many deliveries are under way or wait for their turn."""
+        """How many deliveries are in flight or queued."""
         return self._dispatcher.count
 
     @property
     def since(self) -> float | None:
-        """When the oldest of what is not done came (monotonic clock, seconds). Safe in any thread."""
+        """When the oldest unfinished commit came (monotonic clock, seconds); None without one. Safe in any thread."""
         times = (self._progress.since, self._feed.oldest)
         return min((each for each in times if each is not None), default=None)
 
     def wake(self) -> None:
-        """There is something to take, or to look at."""
+        """Wake the session: the feed or the claim has changed."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End after what is under way."""
+        """End once the deliveries in flight have ended."""
         self._stopping.set()
         self.wake()
 
     def adopt(self, seen: SourcePosition) -> None:
-        """The stream has brought everything that a sight shows, and nothing of it is under way."""
+        """Take over a position of the source: the stream has brought everything up to it, and the sink has it."""
         self._checkpoint.adopt(seen)
 
     async def run(self, timeout: float) -> None:
-        """Work until `stop`, or until the sink is left; then what is under way has so many seconds to end."""
+        """Run until `stop`, or until the session leaves the sink; deliveries in flight then have `timeout` s to end."""
         if self._paused:
             self._dispatcher.pause()
         self._tasks = [
@@ -207,7 +177,7 @@ class SinkSession:
                 for task in ended:
                     task.result()
             except psycopg.Error:
-                # Where only the source is away, what is under way can still be stored.
+                # The source alone may be unreachable: what is in flight can then still be stored.
                 if not self._claim.conn.closed:
                     await self._finish(timeout)
                 raise
@@ -217,12 +187,11 @@ class SinkSession:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._dispatcher.close()
-            self._source.submit(self._reader.close)
-            self._source.shutdown(wait=False)
+            self._polling.close()
             self._target.shutdown(wait=False)
 
     async def _finish(self, timeout: float) -> None:
-        # What is being stored is stored whole.
+        # A cancelled task must not interrupt a store.
         async with self._checkpoint.storing:
             for task in self._tasks:
                 task.cancel()
@@ -235,13 +204,13 @@ class SinkSession:
         await self._checkpoint.store()
 
     def _defer_partial_commits(self) -> None:
-        """Defer what is left of commits of which something is delivered: their position says all or nothing."""
+        """Defer the rest of each commit of which some deliveries are done: a position cannot describe half a commit."""
         rests: dict[SinkCommit, list[Delivery]] = defaultdict(list)
         for delivery in self._dispatcher.pending:
             if delivery.commit is not None and delivery.commit.is_begun:
                 rests[delivery.commit].append(delivery)
         for commit, rest in rests.items():
-            # Of a very large one not all is in memory.
+            # Only part of a very large commit is in memory.
             if len(rest) == commit.deliveries:
                 for delivery in rest:
                     self._checkpoint.record(delivery, Blocked())
@@ -253,12 +222,9 @@ class SinkSession:
     async def _in_target(self, call: Callable[..., Done], *arguments: object) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._target, call, *arguments)
 
-    async def _in_source(self, call: Callable[..., Done], *arguments: object) -> Done:
-        return await asyncio.get_running_loop().run_in_executor(self._source, call, *arguments)
-
     async def _wait(self, seconds: float) -> None:
-        """Wait until somebody wakes the session, at most for so long."""
-        # In Python 3.11 wait_for swallows a cancellation that comes together with what it waits for.
+        """Wait until `wake`, for `seconds` at most."""
+        # In Python 3.11 wait_for swallows a cancellation that comes together with the result.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
@@ -267,7 +233,7 @@ class SinkSession:
     # Where events come from
 
     async def _advance(self) -> None:
-        """Take what the stream brings while the sink is attached, otherwise poll, until the sink is left."""
+        """Take the stream while the sink is attached, otherwise poll, until the session leaves the sink."""
         wait = FIRST_POLL_SECONDS
         while not self.left:
             self._dispatcher.yield_to_others(self._stream.reads and not self._attached)
@@ -277,8 +243,8 @@ class SinkSession:
             elif self._attached:
                 await self._take()
             elif self._polls and self._progress.reading is not None:
-                await self._read()
-            elif await self._join() or await self._poll():
+                await self._polling.resume()
+            elif await self._join() or (self._polls and await self._polling.poll()):
                 wait = FIRST_POLL_SECONDS
             elif not (self._stream.reads or self._progress.since):
                 self._checkpoint.state = CAUGHT_UP
@@ -292,7 +258,7 @@ class SinkSession:
         return self._checkpoint.state == ATTACHED
 
     async def _take(self) -> None:
-        """Submit what the stream has brought; leave the sink if this process does not read it any more."""
+        """Submit what the feed has; leave the sink if this process no longer reads the stream."""
         taken = self._feed.take()
         if taken is not None:
             routed, commits = self._of_stream(taken)
@@ -309,26 +275,26 @@ class SinkSession:
         if self._feed.lower_bound is not None and self._is_old(
             self._checkpoint.at + 2 * STORE_SECONDS
         ):
-            # Delivered or not: what is not stored as done would be delivered again from there.
+            # Even delivered commits hold back WAL while progress cannot be stored.
             return True
         return self._is_old(self._progress.since or self._feed.oldest)
 
     def _is_old(self, since: float | None) -> bool:
-        """Whether it is so long ago that the stream does not wait for it."""
+        """Whether a time (monotonic clock) is more than `sinks.attach_seconds` ago; False for None."""
         return since is not None and time.monotonic() - since > self._settings.sinks.attach_seconds
 
     async def _lag(self) -> None:
-        """Let the WAL go that the sink holds back."""
+        """Stop holding back WAL: defer deliveries, or leave the stream."""
         if not self._polls:
             self._dispatcher.spill(True)
         elif self._attached:
             await self._detach()
         else:
-            # It was about to join the stream.
+            # The sink is joining the stream.
             self._leave_stream()
 
     async def _detach(self) -> None:
-        """Leave the stream: what it has brought is ended, the rest is polled."""
+        """Leave the stream and poll. Submitted deliveries go on; what is still in the feed is polled again."""
         self._checkpoint.state = LAGGING
         has_more = self._feed.overflowed or self._feed.oldest is not None
         self._leave_stream()
@@ -354,25 +320,28 @@ class SinkSession:
     async def _join(self) -> bool:
         """Attach to the stream; False if that is not possible now.
 
-        The stream is buffered first. Then everything is polled that a snapshot sees which sees all that was streamed
-        before. What is polled is remembered, and what the stream brings besides is delivered, seen or not: its rows may
-        have been deleted.
+        First the feed buffers the stream. Then the sink polls up to a snapshot that sees everything streamed before,
+        and remembers the transactions. From the feed it delivers those that it does not remember, whether the snapshot
+        sees them or not: their rows may have been deleted before they were polled.
         """
         async with self._checkpoint.storing:
-            # Where nothing can be stored, the WAL would be held back again.
+            # While nothing can be stored, the sink would hold back WAL again.
             pass
         end = self._progress.end
-        # Of rows from before there was c_xid only the position in a difference tells what is done.
+        # Rows that are older than the column c_xid are done up to a position in a difference: the stream has none.
         may_join = not (
             self._is_old(self._progress.since) or (end is not None and end.is_beginning)
         )
-        junction = self._stream.join(self._feed) if may_join else None
-        if junction is None:
+        join_point = self._stream.join(self._feed) if may_join else None
+        if join_point is None:
             self._ready()
             return False
-        self._progress.join(junction.lsn)
+        self._progress.join(join_point.lsn)
         try:
-            if await self._catch_up(junction.streamed) and self._feed.is_open:
+            caught_up = not self._polls or await self._polling.catch_up(
+                join_point.streamed, self._ready
+            )
+            if caught_up and self._feed.is_open:
                 self._checkpoint.attach()
                 log.info("a sink is attached to the stream", extra={"handler": self._name})
         finally:
@@ -381,74 +350,8 @@ class SinkSession:
                 self._leave_stream()
         return self._attached
 
-    async def _catch_up(self, streamed: Xids) -> bool:
-        """Submit what lies before the stream; False if that is too much, or some transactions stay invisible."""
-        end = self._progress.end
-        if end is None or not self._polls:
-            return True
-        ends = time.monotonic() + JOIN_SECONDS
-        while True:
-            seen = await self._in_source(self._reader.current_position)
-            if seen.snapshot.covers(end) and seen.snapshot.sees(streamed).all():
-                break
-            if time.monotonic() > ends:
-                return False
-            await asyncio.sleep(FIRST_POLL_SECONDS)
-        self._ready()
-        self._progress.reach(seen.lsn)
-        count = 0
-        async with aclosing(self._find(Difference(end, seen.snapshot))) as found:
-            async for polled in found:
-                count += len(polled.xids)
-                await self._submit_polled(polled, self._progress.poll_beside)
-                if count > JOINING_TRANSACTIONS or not self._feed.is_open:
-                    # There may be more, or the stream has brought too much meanwhile.
-                    return False
-        return True
-
-    async def _poll(self) -> bool:
-        """Submit one difference, if there is one; returns whether there was."""
-        end = self._progress.end
-        if end is None or not self._polls:
-            return False
-        following = await self._in_source(self._reader.following, end)
-        if following is None:
-            return False
-        self._progress.reach(following.lsn)
-        self._progress.open(following.snapshot)
-        await self._read()
-        return True
-
-    async def _read(self) -> None:
-        """Submit what is left of the difference that is being polled."""
-        reading = self._progress.reading
-        assert reading is not None  # noqa: S101
-        before, after, polled_offset = reading
-        async with aclosing(self._find(Difference(before, after), polled_offset)) as found:
-            async for polled in found:
-                await self._submit_polled(polled, self._progress.poll)
-                if polled.routed is None:
-                    self._progress.poll(SinkCommit(polled.upto, 0, 0, 0.0))
-                while self._progress.remembered > REMEMBERED_COMMITS:
-                    await self._checkpoint.finished()
-        self._progress.read()
-
-    async def _find(self, between: Difference, after: int = BEFORE_FIRST) -> AsyncGenerator[Polled]:
-        """What a difference has after a position in it, but what is done or under way."""
-        found = self._reader.read(between, after, self._progress.known)
-        try:
-            while (polled := await self._in_source(next, found, None)) is not None:
-                yield polled
-        finally:
-            self._source.submit(found.close)
-
-    async def _submit_polled(self, polled: Polled, begin: Callable[[SinkCommit], None]) -> None:
-        if polled.routed is not None:
-            commits = _commits(polled.positions, polled.xids, time.monotonic(), begin)
-            await self._submission.submit(polled.routed, list(commits), polled.large)
-
     def _of_stream(self, taken: Streamed) -> tuple[Routed, list[SinkCommit]]:
-        """The transactions that are new, with the commit of each."""
+        """The transactions of a batch of the stream that are new to the sink, with the commit of each."""
         routed = taken.routed
         facts = routed.transactions.facts
         xids = full_xids(facts["xid"], taken.next_xid)
@@ -458,25 +361,25 @@ class SinkSession:
             routed = Routed(routed.transactions.take(chosen), routed.decoder)
             xids = xids[chosen]
         ends = routed.transactions.facts["end_lsn"].tolist()
-        commits = list(_commits(ends, xids.tolist(), taken.since, self._progress.stream))
-        # Also where nothing of it was new.
+        commits = list(commits_of(ends, xids.tolist(), taken.since, self._progress.stream))
+        # This notes the end of the batch, also if nothing in it was new.
         self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, taken.since))
         return routed, commits
 
     async def _watch(self) -> None:
-        """Leave the stream if the sink lags, even if nothing can be stored now; never ends by itself."""
+        """Leave the stream when the sink lags, even while nothing can be stored; runs until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             if self._feed.is_open and self._lags:
                 await self._lag()
 
     def _released(self) -> None:
-        """No key is held any more: what comes need not be deferred."""
+        """No deferred transaction holds a key any more: stop deferring new deliveries."""
         if not self._lags:
             self._dispatcher.spill(False)
 
     def _stored(self, paused: bool) -> None:
-        """Progress is stored, and an operator wants the sink to be paused, or not."""
+        """Progress has been stored; `paused` is what the operator wants."""
         self._stream.confirm()
         if paused == self._paused:
             return
@@ -489,14 +392,3 @@ class SinkSession:
             "a sink is paused" if paused else "a sink is resumed", extra={"handler": self._name}
         )
         self.wake()
-
-
-def _commits(
-    positions: Sequence[int], xids: Sequence[int], since: float, add: Callable[[SinkCommit], None]
-) -> Iterator[SinkCommit]:
-    """The commit of each transaction; those that follow each other with one position are of one commit."""
-    for (position, xid), alike in groupby(zip(positions, xids, strict=True)):
-        count = sum(1 for _ in alike)
-        commit = SinkCommit(position, xid, count, since)
-        add(commit)
-        yield from repeat(commit, count)

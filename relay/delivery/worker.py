@@ -10,8 +10,8 @@ from threading import Event
 
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
-from relay.delivery.feed import Feed
-from relay.delivery.session import SinkSession, Stream
+from relay.delivery.feed import Feed, Stream
+from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
 from relay.heartbeat import Due, Heartbeat

@@ -15,7 +15,7 @@ import pytest
 
 from relay.admin.install import initialise
 from relay.config.settings import load
-from relay.delivery import session
+from relay.delivery import polling
 from relay.store import deferred
 from tests.integration.test_sinks import assert_in_order, ids, posting, state
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -139,7 +139,7 @@ def test_rows_from_before_relay_are_delivered_once_where_joining_the_stream_is_t
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have no transaction id by which a sink that gives up joining could know them again."""
-    monkeypatch.setattr(session, "JOINING_TRANSACTIONS", 5)
+    monkeypatch.setattr(polling, "JOINING_TRANSACTIONS", 5)
     for number in range(30):
         outbox.publish(host(number % 4), event(number))
     outbox.conn.execute("update outbox_message_t set c_xid = null")
