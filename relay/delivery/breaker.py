@@ -1,6 +1,6 @@
-"""Stops a sink whose destination is down, so that its events stay in the log instead of being copied. No I/O.
+"""The circuit breaker stops a sink whose destination is down, so that its events stay in the log. No I/O.
 
-For one event loop: no lock, so that deliveries run side by side.
+For one event loop, without a lock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _FIRST_SECONDS = 1.0
 
 
 class Breaker:
-    """Opens after so many failures in a row; then one delivery at a time tries whether the destination is back.
+    """Opens after `failures` failures in a row; then it lets one delivery at a time through, as a trial.
 
-    All keys that were tried last have to be among those that failed: a key that fails alone is deferred, and leaves the
-    others alone. The time between two trials doubles, up to `cool_down`.
+    It opens only if all of the last `failures` keys have failed: a single key that fails is deferred and does not stop
+    the others. The time between two trials doubles, up to `cool_down` seconds.
     """
 
     def __init__(self, settings: CircuitBreaker | None) -> None:
-        """Without settings it never opens by itself."""
+        """Without settings it opens only by `hold`."""
         self._settings = settings or CircuitBreaker()
         self._enabled = settings is not None
         self._failures = 0
@@ -38,7 +38,7 @@ class Breaker:
         return self._wait > 0
 
     def seconds_to_trial(self) -> float | None:
-        """When a delivery may begin: 0 is now, None when the trial that runs has ended."""
+        """Seconds until a delivery may start: 0 is now, None means when the trial in flight has ended."""
         if not self.is_open:
             return 0.0
         if self._trying:
@@ -46,11 +46,11 @@ class Breaker:
         return max(0.0, self._opened + self._wait - time.monotonic())
 
     def begin(self) -> None:
-        """A delivery begins."""
+        """Note that a delivery starts: while the breaker is open, it is the trial."""
         self._trying = self.is_open
 
     def succeeded(self, key: Hashable) -> bool:
-        """The destination has answered; returns whether it counted as down."""
+        """Close the breaker, since the destination has answered; returns whether it was open."""
         was_open = self.is_open
         self._try(key)
         self._failures = 0
@@ -59,7 +59,7 @@ class Breaker:
         return was_open
 
     def failed(self, key: Hashable) -> bool:
-        """The destination could not be reached, or is overloaded; returns whether that has opened the breaker."""
+        """Count an outage or an overload of the destination; returns whether that has opened the breaker."""
         self._try(key)
         self._failures += 1
         self._failed.add(key)
@@ -75,14 +75,14 @@ class Breaker:
         return True
 
     def _try(self, key: Hashable) -> None:
-        """Remember the keys that were tried last, as many as failures open the breaker."""
+        """Remember the last keys that were tried, `failures` of them."""
         self._last[key] = None
         self._last.move_to_end(key)
         while len(self._last) > self._settings.failures:
             self._last.popitem(last=False)
 
     def hold(self, seconds: float) -> None:
-        """Let nothing through for so long, whatever was counted."""
+        """Open the breaker for so many seconds, whatever was counted."""
         self._open(seconds)
 
     def _open(self, seconds: float) -> None:

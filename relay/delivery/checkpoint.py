@@ -1,4 +1,4 @@
-"""Stores what became of deliveries, and how far a sink is, in one transaction of the target."""
+"""Stores the outcomes of deliveries and the position of a sink in one database transaction of the target."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, SinkSta
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 1.0
-"""How often progress is stored, and what an operator wants is read: what a crash delivers again."""
+"""How often progress is stored and a pause is read. A crash delivers again what was delivered since."""
 IDLE_ADOPTION_SECONDS = 60.0
-"""How often a sink that gets nothing stores a newer snapshot: each is a write to the target."""
+"""How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
 _CHECK_SECONDS = 0.2
-"""How often it is looked whether it is time to store progress."""
+"""How often the checkpoint checks whether progress is due."""
 
 
 class Blocking(Protocol):
-    """A thread for calls that block."""
+    """Runs blocking calls in a thread."""
 
     def __call__(self, call: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
-        """Run a call there; returns what it returns, and raises what it raises."""
+        """Run `call` in the thread; returns what it returns, and raises what it raises."""
 
 
 class Checkpoint:
-    """What is to be stored of a sink. For one event loop.
+    """Collects the outcomes of a sink's deliveries and stores them with its position. For one event loop.
 
-    `state` is what the sink's row says of it, and `at` is when something was stored last (monotonic clock, seconds).
-    `held_any` says that a deferred transaction may hold a key, and `records` counts what could let one. `retried` are
-    the deferred rows that are under way; when one is over (`followed`), it may be the turn of what follows on it.
+    `state` is the state in the sink's row; `at` is when something was stored last (monotonic clock, seconds).
+    `held_any` says that a deferred transaction may hold a key; `records` counts outcomes that may add one. `retried`
+    are the ids of the deferred rows that are being retried; `followed` is set when one of these ends, since the next
+    one with its keys may be due.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Checkpoint:
         stored: Callable[[bool], None],
         meter: Meter,
     ) -> None:
-        """`fault` tells why nothing is delivered; `stored` is told each time whether the sink is to be paused."""
+        """`fault` returns why nothing is delivered now; `stored` is called after each store with the wanted pause."""
         self._name = name
         self._settings = settings
         self._claim = claim
@@ -97,15 +98,15 @@ class Checkpoint:
         self.followed = asyncio.Event()
 
     def attach(self) -> None:
-        """The sink is fed from the stream from now on."""
+        """Set the state: the stream feeds the sink from now on."""
         self.state, self._adopted = ATTACHED, None
 
     def adopt(self, seen: SourcePosition) -> None:
-        """The stream has brought everything that a sight shows, and nothing of it is under way."""
+        """Take over a position of the source at the next store: the stream has brought everything up to it."""
         self._adopted = seen
 
     def complete(self, delivery: Delivery, disposition: Disposition | None) -> None:
-        """A delivery is over."""
+        """Finish a delivery, or record its disposition to be stored."""
         if (
             isinstance(disposition, Failure)
             and not self._settings.sink_handlers[self._name].reliable
@@ -120,7 +121,7 @@ class Checkpoint:
             self.record(delivery, disposition)
 
     def record(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Store at once what became of a delivery, or what it waits for."""
+        """Record an outcome, to be stored at once."""
         self._outcomes.append((delivery, outcome))
         self.records += 1
         self.held_any = True
@@ -128,16 +129,16 @@ class Checkpoint:
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether something that was recorded is not stored yet."""
+        """Whether a recorded outcome is not stored yet."""
         return bool(self._outcomes)
 
     async def finished(self) -> None:
-        """Wait until a delivery is done."""
+        """Wait until the next delivery is done."""
         self._finished.clear()
         await self._finished.wait()
 
     async def keep(self) -> None:
-        """Store outcomes at once and progress from time to time; never ends by itself."""
+        """Store outcomes at once and progress every STORE_SECONDS; runs until it is cancelled."""
         due = time.monotonic() + STORE_SECONDS
         while True:
             with suppress(TimeoutError):
@@ -149,12 +150,12 @@ class Checkpoint:
                 due = time.monotonic() + STORE_SECONDS
 
     async def flush(self) -> None:
-        """Store what became of deliveries so far."""
+        """Store the outcomes recorded so far."""
         if self._outcomes:
             await self.store()
 
     async def store(self) -> None:
-        """Store what became of deliveries, and how far the sink is. Raises Moved and psycopg.Error."""
+        """Store the recorded outcomes and the position. Raises Moved and psycopg.Error."""
         async with self.storing:
             self._take_over()
             self._recorded.clear()
@@ -179,7 +180,7 @@ class Checkpoint:
             self._finished.set()
 
     def _take_over(self) -> None:
-        """Take over the snapshot that the stream has come to; seldom where nothing goes to the sink."""
+        """Move to the adopted snapshot; every IDLE_ADOPTION_SECONDS only if the sink gets no events."""
         seen, self._adopted = self._adopted, None
         if seen is None or self.state != ATTACHED:
             return
@@ -195,7 +196,7 @@ class Checkpoint:
         position: Position,
         done: Sequence[int],
     ) -> bool:
-        """Write outcomes and position in one transaction; returns whether the sink is to be paused. Raises Moved."""
+        """Write outcomes and position in one database transaction; returns the wanted pause. Raises Moved."""
         changed = (position, self.state) != self._written or bool(done)
         with self._claim.conn.transaction():
             self._recorder.write(self._claim.conn, outcomes)

@@ -1,4 +1,4 @@
-"""Delivers transactions to a sink: in order for each ordering key, side by side for different ones."""
+"""Delivers transactions to a sink: in order for each ordering key, concurrently for different keys."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from relay.retry import LONGEST_WAIT_SECONDS
 log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
-"""How many deliveries may be under way; the rest stays in the log."""
+"""How many deliveries may be in memory, in flight or queued; the rest stays in the log."""
 _LAGGING_SHARE = 0.5
-"""How much of a processor a sink may take that lags."""
+"""The share of one processor that a lagging sink may use beside the stream."""
 DEFER_BLOCKED_SECONDS = 300.0
-"""How long the destination is down until blocked deliveries that fill the room are deferred, to reach other keys."""
+"""How long (seconds) blocked deliveries may fill the memory, before they are deferred."""
 
 
 class Dispatcher:
-    """Runs deliveries in the current event loop. `settle` is called with each that is over and what became of it.
+    """Runs deliveries in the current event loop, and calls `complete` with each delivery that ends and its disposition.
 
-    It is called in order for each key: None says that the destination has confirmed. A delivery that follows on one
-    with the same key that has to wait is `Blocked`, and is not tried; so is one whose key is held (`hold`). While the
-    destination is down such deliveries are kept in memory, so that the log waits and is not copied.
+    The calls come in order for each key; None means that the destination has confirmed. A delivery is `Blocked` and not
+    tried if an earlier one with the same key is deferred, or a deferred transaction holds one of its keys (`hold`).
+    While the destination is down, blocked deliveries stay in memory: reading stops, and the log is not copied into the
+    table of deferred transactions.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Dispatcher:
         complete: Callable[[Delivery, Disposition | None], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """`failed` is called with a fault that no retry mends."""
+        """`failed` is called with a fault that no retry can repair."""
         self._brake = brake
         self._sink = sink
         self._settings = settings
         self._most_bytes = most_bytes
         self._complete = complete
         self._failed = failed
-        # Nothing waits for a sink that is not reliable.
+        # A sink that is not reliable drops what fails, so it needs no breaker.
         self.breaker = Breaker(settings.circuit_breaker if settings.reliable else None)
         self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
         self._queues = Queues()
@@ -81,26 +82,26 @@ class Dispatcher:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is delivered now; None if something is."""
+        """The last fault while the circuit breaker is open; None while it is closed."""
         return self._last_fault if self.breaker.is_open else None
 
     @property
     def is_paused(self) -> bool:
-        """Whether no delivery is begun."""
+        """Whether no delivery starts, until `resume`."""
         return self._paused
 
     @property
     def count(self) -> int:
-        """How many deliveries are under way or wait for their turn."""
+        """How many deliveries are in flight or queued."""
         return len(self._pending)
 
     @property
     def pending(self) -> list[Delivery]:
-        """The deliveries that are under way or wait for their turn, in the order in which they were submitted."""
+        """The deliveries that are in flight or queued, in the order of submission."""
         return list(self._pending.values())
 
     def submit(self, delivery: Delivery) -> None:
-        """Deliver when everything before it with one of its keys is over; what was deferred goes before what is new."""
+        """Queue a delivery; it starts after all before it with its keys. Retries precede new ones."""
         self._pending[id(delivery)] = delivery
         self._size += delivery.rows.size
         self._queues.add(delivery)
@@ -109,7 +110,7 @@ class Dispatcher:
             self._start()
 
     def _enqueue(self, delivery: Delivery) -> None:
-        """What holds its keys goes first, and so does what is deferred after it: until then it is not retried."""
+        """Make a delivery ready to start: at the front if it is a retry, or blocked and only to be deferred."""
         if delivery.is_ready:
             return
         delivery.is_ready = True
@@ -122,34 +123,34 @@ class Dispatcher:
             self._ready.append(delivery)
 
     def asking(self) -> None:
-        """It is asked from now on which keys are held; who answers does not know what begins to wait meanwhile."""
+        """Begin a query for held keys: its answer misses what is deferred from now on, which is recorded here."""
         self._held_since.clear()
 
     def hold(self, keys: Collection[str], asked: Collection[str]) -> None:
-        """Of the keys `asked`, these are held by a deferred transaction, and those that were added since `asking`."""
+        """Set the held keys among those `asked` to `keys`, the answer, and those that were held since `asking`."""
         self._held.difference_update(asked)
         self._held.update(keys, self._held_since)
 
     def release(self) -> None:
-        """No key is held by a deferred transaction."""
+        """Forget all held keys: no deferred transaction is left."""
         self._held.clear()
 
     def pause(self) -> None:
-        """Begin no delivery until `resume`."""
+        """Start no delivery until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Deliver again."""
+        """Start deliveries again."""
         self._paused = False
         self._start()
 
     def spill(self, on: bool) -> None:
-        """Let everything that is not under way be deferred, instead of waiting in memory; or no longer."""
+        """Turn spilling on or off: while it is on, new deliveries are deferred instead of queued in memory."""
         self._spills = on
         self._start()
 
     async def room(self) -> None:
-        """Wait until more may be submitted."""
+        """Wait until there is room for another delivery."""
         while self.count >= MOST_DELIVERIES or self._size > self._most_bytes:
             if self._kept and time.monotonic() - self._relieved > DEFER_BLOCKED_SECONDS:
                 self._defer_blocked()
@@ -157,7 +158,7 @@ class Dispatcher:
                 await self._change()
 
     def _defer_blocked(self) -> None:
-        """Let what is blocked be deferred: other keys may be behind it in the log, whose destination is not down."""
+        """Defer the blocked deliveries: later in the log there may be keys whose deliveries succeed."""
         self._relieved = time.monotonic()
         while self._kept:
             kept = self._kept.popleft()
@@ -168,12 +169,12 @@ class Dispatcher:
                 self._kept.append(self._ready.pop())
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is under way, whatever waits for its turn."""
+        """Wait until no delivery is in flight; queued ones do not count."""
         while self._running:
             await self._change()
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the deliveries in flight."""
         self._paused = True
         if self._timer is not None:
             self._timer.cancel()
@@ -186,7 +187,7 @@ class Dispatcher:
         await self._changed.wait()
 
     def _start(self) -> None:
-        """Begin as many deliveries as may run side by side."""
+        """Start ready deliveries, up to `concurrency`, and complete the blocked ones."""
         keeps = self.breaker.is_open and not self._spills
         if self._kept and not keeps:
             self._ready.extendleft(reversed(self._kept))
@@ -194,7 +195,7 @@ class Dispatcher:
         while self._ready and (self._spills or not self._paused):
             delivery = self._ready[0]
             if delivery.blockers:
-                # Something that was deferred has been put before it.
+                # A retry with one of its keys was queued before it meanwhile.
                 self._take()
             elif self._is_blocked(delivery) and keeps and delivery.due is None:
                 self._kept.append(self._ready.popleft())
@@ -221,7 +222,7 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     def _put_back(self, delivery: Delivery, queue: Callable[[Delivery], None]) -> None:
-        """Let a delivery that was tried wait for its turn again."""
+        """Return a delivery that was tried to `queue`, after the retries that hold its keys."""
         self._unblock(self._queues.stop(delivery))
         if not delivery.blockers:
             delivery.is_ready = True
@@ -233,7 +234,7 @@ class Dispatcher:
                 self._enqueue(each)
 
     def _is_blocked(self, delivery: Delivery) -> bool:
-        # A deferred transaction is one of those that hold its keys.
+        # A retry holds its keys itself.
         is_held = delivery.due is None and not self._held.isdisjoint(delivery.keys)
         return is_held or delivery.is_blocked or (self._spills and delivery.due is None)
 
@@ -251,7 +252,7 @@ class Dispatcher:
         return True
 
     def yield_to_others(self, on: bool) -> None:
-        """Leave the processor to other threads half of the time, or no longer."""
+        """Limit this sink to `_LAGGING_SHARE` of a processor, or lift the limit."""
         if on != (self._share is not None):
             self._share = ProcessorShare(_LAGGING_SHARE) if on else None
 
@@ -267,7 +268,7 @@ class Dispatcher:
         self._start()
 
     async def _run(self, delivery: Delivery) -> None:
-        """Deliver, with the retries that need only short waits."""
+        """Deliver, and retry in memory as long as the waits are short (`retry.defer_after`)."""
         attempts, started = delivery.history.attempts, time.monotonic()
         while True:
             if self._pace:
@@ -297,9 +298,9 @@ class Dispatcher:
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
     ) -> float | None:
-        """Decide what becomes of it. Returns in how many seconds it is tried again in place, None if it is not.
+        """Judge a failed attempt. Returns the seconds until the retry in memory, None if there is none.
 
-        Raises what no retry mends.
+        Raises `error` again if no retry can repair it.
         """
         retry = self._settings.retry
         self._last_fault = describe(error)
@@ -326,26 +327,26 @@ class Dispatcher:
         return None
 
     def _try_later(self, delivery: Delivery, error: Exception, is_trial: bool) -> None:
-        """No attempt is spent: the destination is down."""
+        """Queue or defer a delivery without counting the attempt, since the destination is down."""
         if not is_trial:
             self._put_back(delivery, self._ready.appendleft)
         elif not delivery.was_trial:
-            # The next trial is another key's.
+            # The next trial goes to another key.
             delivery.was_trial = True
             self._put_back(delivery, self._ready.append)
         else:
-            # All others have failed too, perhaps since only their keys do: room for what follows them.
+            # All others have failed too. Perhaps only their keys fail: deferring them makes room for other keys.
             self._completed(delivery, self._unspent(delivery, error))
 
     def _braked(self, failure: Failure) -> Failure:
-        """What becomes of a transaction that is to be dead-lettered: too many in a row are not, and the sink stops."""
+        """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""
         if not is_dead(failure) or not self._brake.stops(self._sink.name, failure.error):
             return failure
         self.breaker.hold(LONGEST_WAIT_SECONDS)
         return replace(failure, after=LONGEST_WAIT_SECONDS, holds=False)
 
     def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
-        """Count a failure; returns whether the destination counts as down, so that no attempt is spent."""
+        """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
         if self.breaker.failed(_key(delivery)):
             self._relieved = time.monotonic()
             log.warning(
@@ -377,5 +378,5 @@ class Dispatcher:
 
 
 def _key(delivery: Delivery) -> Hashable:
-    """What the breaker takes for one key: the delivery itself where it has none."""
+    """What the breaker counts as one key: the ordering keys, or the commit if there are none."""
     return delivery.keys or delivery.rows.commit.xid

@@ -1,4 +1,4 @@
-"""Reads the log for a sink that lags: the transactions of a difference, in order, with the events for the sink."""
+"""Reads the outbox for a lagging sink: the transactions of a difference, in order, with the events for the sink."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from relay.store.connections import open_pool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Polled:
-    """Transactions of a difference with events for the sink; none at the end of a portion.
+    """Some transactions of a difference that have events for the sink; `routed` is None at the end of a portion.
 
-    `positions` and `xids` (0 for rows from before there was c_xid) have an element for each. After them everything up
-    to the position `upto` is read. `large` are c_offsets of rows that are too large to be read.
+    `positions` (in the difference) and `xids` (full; 0 for rows that are older than the column c_xid) have an element
+    for each transaction. With this, everything up to the position `upto` has been read. `large` are the c_offsets of
+    rows that are too large to be read.
     """
 
     routed: Routed | None
@@ -38,13 +39,13 @@ class Polled:
 
 
 class LogReader:
-    """The outbox as a table, for one sink. Used by one thread at a time; raises psycopg.Error and RelayError."""
+    """Reads the outbox as a table, for one sink. Used by one thread at a time; raises psycopg.Error and RelayError."""
 
     def __init__(self, settings: Settings, sink: str, router: BatchRouter) -> None:
         self._sink = sink
         self._router = router
         self._rows = OutboxRows(settings)
-        # One connection holds the plan of a difference, the other answers.
+        # One connection holds the plan of a difference open, the other reads its rows.
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
             settings.source_dsn, 2, prepare_reading
         )
@@ -54,33 +55,33 @@ class LogReader:
         self._source.close()
 
     def current_position(self) -> SourcePosition:
-        """What the source shows now, and has on its disk."""
+        """The current position of the source whose commits are durable there."""
         with self._source.connection() as conn:
             return durable_position(conn)
 
     def following(self, snapshot: Snapshot) -> SourcePosition | None:
-        """A sight that shows more rows than a snapshot sees; None if there is nothing new."""
+        """A position that shows rows which `snapshot` does not see; None if there are none."""
         with self._source.connection() as conn:
             seen = current_position(conn).snapshot
             # A standby may lag.
             if not seen.covers(snapshot):
                 return None
-            # Whoever stands at the beginning is not told of rows from before there was c_xid otherwise.
+            # At the beginning the query would miss rows that are older than the column c_xid.
             if not snapshot.is_beginning and self._rows.is_empty(conn, Difference(snapshot, seen)):
                 return None
             return durable_position(conn)
 
     def read(self, between: Difference, after: int, left_out: Xids) -> Generator[Polled]:
-        """The transactions of a difference after a position, but those left out (int64, in any order).
+        """The transactions of a difference after position `after`, without `left_out` (full xids, int64, any order).
 
-        Raises TransientFault where the server does not have yet what is to be read.
+        Raises TransientFault if a standby has not replayed the difference yet.
         """
         with (
             self._source.connection() as planning,
             closing(self._rows.plan(planning, between, after, whole=False)) as portions,
         ):
             for portion in portions:
-                # Whole, since the sink may take long for it, and an open query holds back vacuum.
+                # Read whole: the sink may take long, and an open query holds back vacuum.
                 yield from self._portion(between, portion.shares, left_out)
                 yield Polled(None, (), (), portion.upto, ())
 
@@ -105,7 +106,7 @@ class LogReader:
         large: Collection[int],
     ) -> Generator[Polled]:
         position_of = dict(zip(wanted.xids.tolist(), wanted.positions.tolist(), strict=True))
-        # Closed before the connection is: a COPY that is under way would keep that from being returned.
+        # Closed before the connection: a COPY in flight would keep it from returning to the pool.
         with closing(self._rows.commits(conn, wanted, unmarked, large)) as found:
             for transactions in found:
                 routed = self._routed(transactions)
@@ -126,7 +127,7 @@ def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xid
 
 
 def _wanted(shares: Collection[Share], unmarked: bool, left_out: Xids) -> Wanted:
-    """The transactions of shares in order of their positions."""
+    """The transactions of `shares`, without `left_out`, ordered by position, then xid."""
     chosen = [share for share in shares if share.unmarked == unmarked]
     none = np.zeros(0, np.int64)
     xids = np.concatenate([none, *(share.xids for share in chosen)])

@@ -1,4 +1,4 @@
-"""What became of deliveries, on its way into the target: deferred rows, dead letters, and rows that are done with."""
+"""Writes the outcomes of deliveries into the target: rows to defer, dead letters, and deferred rows to remove."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """An event is to be delivered at a later time: until then the transaction is deferred, and holds nobody."""
+    """A transaction has an event for later (`deliver_at`): it is deferred until then, and holds no key."""
 
     until: datetime
 
 
 Outcome = Disposition | Scheduled | None
-"""None: the destination has confirmed."""
+"""What became of a delivery. None: the destination has confirmed it."""
 
 
 class Recorder:
-    """Writes outcomes of one sink. Raises psycopg.Error."""
+    """Writes the outcomes of one sink's deliveries. Raises psycopg.Error."""
 
     def __init__(self, settings: Settings, sink: str, meter: Meter) -> None:
         self._meter = meter
@@ -50,7 +50,7 @@ class Recorder:
         self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
 
     def write(self, conn: Connection, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
-        """Write what became of deliveries, in the order in which it became known, in the current transaction."""
+        """Write outcomes, in the order in which they became known, in the current database transaction."""
         deferrals: list[tuple[Undecoded, Deferral]] = []
         again: list[tuple[int, Deferral]] = []
         done: list[int] = []
@@ -94,7 +94,7 @@ class Recorder:
         return number
 
     def report(self, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
-        """Log what was dead-lettered, and which faults defer transactions, now that it is stored."""
+        """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
         found: list[DeadLettered] = []
         for delivery, outcome in outcomes:
             if not isinstance(outcome, Failure):

@@ -1,4 +1,4 @@
-"""How fast a sink may deliver. No I/O."""
+"""Limits how fast a sink delivers: a rate, and a share of a processor. No I/O."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _BURST_SECONDS = 0.005
 
 
 class RateLimit:
-    """Lets so many through in a second, evenly."""
+    """Spaces turns evenly, `rate` a second."""
 
     def __init__(self, rate: float) -> None:
         self._interval = 1 / rate
         self._next = 0.0
 
     def turn(self) -> float:
-        """In how many seconds it is one's turn, which is taken with that."""
+        """Take the next turn; returns in how many seconds it is."""
         now = time.monotonic()
         turn = max(now, self._next)
         self._next = turn + self._interval
@@ -23,7 +23,7 @@ class RateLimit:
 
 
 class ProcessorShare:
-    """Lets a thread have a share of a processor, in small portions, so that other threads of the process go on.
+    """Limits a thread to a share of a processor, in small portions, so that other threads of the process go on.
 
     Python runs one thread at a time.
     """
@@ -34,7 +34,7 @@ class ProcessorShare:
         self._at, self._used = time.monotonic(), time.thread_time()
 
     def wait(self) -> float:
-        """In how many seconds the thread that calls may go on; 0 is now."""
+        """Seconds that the calling thread has to wait; 0 means that it may go on now."""
         at, used = time.monotonic(), time.thread_time()
         self._left += (at - self._at) * self._share - (used - self._used)
         self._left = min(self._left, _BURST_SECONDS)

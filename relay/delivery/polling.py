@@ -88,8 +88,8 @@ class SinkPolling:
     async def catch_up(self, streamed: Xids, ready: Callable[[], None]) -> bool:
         """Submit everything up to a snapshot that sees `streamed` (full xids), while the feed buffers the stream.
 
-        Calls `ready` once the snapshot is known. False if the transactions are too many or the feed is full, or if some
-        of `streamed` stay invisible for JOIN_SECONDS.
+        Calls `ready` once the snapshot is known. False if there are too many transactions, if the session leaves the
+        stream meanwhile, or if some of `streamed` stay invisible for JOIN_SECONDS.
         """
         end = self._progress.end
         if end is None:

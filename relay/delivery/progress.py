@@ -1,6 +1,6 @@
-"""How far a sink is in the log. No I/O.
+"""Tracks the position of a sink: which commits are done, and what has to be stored. No I/O.
 
-Source: PgQ (Skype Tools), whose consumers stand at snapshots too.
+Source: PgQ (Skype Tools), whose consumers have snapshots as positions too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from relay.store.sinks import BEFORE_FIRST, Position
 class SinkCommit:
     """A commit of the source with deliveries for the sink; it is done when all of them are.
 
-    `position` is the end of the commit in the WAL or, where it was polled, its position in the difference. `xid` is its
-    full id, 0 for rows from before there was c_xid. `since` is when it came (monotonic clock, seconds). `deliveries`
-    counts those that are not done, and `is_begun` says that one of them is.
+    `position` is the end of the commit in the WAL or, if it was polled, its position in the difference. `xid` is the
+    full xid, 0 for rows that are older than the column c_xid. `since` is when it came (monotonic clock, seconds).
+    `deliveries` counts those that are not done; `is_begun` says that at least one is done.
     """
 
     position: int
@@ -37,7 +37,7 @@ class SinkCommit:
 
 
 class Prefix:
-    """Commits in order, and the position up to which all of them are done."""
+    """Commits in order, and `reached`, the position up to which all of them are done."""
 
     def __init__(self, reached: int) -> None:
         self.reached = reached
@@ -45,17 +45,17 @@ class Prefix:
         self._passed: list[int] = []
 
     def __len__(self) -> int:
-        """How many commits it remembers."""
+        """The number of commits that are remembered."""
         return len(self._commits) + len(self._passed)
 
     def add(self, commit: SinkCommit) -> None:
-        """Append a commit whose deliveries are under way."""
+        """Append a commit whose deliveries start."""
         commit.prefix = self
         self._commits.append(commit)
         self.advance()
 
     def advance(self) -> None:
-        """Some deliveries are done."""
+        """Move `reached` over the commits that are done."""
         while self._commits and not self._commits[0].deliveries:
             commit = self._commits.popleft()
             self.reached = commit.position
@@ -63,17 +63,18 @@ class Prefix:
                 self._passed.append(commit.xid)
 
     def take_passed(self) -> list[int]:
-        """The xids of the commits that were passed since this was called last."""
+        """The xids of the commits that `reached` has passed since the last call."""
         passed, self._passed = self._passed, []
         return passed
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A difference up to a snapshot that is polled.
+    """A difference up to the snapshot `end` that is being polled.
 
-    `before` is the number of the last commit that was begun before it, and may be one of its transactions all the same:
-    the stream has brought it. Once the difference is read whole, `last` is the number of its last commit.
+    `before` is the number of the last commit that started before the difference was opened; such a commit may be part
+    of the difference nevertheless, if the stream brought it. Once the whole difference has been read, `last` is the
+    number of its last commit.
     """
 
     end: Snapshot
@@ -83,17 +84,17 @@ class _Reading:
 
 
 class SinkProgress:
-    """The position of a sink at work, and what it has done beyond it.
+    """The position of a running sink, and the transactions after it that are done already.
 
-    The sink does not stop where a delivery takes long: the next difference is polled, and the stream is followed, while
-    some of a former difference is under way. The stored position says the oldest difference that is not done, and how
-    much of it is; other transactions that are done are remembered by their xids.
+    A slow delivery does not stop the sink: it polls the next difference or takes the stream while deliveries of an
+    earlier difference are in flight. The stored position names the oldest difference that is not done and the position
+    in it up to which it is done; other transactions that are done are remembered by their xids.
     """
 
     def __init__(self, position: Position, done: Xids, polls: bool) -> None:
-        """`done`: the transactions, int64, that are done and that the position does not tell.
+        """`done`: full xids (int64, any order; copied) that are done and not covered by the position.
 
-        Not `polls`: only the WAL is read, and a position in it says how far the sink is.
+        Without `polls` the sink reads the WAL only, and its position is an LSN.
         """
         self.position = position
         self._polls = polls
@@ -112,31 +113,34 @@ class SinkProgress:
 
     @property
     def known(self) -> Xids:
-        """The transactions that are done or under way and that `end` may not see; int64, in no order."""
+        """The transactions that are done or in flight and that `end` may not see: full xids, int64, unordered."""
         return np.fromiter(self._known, np.int64, len(self._known))
 
     @property
     def end(self) -> Snapshot | None:
-        """The snapshot up to which the log has been polled, or is being polled."""
+        """The snapshot up to which the outbox has been polled or is being polled; None without one."""
         return self._differences[-1].end if self._differences else self.position.snapshot
 
     @property
     def since(self) -> float | None:
-        """When the oldest of what is not done came (monotonic clock, seconds)."""
+        """When the oldest unfinished commit came (monotonic clock, seconds); None if all are done."""
         try:
             oldest = next(iter(self._under_way), None)
         except RuntimeError:
-            # Another thread than the worker's asks, and the first one has just ended.
+            # Another thread than the worker's asks, and the dictionary has just changed.
             return None
         return oldest.since if oldest else None
 
     @property
     def reached(self) -> Lsn:
-        """The position up to which every commit of the stream is done; 0/0 while something polled is not."""
+        """The position up to which every commit of the stream is done; 0/0 while a polled commit is not."""
         return Lsn(0) if self._polled else Lsn(self._streamed.reached)
 
     def is_new(self, ends: NDArray[np.uint64], xids: Xids) -> NDArray[np.bool_]:
-        """Which commits of the stream are still to be delivered, by their ends in the WAL and their full xids."""
+        """Which commits of the stream are still to be delivered: a mask, bool, as long as both arguments.
+
+        `ends` (uint64) are their end positions in the WAL, `xids` (int64) their full xids, in the same order.
+        """
         end = self.end
         new: NDArray[np.bool_] = np.ones(len(ends), np.bool_)
         if not self._polls:
@@ -148,30 +152,30 @@ class SinkProgress:
         return new
 
     def reach(self, lsn: Lsn) -> None:
-        """No commit that is done or under way ends after this position of the WAL."""
+        """Raise `delivered_lsn`: no commit that is done or in flight ends after it."""
         if lsn > self.position.delivered_lsn:
             self.position = replace(self.position, delivered_lsn=lsn)
 
     # The stream
 
     def join(self, reached: Lsn) -> None:
-        """The stream is buffered after a position of the WAL."""
+        """Start to follow the stream, which is buffered after the position `reached`."""
         self._streamed = Prefix(reached if self._polls else max(reached, self.position.applied_lsn))
 
     def stream(self, commit: SinkCommit) -> None:
-        """Deliveries of a commit of the stream begin; it may have none, and say how far the stream is read."""
+        """Start a commit of the stream. One without deliveries only notes how far the stream has been read."""
         self._begin(commit)
         self._streamed.add(commit)
         self.reach(Lsn(commit.position))
         self._forget_passed()
 
     def poll_beside(self, commit: SinkCommit) -> None:
-        """Deliveries of a commit begin that was polled on the way into the stream, which may bring it too."""
+        """Start a commit that was polled while the sink joins the stream, which may bring it too."""
         self._polled += 1
         self._begin(commit)
 
     def adopt(self, snapshot: Snapshot) -> bool:
-        """Stand at a snapshot up to which the stream has brought everything; False if something is still under way."""
+        """Move to a snapshot up to which the stream has brought all; False while a polled commit is in flight."""
         before = self.position.snapshot
         if self._differences or self._polled:
             return False
@@ -183,13 +187,13 @@ class SinkProgress:
     # The outbox
 
     def open(self, following: Snapshot) -> None:
-        """Begin to poll the difference between `end` and a snapshot."""
+        """Start the difference between `end` and the snapshot `following`."""
         self._differences.append(_Reading(following, Prefix(BEFORE_FIRST), self._number))
         self._describe_first()
 
     @property
     def reading(self) -> tuple[Snapshot, Snapshot, int] | None:
-        """The difference that is being polled, by its snapshots, and the position in it after which it goes on."""
+        """The difference that is being polled: its two snapshots, and the position in it after which to go on."""
         if not self._differences or self._differences[-1].last is not None:
             return None
         before = self._differences[-2].end if len(self._differences) > 1 else self.position.snapshot
@@ -198,11 +202,11 @@ class SinkProgress:
 
     @property
     def remembered(self) -> int:
-        """How many commits of differences are remembered."""
+        """The number of polled commits that are remembered."""
         return sum(len(each.prefix) for each in self._differences)
 
     def poll(self, commit: SinkCommit) -> None:
-        """Deliveries of a commit of the difference begin; it may have none, and say how far that is read."""
+        """Start a commit of the difference. One without deliveries only notes how far the difference has been read."""
         if commit.deliveries:
             self._polled += 1
         self._begin(commit)
@@ -210,12 +214,12 @@ class SinkProgress:
         self._forget_passed()
 
     def read(self) -> None:
-        """All of the difference is under way."""
+        """Note that the difference has been read to its end."""
         self._differences[-1].last = self._number
         self._advance()
 
     def finish(self, commit: SinkCommit) -> None:
-        """A delivery is done: it was confirmed, or what became of it instead is stored together with the position."""
+        """Finish a delivery: it was confirmed, or its outcome is stored together with the position."""
         commit.deliveries -= 1
         commit.is_begun = True
         if commit.deliveries:
@@ -231,7 +235,7 @@ class SinkProgress:
         self._advance()
 
     def to_store(self) -> tuple[Position, list[int]]:
-        """The position, and the xids of what else is done: since this was called last, or all without a snapshot."""
+        """The position, and the xids done after it: those since the last call, or all if there is no snapshot."""
         if self._position_suffices:
             reached = self._differences[0].prefix.reached
             self.position = replace(self.position, polled_offset=reached)
@@ -252,7 +256,7 @@ class SinkProgress:
             self._known.add(commit.xid)
 
     def _advance(self) -> None:
-        """Leave the differences that are read and done."""
+        """Drop the differences that are read and done, and move to the end of the last of them."""
         oldest = next(iter(self._under_way), None)
         while self._differences:
             last = self._differences[0].last
@@ -263,7 +267,7 @@ class SinkProgress:
         self._forget_passed()
 
     def _forget_passed(self) -> None:
-        """Forget the transactions that the position tells."""
+        """Forget the transactions that the position covers."""
         passed = self._streamed.take_passed()
         if self.position.snapshot is not None:
             passed = self._differences[0].prefix.take_passed() if self._position_suffices else []
@@ -272,9 +276,10 @@ class SinkProgress:
 
     @property
     def _position_suffices(self) -> bool:
-        """Whether a position in the first difference tells what of it is done.
+        """Whether a position in the first difference describes what of it is done.
 
-        Not while a commit is under way that was begun before: polling leaves it out, wherever it is in the difference.
+        It does not while a commit is in flight that started before the difference was opened: polling skips that commit
+        wherever it is in the difference.
         """
         oldest = next(iter(self._under_way), None)
         return bool(self._differences) and (
@@ -289,7 +294,7 @@ class SinkProgress:
         self._done &= self._known
 
     def _describe_first(self) -> None:
-        """Let the position tell the first difference that is not done."""
+        """Set the parts of the position that name the first difference that is not done."""
         first = self._differences[0] if self._differences else None
         self.position = replace(
             self.position,

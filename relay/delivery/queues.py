@@ -1,4 +1,4 @@
-"""Which deliveries wait for which others: a queue for each ordering key. No I/O."""
+"""Keeps deliveries in order: a queue for each ordering key. No I/O."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from relay.store.deferred_due import Due
 class Delivery:
     """A business transaction's events for the sink.
 
-    `rows` are what is deferred or dead-lettered, `commit` is where they came from, or `due` is their deferred row.
-    `blockers` counts the keys of which it is not the first; one before it that waits makes it `is_blocked`.
-    `was_trial`: it has been tried while the breaker was open. `is_ready`: it waits for nothing but its turn.
+    `rows` are what is written if it is deferred or dead-lettered. It comes from `commit` or, if it is a retry, from the
+    deferred row `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
+    with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
     """
 
     rows: Undecoded
@@ -37,17 +37,20 @@ class Delivery:
 
 
 class Queues:
-    """For each key what runs, then what was deferred, then what is new, each in the order in which it was added.
+    """For each key the deliveries in flight, then retries, then new ones, each in the order in which they were added.
 
-    What was deferred was in the log before anything new that has one of its keys. If it waited behind that, which may
-    have to wait until the deferred one is done, neither would ever be done.
+    Retries precede new deliveries, since they were in the log before everything new that has one of their keys. A retry
+    after a new delivery would deadlock: the new one is blocked until the retry is done.
+
+    Example: new deliveries N1 (keys a, b) and N2 (key b), then a retry R (key b). The queues are a: N1; b: R, N1, N2.
+    N1 and N2 have one blocker each; R runs. `remove(R)` returns N1, which has no blocker left.
     """
 
     def __init__(self) -> None:
         self._of: defaultdict[str, deque[Delivery]] = defaultdict(deque)
 
     def add(self, delivery: Delivery) -> None:
-        """Add a delivery that does not run."""
+        """Add a delivery that is not in flight."""
         for key in delivery.keys:
             queue = self._of[key]
             index = len(queue) if delivery.due is None else _earlier(queue)
@@ -58,7 +61,7 @@ class Queues:
             queue.insert(index, delivery)
 
     def remove(self, delivery: Delivery) -> list[Delivery]:
-        """A delivery without blockers is over; returns those that are the first of one of its keys now."""
+        """Remove a delivery without blockers; returns those that are now first in the queue of one of its keys."""
         first: list[Delivery] = []
         for key in delivery.keys:
             queue = self._of[key]
@@ -71,7 +74,7 @@ class Queues:
         return first
 
     def stop(self, delivery: Delivery) -> list[Delivery]:
-        """A delivery does not run any more; returns those that are the first of one of its keys now, instead of it."""
+        """Put a delivery in flight back, after the retries; returns those that are now first in its place."""
         delivery.is_running = False
         if delivery.due is not None:
             return []
@@ -89,5 +92,5 @@ class Queues:
 
 
 def _earlier(queue: Iterable[Delivery]) -> int:
-    """How many deliveries of a queue go before one that was deferred."""
+    """How many deliveries of a queue precede a retry that is added."""
     return sum(1 for _ in takewhile(lambda each: each.is_running or each.due is not None, queue))

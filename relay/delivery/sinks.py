@@ -1,4 +1,4 @@
-"""All sinks of an instance, beside the stream: what each gets of it, and how much of the WAL they still need."""
+"""Runs all sinks of an instance: gives each its part of the stream, and confirms the WAL that none of them needs."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class SinkWorker(Protocol):
     """Works one sink in a thread."""
 
     def claim(self) -> None:
-        """What this process reads has changed: claim the sink again, or leave it."""
+        """Claim the sink or leave it, since the mode of this process has changed."""
 
     def stop(self) -> None:
-        """End after what is under way. Safe in a signal handler's thread."""
+        """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
 
     def close(self, timeout: float) -> None:
-        """Stop, and wait for what is under way, for so many seconds."""
+        """Stop, and wait up to `timeout` seconds for the deliveries in flight."""
 
 
 class Sinks:
     """The configured sinks, each with a worker. Raises ConfigurationError when one cannot be built.
 
-    The source says how it is read. The service offers each batch of the stream before it is applied to the target, so
-    that no consumer waits for another. `confirm` is called with a position up to which nobody needs the WAL, `failed`
-    once when a worker has met what no retry mends.
+    The source calls `streaming`, `polling` or `on_standby` when its mode changes. The service offers each batch of the
+    stream before it applies it to the target, so that sinks and target do not wait for each other. `confirm` is called
+    with the position up to which nobody needs the WAL, `failed` once a worker meets a fault that no retry can repair.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Sinks:
         around: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """`around` is asked for each sink what delivers instead of it."""
+        """`around` returns, for each sink, the sink that delivers in its stead."""
         meter = meter or Meter()
         self.heartbeat = Heartbeat()
         self._settings = settings
@@ -101,9 +101,9 @@ class Sinks:
         self._all: Sequence[SinkWorker] = [*self._workers.values(), *self._spark]
 
     def start(self, session: Session) -> None:
-        """Begin to work the sinks. Those that do not lag are worked by the process that reads the source.
+        """Start the workers. The process that reads the source works the sinks that do not lag.
 
-        Those of Spark poll the outbox, and never use the stream.
+        Spark sinks poll the outbox, and never use the stream.
         """
         for worker in self._workers.values():
             worker.start()
@@ -111,7 +111,7 @@ class Sinks:
             spark.start(session)
 
     def streaming(self) -> None:
-        """This process reads the stream from now on: wait a little until the sinks buffer what it brings."""
+        """This process reads the stream from now on: wait up to `sinks.attach_seconds` for the sinks to join it."""
         if not self._polls:
             self._log_left_out()
         if not self._workers:
@@ -126,21 +126,21 @@ class Sinks:
             worker.ready.wait(max(0.0, ends - time.monotonic()))
 
     def polling(self) -> None:
-        """This process polls from now on, and so do the sinks."""
+        """This process polls from now on: the sinks poll too."""
         with self._lock:
             self._mode = "poll"
             self._interrupt()
         self._claim()
 
     def on_standby(self) -> None:
-        """Another process reads the stream, and so works the sinks."""
+        """Another process reads the stream, and works the sinks that do not lag."""
         with self._lock:
             self._mode = ""
             self._begun = None
         self._claim()
 
     def _interrupt(self) -> None:
-        """The stream does not bring everything: what is polled now does not come by it."""
+        """Interrupt the feeds: the stream does not bring what is polled now."""
         for worker in self._workers.values():
             worker.feed.interrupt()
 
@@ -149,13 +149,13 @@ class Sinks:
             worker.claim()
 
     def stop(self) -> None:
-        """End after what is under way. Safe in a signal handler's thread."""
+        """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
         self._stopping.set()
         for worker in self._all:
             worker.stop()
 
     def close(self) -> None:
-        """Stop, and wait for what is under way."""
+        """Stop, and wait up to `shutdown_timeout` for the deliveries in flight."""
         self.stop()
         ends = time.monotonic() + self._settings.shutdown_timeout
         for worker in self._all:
@@ -163,26 +163,26 @@ class Sinks:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """The workers of all sinks but those of Spark."""
+        """The workers of all sinks but the Spark sinks."""
         return tuple(self._workers.values())
 
     @property
     def spark_workers(self) -> Sequence[SparkWorker]:
-        """Those of Spark."""
+        """The workers of the Spark sinks."""
         return self._spark
 
     @property
     def durable_lsn(self) -> Lsn:
-        """The position up to which the target has everything."""
+        """The position up to which the target has stored everything."""
         return self._durable
 
     @property
     def error(self) -> RelayError | None:
-        """What a worker met that no retry mends."""
+        """The first fault of a worker that no retry can repair; None without one."""
         return next((each.error for each in self._workers.values() if each.error), None)
 
     def _log_left_out(self) -> None:
-        """Only the WAL is read: nothing is kept for the sinks that are not configured."""
+        """Log the sinks that are not configured now: without polling, nothing is kept for them."""
         with suppress(psycopg.OperationalError), connect(self._settings.target_dsn) as conn:
             for name in sinks.leave_out(conn, self._settings.group, self._workers):
                 log.warning(
@@ -191,16 +191,16 @@ class Sinks:
                 )
 
     def _noted(self) -> Xids:
-        """What was streamed before and may not be visible yet: a commit that waits for a synchronous standby."""
+        """The xids that were streamed and may not be visible yet, as a commit that waits for a synchronous standby."""
         try:
             with connect(self._settings.target_dsn) as conn:
                 return snapshots.noted(conn, self._settings.group)
         except psycopg.OperationalError:
-            # Without the target no worker has claimed its sink either.
+            # Without the target, no worker has claimed its sink: no feed opens.
             return np.zeros(0, np.int64)
 
     def offer(self, batch: Batch) -> None:
-        """Give each sink what of a batch goes to it. A polled batch says that the stream does not bring everything."""
+        """Give each sink its part of a batch. A polled batch interrupts the feeds."""
         if not self._workers:
             return
         with self._lock:
@@ -210,7 +210,7 @@ class Sinks:
             elif batch.source_epoch != self._epoch:
                 if self._epoch is not None:
                     self._require_polling()
-                    # The positions of another server, or of another history of it.
+                    # LSNs of another server or timeline cannot be compared with the earlier ones.
                     self._interrupt()
                     self._end = self._durable = Lsn(0)
                 self._epoch = batch.source_epoch
@@ -235,7 +235,7 @@ class Sinks:
                     worker.feed.offer(_compact(parts[name], batch.next_xid, now), self._end)
 
     def _require_polling(self) -> None:
-        """Raise RelayError where positions in the WAL are all there is."""
+        """Raise RelayError if the sinks have no position but an LSN."""
         if not self._polls:
             raise RelayError(
                 "source.mode: wal: the source has another history now, in which the sinks' positions mean nothing: "
@@ -243,7 +243,7 @@ class Sinks:
             )
 
     def _wait_for_room(self, names: Iterable[str]) -> None:
-        """Wait until sinks can take what only the stream has: they are claimed, and their buffers are not full."""
+        """Wait until the feeds of sinks are open and have room: without polling only the stream has the events."""
         limit = self._settings.sinks.attach_bytes
         for name in names:
             feed = self._workers[name].feed if name in self._workers else None
@@ -252,25 +252,25 @@ class Sinks:
                 self._stopping.wait(_ROOM_SECONDS)
 
     def taken(self) -> None:
-        """The target has taken the batch."""
+        """Note that the target has applied the batch."""
         with self._lock:
             self._begun = None
 
     def durable(self, end: Lsn) -> None:
-        """The target has everything up to a position. Safe in any thread."""
+        """Note that the target has stored everything up to `end`. Safe in any thread."""
         with self._lock:
             self._durable = max(self._durable, end)
         self.confirm()
 
     def confirm(self) -> None:
-        """Let the WAL go that neither the target nor a sink needs. Safe in any thread."""
+        """Confirm the WAL that neither the target nor a sink needs. Safe in any thread."""
         with self._lock:
             bounds = [each.feed.lower_bound for each in self._workers.values()]
             end = min([self._durable, *(bound for bound in bounds if bound is not None)])
         self._confirm(end)
 
     def adopt(self, seen: SourcePosition) -> None:
-        """Everything that a sight shows was streamed, and neither the target nor a sink has to get it any more."""
+        """Take over a position: everything up to it was streamed, and the target and the feeds have it."""
         with self._lock:
             streamed = np.concatenate([np.zeros(0, np.int64), *self._streamed])
             self._streamed = [streamed[~seen.snapshot.sees(streamed)]]
@@ -307,7 +307,7 @@ class Sinks:
 
 
 def _compact(routed: Routed, next_xid: int, now: float) -> Streamed:
-    """What goes to a sink, without the rest of the buffer that it lies in."""
+    """The part for one sink, copied out of the batch's buffer, so that it does not keep that in memory."""
     transactions = routed.transactions
     compact = replace(transactions, rows=transactions.rows.compact())
     return Streamed(Routed(compact, routed.decoder), next_xid, now, transactions.held)

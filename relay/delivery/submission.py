@@ -1,4 +1,4 @@
-"""Turns transactions, of the log or deferred, into deliveries in order."""
+"""Turns transactions, from the log or deferred ones, into deliveries and submits them in order."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from relay.store import deferred, deferred_due, deferred_rows
 from relay.store.sinks import Claim
 
 RETRY_SECONDS = 0.5
-"""How often deferred transactions are looked for whose time has come."""
+"""How often deferred transactions that are due are queried."""
 RETRIED_AT_ONCE = 500
 
 
 class Submission:
-    """Submits to a dispatcher what is to be delivered to a sink. For one event loop."""
+    """Submits the deliveries of one sink to its dispatcher. For one event loop."""
 
     def __init__(
         self,
@@ -57,7 +57,10 @@ class Submission:
     async def submit(
         self, routed: Routed, commits: Sequence[SinkCommit], large: Collection[int] = ()
     ) -> None:
-        """Submit transactions in order, as there is room."""
+        """Submit transactions in order, each when there is room; `commits` has the commit of each.
+
+        `large` are the c_offsets of rows that were too large to be read: their transactions are dead-lettered.
+        """
         transactions = routed.transactions
         later = self._scheduled(transactions)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
@@ -78,7 +81,7 @@ class Submission:
         return self._ordering.delivery_keys(self._name, hosts, [events])
 
     def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
-        """The transactions with an event whose time is still to come, by index; the latest one counts."""
+        """The transactions with an event for later, by index, with the latest of their times."""
         now = datetime.now(UTC)
         ends = np.cumsum(transactions.facts["events"])
         found: dict[int, datetime] = {}
@@ -94,11 +97,11 @@ class Submission:
         return NotReceived(f"payload and metadata are too large, they are only in {where}", offsets)
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
-        """Let the dispatcher know which keys are held by deferred transactions."""
+        """Tell the dispatcher which of the keys deferred transactions hold."""
         if not self._checkpoint.held_any:
             return
         asked = frozenset[str]().union(*keys)
-        # First, since what fails while the others are stored is not among them.
+        # Called first: a delivery that fails during the flush is missing from the query's answer.
         self._dispatcher.asking()
         await self._checkpoint.flush()
         if asked:
@@ -108,7 +111,7 @@ class Submission:
             self._dispatcher.hold(held, asked)
 
     async def retry(self) -> None:
-        """Deliver deferred transactions when it is their turn; never ends by itself."""
+        """Deliver deferred transactions when they are due; runs until it is cancelled."""
         while True:
             if await self._retry_some():
                 continue
@@ -120,7 +123,7 @@ class Submission:
     async def _retry_some(self) -> bool:
         limit = RETRIED_AT_ONCE
         if self._dispatcher.breaker.is_open:
-            # One at a time takes its turn in trying.
+            # Only one at a time may be the trial.
             limit = 0 if self._checkpoint.retried else 1
         if self._dispatcher.is_paused or not limit:
             return False
@@ -134,7 +137,7 @@ class Submission:
             ):
                 await self._refresh_held()
             return False
-        # Somebody may have replayed dead letters.
+        # An operator may have replayed dead letters, which hold keys again.
         self._checkpoint.held_any = True
         limits = self._settings.batch
         transactions = await self._in_target(
@@ -143,7 +146,7 @@ class Submission:
         decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))
         for each, (rows, events) in zip(due, pairs, strict=True):
-            # Without waiting for room, which what follows with its keys would take, and be deferred.
+            # Not after `room`: later deliveries with the same keys may fill it, and only be deferred.
             self._checkpoint.retried.add(each.id)
             history = AttemptHistory(each.attempts, each.first_failed_at)
             keys = frozenset(each.keys)
@@ -151,7 +154,7 @@ class Submission:
         return True
 
     async def _refresh_held(self) -> None:
-        """Forget the keys that were held, if no deferred transaction holds any."""
+        """Release all keys if no deferred transaction holds one."""
         records = self._checkpoint.records
         group, conn = self._settings.group, self._claim.conn
         held = await self._in_target(deferred.any_held, conn, group, self._name)
@@ -163,7 +166,7 @@ class Submission:
 
 
 def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:
-    """Each transaction as it came, and as the handler sees it."""
+    """Each transaction twice: its undecoded rows, and its events for the handler."""
     return zip(routed.transactions, routed, strict=True)
 
 

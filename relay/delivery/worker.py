@@ -1,4 +1,4 @@
-"""A thread for one sink: claims it, works it, and begins again after an outage of a database."""
+"""Runs one sink in a thread: claims it, works it, and starts again after an outage of a database."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-"""How often the event loop shows that it turns."""
+"""How often the event loop updates the heartbeat."""
 CLAIM_SECONDS = 1.0
-"""How often it is tried to claim a sink that another process works."""
+"""How often a worker tries to claim a sink that another process works."""
 
 
 class Worker:
-    """Works a sink from `start` to `close`. `failed` is called once if it meets what no retry mends."""
+    """Works a sink from `start` to `close`. Calls `failed` once at a fault that no retry can repair (see `error`)."""
 
     def __init__(
         self,
@@ -63,35 +63,35 @@ class Worker:
         self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after what is under way. Safe in a signal handler's thread."""
+        """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
         self._stopping.set()
         self._call_in_loop(self._stop)
 
     def claim(self) -> None:
-        """This process reads the source from now on; `ready` is set again once the sink is claimed, or cannot be."""
+        """Try to claim the sink now; `ready` is set again once that has succeeded or failed."""
         if self._session is None and self._thread.is_alive():
             self.ready.clear()
         self._call_in_loop(self._call)
 
     def close(self, timeout: float) -> None:
-        """Stop, and wait for what is under way, for so many seconds."""
+        """Stop, and wait up to `timeout` seconds for the deliveries in flight."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def adopt(self, seen: SourcePosition) -> None:
-        """The stream has brought everything that a sight shows, and all of it is done. Safe in any thread."""
+        """Take over a position of the source: the stream has brought everything up to it. Safe in any thread."""
         self._call_in_loop(self._adopt, seen)
 
     def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call something in the event loop, if there is one."""
+        """Run a call in the event loop; without a loop, do nothing."""
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # it has just been closed
+            with suppress(RuntimeError):  # the loop has just been closed
                 loop.call_soon_threadsafe(call, *arguments)
 
     def _call(self) -> None:
@@ -132,11 +132,11 @@ class Worker:
 
     @property
     def session(self) -> SinkSession | None:
-        """The sink while this process works it."""
+        """The session while this process works the sink; otherwise None."""
         return self._session
 
     async def _keep_heartbeat(self) -> None:
-        """Show that the event loop turns; never ends by itself."""
+        """Update the heartbeat while the event loop runs; runs until it is cancelled."""
         while True:
             self.heartbeat.update("delivers", Due.LATE)
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -151,7 +151,7 @@ class Worker:
                 try:
                     if not await self._work():
                         self.ready.set()
-                        # Others, which try as often, come first.
+                        # Longer than other processes wait, so that these claim it first.
                         await self._pause(2 * CLAIM_SECONDS)
                     wait, last_logged = FIRST_WAIT_SECONDS, ""
                 except Exception as error:
@@ -171,7 +171,7 @@ class Worker:
             await self._sink.close()
 
     def _require_polling(self, error: Exception | None) -> None:
-        """Raise RelayError where what was in flight cannot be had again: only the slot has it, for the next process."""
+        """Raise RelayError without polling: only the slot has what was in flight, and only a new process gets it."""
         if not self._polls:
             why = describe(error) if error else "it was moved"
             raise RelayError(
@@ -180,7 +180,7 @@ class Worker:
             )
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, at most until `claim` or `stop`."""
+        """Wait so many seconds, but no longer than until `claim` or `stop`."""
         assert self._called is not None  # noqa: S101
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -188,7 +188,7 @@ class Worker:
         self._called.clear()
 
     def _load(self) -> SinkState:
-        """The sink's state; a sink that is new begins where its configuration says."""
+        """Load the sink's state; a new sink starts where its configuration says. Raises RelayError."""
         claim, start = self._claim, self._configured.start
         if sinks.begin(claim.conn, self._settings.group, self.name, start):
             log.info("a new sink begins", extra={"handler": self.name, "from": start})
@@ -203,7 +203,7 @@ class Worker:
         return state
 
     async def _work(self) -> bool:
-        """Work the sink for as long as this process has it; False if it cannot, or is not to."""
+        """Claim the sink and work it until `stop`; False if another process has it or should have it."""
         settings = self._settings
         if not await asyncio.to_thread(self._claim.take):
             return False
