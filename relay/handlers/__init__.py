@@ -1,4 +1,4 @@
-"""What is done with events: one module for each kind of handler, behind one small protocol."""
+"""Handlers: one module for each type, with one protocol for transactional handlers and one for sinks."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Connection = psycopg.Connection[Any]
 
 
 class Handler(Protocol):
-    """Applies transactions inside the target's database transaction. Stateless, so that tasks may share it."""
+    """A transactional handler: it acts inside the target's database transaction. Stateless: tasks share it."""
 
     name: str
 
     def configure(self, conn: Connection) -> None:
-        """Prepare a new connection."""
+        """Prepare a new connection of the target, once."""
 
     def check(self, conn: Connection) -> None:
         """Raise ConfigurationError if the handler cannot work on this database at all."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
-        """Apply transactions, in order. What it raises is judged by `relay.faults`."""
+        """Apply transactions, in order. May raise anything: `relay.faults` decides what happens then."""
 
 
 class Sink(Protocol):
@@ -49,14 +49,14 @@ class Sink(Protocol):
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction, in order; returns when the receiver has confirmed them.
 
-        Many calls may run at once, but never two for the same ordering key. A call that is cancelled disturbs no other
-        one; its events may arrive all the same.
+        Many calls run concurrently, but never two for the same ordering key. Cancelling one call must not disturb the
+        others; its events may arrive nevertheless.
 
-        Raises Undelivered where another attempt is worth it, and Rejected, or anything else, where it is not.
+        Raises Undelivered for a fault that a retry may repair, and Rejected, or anything else, for one that it cannot.
         """
 
     async def close(self) -> None:
-        """Close the connections. Deliveries that still run fail."""
+        """Close the connections. Deliveries in flight fail."""
 
 
 def build(
@@ -64,10 +64,10 @@ def build(
     types: Mapping[str, LiteralString],
     upcaster: Upcasting | None = None,
 ) -> dict[str, Handler]:
-    """The handlers that work inside the target, by name, in the configuration's order.
+    """Build the transactional handlers; returns them by name, in the configuration's order.
 
-    `types` are the PostgreSQL types that statements get the fields as. With an upcaster handlers get events in the
-    current version of their type. Raises ConfigurationError for one that cannot be built.
+    `types` are the PostgreSQL types that the fields have in statements. With an upcaster, handlers get events in the
+    current version of their type. Raises ConfigurationError for a handler that cannot be built.
     """
     from relay.handlers.python import Python
     from relay.handlers.sql import SqlBatch, SqlEvent
@@ -91,10 +91,10 @@ def build(
 def build_sinks(
     configured: Mapping[str, Configured], upcaster: Upcasting | None = None
 ) -> dict[str, tuple[Sink, DeliveryHandler]]:
-    """The sinks that events are delivered to, with their configuration, by name in its order.
+    """Build the sinks; returns each with its settings, by name, in the configuration's order.
 
-    They connect with the first delivery. With an upcaster they get events in the current version of their type. Raises
-    ConfigurationError for one that cannot be built, or whose extra is not installed.
+    A sink connects with its first delivery. With an upcaster it gets events in the current version of their type.
+    Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
     """
     return {
         name: (_sink(name, settings, upcaster), settings)

@@ -1,4 +1,4 @@
-"""How the other side of a connection is verified, and what relay shows of itself."""
+"""TLS of sinks: how relay verifies the server, and which certificate it presents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relay.faults import ConfigurationError
 
 
 def verification(name: str, tls: TlsSettings) -> ssl.SSLContext:
-    """What the handler's configuration says of TLS. Raises ConfigurationError where a certificate cannot be used."""
+    """The TLS context of a handler's configuration. Raises ConfigurationError if a certificate cannot be used."""
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if not tls.verify:

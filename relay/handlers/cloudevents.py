@@ -1,4 +1,4 @@
-"""Events as CloudEvents 1.0: attributes, and the ways to carry them. No I/O.
+"""Encodes events as CloudEvents 1.0, structured, binary and in batches. No I/O.
 
 Sources: CloudEvents specification 1.0.2, "JSON Event Format" and "HTTP Protocol Binding"; its extensions "Partitioning"
 and "Sequence".
@@ -33,16 +33,16 @@ _EXTENSIONS = {
 
 
 def identity(event: Event) -> str:
-    """What makes an event recognisable wherever it comes twice: its id, or its place where it has none.
+    """The identity of an event, by which receivers recognise a repetition: its id, or else its offset or LSN.
 
-    An event that is polled has no position in the WAL.
+    A polled event has no LSN.
     """
     offset = event.text("c_offset")
     return event.text("id") or (f"/{offset}" if offset else f"{event.text('commit_lsn') or ''}/")
 
 
 def attributes(event: Event, source: str) -> dict[str, str]:
-    """The context attributes; those without a value are left out."""
+    """The context attributes of an event, without those that have no value."""
     found = {
         "specversion": "1.0",
         "id": identity(event),
@@ -57,22 +57,22 @@ def attributes(event: Event, source: str) -> dict[str, str]:
 
 
 def structured(event: Event, source: str) -> bytes:
-    """One event with its data in it."""
+    """One event in structured mode: attributes and data in one JSON body."""
     return _envelope(event, source).encode()
 
 
 def batch(events: Sequence[Event], source: str) -> bytes:
-    """Many events in one body."""
+    """Events in batched mode: one JSON array."""
     return f"[{','.join(_envelope(event, source) for event in events)}]".encode()
 
 
 def data(event: Event) -> bytes:
-    """The data alone; the attributes go beside it."""
+    """The body in binary mode: the data alone; headers carry the attributes."""
     return (event.text("payload") or "null").encode()
 
 
 def headers(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Attributes as the headers of HTTP and of NATS."""
+    """Attributes as HTTP or NATS headers (`ce-...`)."""
     return {f"ce-{name}": header(value) for name, value in attributes.items()}
 
 
@@ -81,12 +81,12 @@ def _envelope(event: Event, source: str) -> str:
     named = {**attributes(event, source), "datacontenttype": DATA}.items()
     head = ", ".join([f'"{name}": {encode_basestring(value)}' for name, value in named])
     payload = event.text("payload")
-    # It goes as PostgreSQL prints it: numbers keep every digit.
+    # The payload stays as PostgreSQL prints it, so that numbers keep every digit.
     return f"{{{head}}}" if payload is None else f'{{{head}, "data": {payload}}}'
 
 
 def header(value: str) -> str:
-    """A value as a header's: printable ASCII but quotes and percent stays as it is, the rest is percent-encoded.
+    """A value for a header: percent-encoded, but for printable ASCII without quotes and percent.
 
     Source: HTTP Protocol Binding, 3.1.3.2.
     """
@@ -94,7 +94,7 @@ def header(value: str) -> str:
 
 
 def _rfc3339(text: str | None) -> str | None:
-    """PostgreSQL's `2026-11-21 10:00:00.5+00`; None for what RFC 3339 cannot say (infinity, years beyond 9999, BC)."""
+    """PostgreSQL's `2026-11-21 10:00:00.5+00` in RFC 3339, which lacks infinity, years after 9999 and BC: then None."""
     if text is None or not text.endswith("+00") or len(text.split("-", 1)[0]) != 4:
         return None
     return f"{text[:-3].replace(' ', 'T')}Z"

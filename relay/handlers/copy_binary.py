@@ -1,4 +1,4 @@
-"""Rows in COPY's binary format, made of values as text: the server then has far less to parse. No I/O.
+"""Encodes rows in COPY's binary format, which the server parses far faster than text. No I/O.
 
 Sources: PostgreSQL documentation, "COPY", Binary Format; each type's receive function in PostgreSQL's source.
 """
@@ -22,7 +22,7 @@ START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 END = b"\xff\xff"
 
 Encoded = NDArray[Any] | Sequence[bytes]
-"""Values that all have one length, or each its own."""
+"""Encoded values: an array if all have the same length, otherwise bytes for each."""
 Encoder = Callable[[Sequence[bytes]], Encoded]
 
 _SIZE = np.dtype(">i4")
@@ -35,9 +35,11 @@ _DASHES = (8, 13, 18, 23)
 def rows(
     numbers: Int64Array, columns: Mapping[str, Values], types: Mapping[str, str]
 ) -> tuple[list[str], bytes] | None:
-    """Rows, each with its number (bigint) and then the columns, in the order that is returned with them.
+    """Encode rows, each with its number (bigint) and then the columns; returns the order of the columns and the bytes.
 
-    None where a value has another form than PostgreSQL's own text: then only the server can tell what it is.
+    `numbers` is int64, one for each row; `columns` has a value as PostgreSQL's text, or None, for each row. Columns of
+    fixed size come first in the result. Returns None if a value is not in PostgreSQL's own text form, which only the
+    server can parse.
     """
     even: dict[str, NDArray[Any]] = {}
     uneven: dict[str, Sequence[Sequence[bytes]]] = {}
@@ -56,7 +58,10 @@ def rows(
 
 
 def _heads(even: Sequence[NDArray[Any]], columns: int) -> list[bytes]:
-    """What rows begin with: how many columns they have, and the values of even length."""
+    """The start of each row: the number of its columns, then the sizes and values of the columns of fixed size.
+
+    `even` are arrays of one length, a value for each row; the result has bytes for each row.
+    """
     fields = [
         field
         for index, values in enumerate(even)
@@ -72,7 +77,7 @@ def _heads(even: Sequence[NDArray[Any]], columns: int) -> list[bytes]:
 
 
 def _encoded(values: Values, encode: Encoder) -> NDArray[Any] | Sequence[Sequence[bytes]]:
-    """Values of even length, or sizes and values."""
+    """Encode a column: an array of values of one size, or a pair of sizes (big-endian int32 as bytes) and values."""
     present = [value for value in values if value is not None]
     encoded = encode(present)
     if len(present) < len(values):
@@ -113,4 +118,4 @@ _ENCODERS: Mapping[str, Encoder] = {
     "timestamptz": _times,
     "pg_lsn": lambda values: np.array([Lsn.parse(text(value)) for value in values], ">u8"),
 }
-"""Each raises ValueError, TypeError or OverflowError for a value that it does not know."""
+"""The encoder of each PostgreSQL type. Raises ValueError, TypeError or OverflowError for a value in another form."""

@@ -37,15 +37,15 @@ _TRANSIENT = frozenset(
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
 _READ_BYTES = 8_000
-"""How much of a response is read, so that its connection can be used again; of a longer one it is closed."""
+"""How much of a response is read to use its connection again; after a longer response it is closed."""
 _KEPT_SECONDS = 5.0
-"""For how long an idle connection is kept: less than most servers do, so that none is used that they just closed."""
+"""How long an idle connection is kept: shorter than in most servers, which might just be closing it."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
 _SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
 class Http:
-    """Posts each event, or each transaction, and takes any 2xx for an answer. Connections are kept and shared."""
+    """Posts each event, or each transaction; any 2xx confirms it. Deliveries share kept connections."""
 
     def __init__(self, name: str, settings: HttpHandler) -> None:
         """Raises ConfigurationError where a certificate, the address or the environment's proxy cannot be used."""
@@ -76,7 +76,7 @@ class Http:
         source = self._settings.source
         if self._settings.each == "transaction":
             whole = list(events)
-            # Of a transaction it is that of its first event, which a change of configuration does not alter.
+            # A transaction has the identity of its first event, whatever the configuration.
             identity = cloudevents.identity(whole[0])
             trace = trace_context.headers(whole[0])
             body = cloudevents.batch(whole, source)
@@ -119,7 +119,7 @@ class Http:
                 )
                 await _read(response, start)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            # RuntimeError: the client was closed meanwhile. A refusal is one even if the rest of it does not come.
+            # RuntimeError: the client was closed meanwhile. A refusal counts even without the rest of its response.
             if response is None or _is_success(response):
                 if isinstance(error, TimeoutError):
                     raise Undelivered(f"no complete response in {timeout:g} s") from None
@@ -131,7 +131,7 @@ class Http:
         _judge(response, bytes(start), self._target)
 
     def _opened(self) -> aiohttp.ClientSession:
-        """The client, which needs a running event loop."""
+        """The client; created here, since it needs a running event loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
@@ -140,7 +140,7 @@ class Http:
                     keepalive_timeout=_KEPT_SECONDS,
                     socket_factory=_socket,
                 ),
-                # One deadline for all, see `_send`.
+                # `_send` sets one deadline for the whole request.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 headers={"user-agent": "relay", "accept-encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -151,7 +151,7 @@ class Http:
 
 
 async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
-    """Read a response to its end, or as much of it as is worth keeping its connection, and keep its start."""
+    """Read up to `_READ_BYTES` of a response; its first `_SHOWN_BYTES` are appended to `start`."""
     left = _READ_BYTES
     while left > 0 and (part := await response.content.read(left)):
         left -= len(part)
@@ -159,7 +159,7 @@ async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
 
 
 def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
-    """A socket that takes little more of a response than is read of it, however large it is."""
+    """A socket with a small receive buffer, so that a large response is not received beyond what is read."""
     family, kind, protocol, *_ = address
     found = socket.socket(family, kind, protocol)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
@@ -167,7 +167,7 @@ def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
 
 
 def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str, str]:
-    """The headers that let an endpoint verify who sent a body (before compression), and when (seconds since 1970)."""
+    """The headers by which an endpoint verifies who sent a body (before compression), and when (seconds since 1970)."""
     digest = hmac.digest(secret, b"%s.%d.%s" % (identity.encode(), clock, body), "sha256")
     return {
         "webhook-id": identity,
@@ -177,7 +177,7 @@ def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str
 
 
 def public_url(url: str) -> str:
-    """The address without what may be a secret in it: user, password and the query but for the names of its values."""
+    """The address without secrets: no user and password, and only the names in the query."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     query = "&".join(
@@ -188,7 +188,7 @@ def public_url(url: str) -> str:
 
 
 def _address(name: str, url: str) -> URL:
-    """The address without credentials and fragment; what an address may not have in it is percent-encoded."""
+    """The address without credentials and fragment; characters that an address may not have are percent-encoded."""
     parts = urlsplit(url)
     try:
         host = URL(url).raw_host
@@ -198,7 +198,7 @@ def _address(name: str, url: str) -> URL:
         scheme=parts.scheme,
         host=host or "",
         port=parts.port,
-        # Otherwise as it is configured: it may be signed.
+        # Otherwise unchanged: it may be signed.
         path=quote(parts.path or "/", safe=_SAFE_IN_PATH),
         query_string=quote(parts.query, safe=f"{_SAFE_IN_PATH}?"),
         encoded=True,
@@ -232,7 +232,7 @@ def _proxy(name: str, url: str) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong on the network, in words that are safe in a log: no address, and nothing of the response."""
+    """A description of a network fault that is safe in a log: no address, and nothing of the response."""
     kind = type(error).__name__
     words: str | None = None
     if isinstance(error, aiohttp.ClientHttpProxyError):
@@ -254,7 +254,7 @@ def _reason(error: Exception) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What an error says, without the address, which may hold a secret."""
+    """The text of an error, without the address, which may hold a secret."""
     return error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
 
 
@@ -276,9 +276,9 @@ def _judge(response: aiohttp.ClientResponse, start: bytes, target: str) -> None:
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds that the header asks for, which gives them or a date; None where it says neither.
+    """The seconds that a Retry-After header asks for, as a number or a date; None if it is neither.
 
-    Never more than `LONGEST_ASKED_SECONDS`, whatever it says.
+    At most `LONGEST_ASKED_SECONDS`.
     """
     if value is None:
         return None
@@ -287,7 +287,7 @@ def retry_after(value: str | None) -> float | None:
     try:
         seconds = parsedate_to_datetime(value).timestamp() - time.time()
     except Exception:
-        # The parser of dates raises much for what is none.
+        # The parser raises various errors for what is not a date.
         return None
     return min(max(0.0, seconds), LONGEST_ASKED_SECONDS)
 
@@ -302,5 +302,5 @@ def _key(name: str, settings: HttpHandler) -> bytes:
         return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
     except ValueError:
         raise ConfigurationError(
-            f"handlers.{name}.signing_secret: is not base64 behind {_SECRET_PREFIX}"
+            f"handlers.{name}.signing_secret: is not base64 after {_SECRET_PREFIX}"
         ) from None

@@ -32,19 +32,19 @@ _REFUSED = frozenset(
     }
 )
 _POLL_SECONDS = 0.1
-"""How long the poll thread blocks, which is how long closing takes."""
+"""How long the poll thread blocks, and so how long closing takes at most."""
 _LINGER_MS = 0.5
-"""Deliveries that run at once share batches also without waiting; a single one does not wait for others."""
+"""Short: concurrent deliveries share batches anyway, and a single one should not wait for others."""
 
 
 _Report = tuple[Sending, int, KafkaError | None]
 
 
 class Kafka:
-    """One producer for all transactions, whose messages share its batches. It is replaced after a fatal error."""
+    """One producer whose batches all transactions share. After a fatal error it is replaced."""
 
     def __init__(self, name: str, settings: KafkaHandler) -> None:
-        """Raises ConfigurationError for what the client does not know."""
+        """Raises ConfigurationError for a setting that the client does not know."""
         self._conf: dict[str, Any] = {
             "bootstrap.servers": ",".join(settings.bootstrap),
             "linger.ms": _LINGER_MS,
@@ -57,11 +57,11 @@ class Kafka:
         except KafkaException as error:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
         self._retired: set[asyncio.Task[None]] = set()
-        # The producer itself answers no later than its delivery timeout.
+        # A backstop: the producer itself answers within its delivery timeout.
         self._window = SendWindow(settings.timeout * 2)
 
     async def close(self) -> None:
-        """Give up what is on its way."""
+        """Close the producers; messages in flight are given up."""
         await asyncio.gather(self._current.close(), *self._retired)
 
     async def send(self, messages: Sequence[Message]) -> None:
@@ -84,12 +84,12 @@ class Kafka:
 
 
 class _Producer:
-    """A producer with a thread that takes its reports to the event loop, many at a time."""
+    """A producer with a thread that hands its delivery reports to the event loop, many at a time."""
 
     def __init__(self, conf: dict[str, Any]) -> None:
         """Raises KafkaException for a setting that the client does not know."""
         self.is_broken = False
-        """Whether it met a fatal error: it delivers nothing more."""
+        """Whether the producer met a fatal error, after which it delivers nothing."""
         self._producer = Producer(conf, logger=logging.getLogger("confluent_kafka"))
         self._reports: list[_Report] = []
         self._thread: Thread | None = None
@@ -110,7 +110,7 @@ class _Producer:
         )
 
     async def close(self) -> None:
-        """Give up what is on its way: it is answered with a fault."""
+        """Close the producer; messages in flight are answered with a fault."""
         await asyncio.to_thread(self._producer.purge)
         self._is_closing = True
         if self._thread is not None:
@@ -126,7 +126,7 @@ class _Producer:
                 # Calls `_reported`, and passes the client's log on.
                 self._producer.poll(_POLL_SECONDS)
             except KafkaException:
-                # So it tells of a fatal error. What is on its way would have no answer.
+                # poll raises for a fatal error, after which messages in flight get no report: purge answers them.
                 self.is_broken = True
                 self._producer.purge(blocking=False)
             if self._reports:

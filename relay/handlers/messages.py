@@ -1,4 +1,4 @@
-"""What sinks for brokers have in common: events as messages, in order, many on their way at once."""
+"""Sinks for brokers: turns events into messages, and sends them in order, many at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from relay.model.events import Event, Transaction
 
 _PORTION = 500
 _PORTION_BYTES = 4_000_000
-"""What a transaction has in memory at once, which bounds that of the sink, whose `concurrency` is a multiple of it."""
+"""The most that one transaction has in memory at once; a sink has `concurrency` times that."""
 
 
 class Message(NamedTuple):
-    """An event for a broker. `identity` is the same in every attempt; a structured body has the `attributes` in it.
+    """A broker's message of an event. `identity` is the same in every attempt; a structured body has the `attributes`.
 
-    `trace` are headers of the message whatever the mode.
+    `trace` are headers of the message in every mode.
     """
 
     topic: str
@@ -34,17 +34,18 @@ class Message(NamedTuple):
 
 
 class Broker(Protocol):
-    """A connection to a broker, made when it is needed and again after it was lost. All calls are in one event loop."""
+    """A connection to a broker, opened on demand and again after it was lost. All calls are in one event loop."""
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Send messages, in order; returns when the broker has confirmed all. Raises Undelivered or Rejected.
 
-        Many calls may run at once. A message may be stored although it was not confirmed. When the connection is lost
-        none is stored before one that precedes it; when the broker refuses only one, those after it may be.
+        Many calls run concurrently. A message may be stored although it was not confirmed. If the connection is lost,
+        the stored messages of a call are the first ones, without a gap; if the broker refuses a single message, later
+        ones may be stored.
         """
 
     async def close(self) -> None:
-        """Close the connection. Calls that still run fail."""
+        """Close the connection. Calls in flight fail."""
 
 
 class Publishing:
@@ -53,7 +54,7 @@ class Publishing:
     def __init__(
         self, name: str, settings: BrokerHandler, broker: Broker, key: str | None = None
     ) -> None:
-        """`key` is the template of the messages' keys, where the broker has such."""
+        """`key` is the template of the messages' keys, for a broker that has keys."""
         self.name = name
         self._broker = broker
         self._source = settings.source
@@ -73,7 +74,7 @@ class Publishing:
             except (Undelivered, Rejected):
                 raise
             except Exception as error:
-                # What a client did not mean to raise is its own fault, and no event is to be dead-lettered for it.
+                # An unexpected error is the client's fault, so no event is dead-lettered for it.
                 raise Undelivered(type(error).__name__) from error
 
     def _portions(self, events: Iterable[Event]) -> Iterator[list[Message]]:
@@ -103,7 +104,7 @@ class Publishing:
 
 
 def _name(template: Template, event: Event) -> str:
-    """The text of a template. Raises Rejected where it has none, or a part of a surrogate pair, as JSON may have."""
+    """Fill a template. Raises Rejected if it has no text, or half of a surrogate pair, which JSON allows."""
     name = template.fill(event)
     try:
         name.encode()

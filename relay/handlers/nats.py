@@ -1,4 +1,4 @@
-"""Handlers that publish events to NATS JetStream; `Nats-Msg-Id` lets the stream drop what comes twice.
+"""Handlers that publish events to NATS JetStream; `Nats-Msg-Id` lets the stream drop duplicates.
 
 Sources: NATS documentation, "JetStream Model Deep Dive", message deduplication, and "JetStream wire API Reference",
 publishing; CloudEvents, "NATS Protocol Binding".
@@ -28,7 +28,7 @@ from relay.handlers.window import Sending, SendWindow, Unanswered
 _TOO_LARGE = 10054
 """The error code of JetStream for a message above what the stream takes."""
 _NO_RESPONDERS = "503"
-"""The status of an answer that the server gives itself, since no stream takes the subject."""
+"""The status with which the server itself answers if no stream takes the subject."""
 _CLOSING_SECONDS = 2.0
 
 
@@ -46,7 +46,7 @@ class _SecureClient(Client):
     """
 
     def __init__(self, always_tls: bool) -> None:
-        """`always_tls` asks for TLS from `nats://` too; `tls://` asks for it by itself."""
+        """`always_tls` asks for TLS with `nats://` too; `tls://` always asks for it."""
         super().__init__()
         self._always_tls = always_tls
 
@@ -75,7 +75,7 @@ class _SecureClient(Client):
 
 
 class Nats:
-    """One connection for all transactions, opened again when it is lost."""
+    """One connection that all transactions share, opened again after it was lost."""
 
     def __init__(self, name: str, settings: NatsHandler) -> None:
         """Raises ConfigurationError where a certificate cannot be used."""
@@ -101,7 +101,7 @@ class Nats:
                 await self._window.send(self._window.sending(messages), link.publish)
             except TimeoutError:
                 if link.unanswered.is_silent(self._settings.timeout):
-                    # The server may be gone without a word; the client would notice that minutes later.
+                    # The server may have vanished; the client would notice that only minutes later.
                     link.lose()
                 raise
         except (BadSubjectError, MaxPayloadError) as error:
@@ -117,7 +117,7 @@ class Nats:
         link = _Link(client)
         options: dict[str, Any] = {
             "closed_cb": link.closed,
-            # Each server is asked twice, at once: waiting is not for the client.
+            # The client tries each server twice, without a wait between.
             "connect_timeout": settings.timeout / len(settings.servers),
             "allow_reconnect": False,
             "max_reconnect_attempts": 1,
@@ -141,7 +141,7 @@ class Nats:
 
 
 class _Link:
-    """A connection, and the inbox to which JetStream answers: a number for each message."""
+    """A connection, and the inbox to which JetStream answers: each message has a number in its reply subject."""
 
     def __init__(self, client: _SecureClient) -> None:
         self.client = client
@@ -181,13 +181,13 @@ class _Link:
 
 
 def _fault(msg: Msg) -> Exception | None:
-    """What an answer of JetStream says is wrong, or None."""
+    """The fault that an answer of JetStream reports; None if the message is stored."""
     if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
         return NoStreamResponseError()
     try:
         answer = json.loads(msg.data)
         if "error" not in answer:
-            # Whoever else subscribes to the subject may answer too, but only a stream has a sequence.
+            # Other subscribers of the subject may answer too, but only a stream sends a sequence.
             return None if "seq" in answer else Undelivered("the answer is none of JetStream's")
         code = answer["error"].get("err_code")
     except (ValueError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Handlers that are a Python callable: `module:function(transaction, cursor)`."""
+"""Handlers that call a Python function: `module:function(transaction, cursor)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relay.store import transaction_guard
 
 
 class Python:
-    """Calls its function once for each transaction; what it does through the cursor commits with the batch."""
+    """Calls its function once for each transaction; changes through the cursor commit with the task."""
 
     def __init__(self, name: str, settings: PythonHandler) -> None:
         self.name = name
@@ -33,7 +33,7 @@ class Python:
         """Call the function for each transaction, in order.
 
         Raises what the function raises, TransactionAborted if it went on after a database error, and
-        ConfigurationError if it ended the database transaction and began no other; the commit tells of one that did.
+        ConfigurationError if it ended the database transaction. If it then began another one, the commit detects it.
         """
         factories = conn.row_factory, conn.cursor_factory
         cursor = conn.cursor()
@@ -44,7 +44,7 @@ class Python:
                 self._call(conn, transaction, cursor)
         finally:
             cursor.close()
-            # Relay's own statements follow on the same connection.
+            # relay runs its own statements on the same connection.
             conn.row_factory, conn.cursor_factory = factories
 
     def _call(
@@ -70,12 +70,12 @@ class Python:
 
 
 def _is_ended(conn: Connection) -> bool:
-    """Whether no transaction is open, although the connection was not lost."""
+    """Whether no database transaction is open although the connection is alive."""
     status = conn.info.transaction_status
     return not conn.broken and status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 def _is_another(conn: Connection) -> bool:
-    """Whether another transaction is open than the one that relay began."""
+    """Whether a database transaction is open that relay did not begin."""
     open_now = conn.info.transaction_status == TransactionStatus.INTRANS
     return open_now and not transaction_guard.is_open(conn)

@@ -24,19 +24,19 @@ from relay.handlers.shared import Shared
 from relay.handlers.window import Sending, SendWindow, Unanswered
 
 _REFUSED = frozenset({311, 406, 501})
-"""Content too large, a precondition that does not hold, a frame that cannot be read: the message's own fault."""
+"""Reply codes for a fault of the message: content too large, precondition failed, frame error."""
 _CLOSING_SECONDS = 2.0
 
 
 class _Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
-    """A connection that writes a message's frames together, not each with a system call of its own."""
+    """A connection that writes the frames of a message with one system call."""
 
     def _output_marshaled_frames(self, marshaled_frames: Sequence[bytes]) -> None:
         super()._output_marshaled_frames([b"".join(marshaled_frames)])
 
 
 class Rabbitmq:
-    """One connection with one channel for all transactions, opened again when it is lost."""
+    """One connection with one channel that all transactions share, opened again after it was lost."""
 
     def __init__(self, name: str, settings: RabbitmqHandler) -> None:
         """Raises ConfigurationError for an address with options that the client does not know."""
@@ -51,7 +51,7 @@ class Rabbitmq:
         self._parameters.blocked_connection_timeout = settings.timeout
         self._parameters.socket_timeout = settings.timeout
         self._parameters.stack_timeout = settings.timeout
-        # Ends an idle connection whose server is gone without a word.
+        # The heartbeat ends an idle connection whose server has vanished.
         self._parameters.heartbeat = max(1, round(settings.timeout))
         self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
         self._channel = Shared(self._open_channel, lambda channel: channel.is_open)
@@ -79,7 +79,7 @@ class Rabbitmq:
                 await self._publish(channel, sending)
                 return
             except ChannelClosedByBroker:
-                # It does not say for which message, perhaps for one of another transaction.
+                # The broker does not say for which message; it may be one of another transaction.
                 pass
             await self._send_alone(sending.unconfirmed)
         except (Undelivered, Rejected):
@@ -88,7 +88,7 @@ class Rabbitmq:
             raise _judged(error) from None
 
     async def _send_alone(self, messages: Sequence[Message]) -> None:
-        """Send the messages one by one on a channel of their own: if it is closed, that is for the one just sent."""
+        """Send messages one by one on a channel of their own: if the broker closes it, the last message is at fault."""
         channel = await self._open_channel()
         try:
             for message in messages:
@@ -132,7 +132,7 @@ class Rabbitmq:
 
 
 class _Channel:
-    """A channel in confirm mode. `ready` is done when it is open; its confirms count what is published from 1 on."""
+    """A channel in confirm mode. `ready` is done when it is open; confirms number the published messages from 1."""
 
     def __init__(self, connection: _Connection, exchange: str) -> None:
         self.connection = connection
@@ -179,13 +179,13 @@ class _Channel:
 
     def _on_select(self, _: Any) -> None:
         if self.ready.done():
-            # Nobody waits for it any more.
+            # The caller has given up.
             self.close()
         else:
             self.ready.set_result(None)
 
     def _on_return(self, _: Channel, __: Any, properties: Any, ___: bytes) -> None:
-        # A message that no queue takes comes back before it is confirmed, and without its number.
+        # The broker returns an unroutable message before it confirms it, and without its number.
         self._returned.add(properties.message_id)
 
     def _on_confirm(self, frame: Any) -> None:
@@ -194,7 +194,7 @@ class _Channel:
         for each in self.unanswered.up_to(number) if confirm.multiple else (number,):
             message = self.unanswered.message(each)
             fault: Exception | None = None
-            # A queue that is not there yet, or full, is no fault of the event.
+            # A missing or full queue is not a fault of the event.
             if isinstance(confirm, pika.spec.Basic.Nack):
                 fault = Undelivered("NackError")
             elif message and message.identity in self._returned:
@@ -216,7 +216,7 @@ def _open(future: asyncio.Future[_Connection], connection: _Connection) -> None:
 def _fail(future: asyncio.Future[Any], _: object, error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
-        # It is told to whoever waits, which may be nobody.
+        # Marks the exception as retrieved: there may be no waiter.
         future.exception()
 
 
@@ -230,7 +230,7 @@ def _judged(error: Exception) -> Exception:
 
 
 def _end(connection: _Connection) -> None:
-    """Close a connection without waiting for the server; if that is gone, the heartbeat ends it."""
+    """Close a connection without waiting for the server; the heartbeat ends it if the server has vanished."""
     with suppress(Exception):  # the client may raise anything when a connection breaks
         if not connection.is_closing and not connection.is_closed:
             connection.close()

@@ -21,11 +21,11 @@ from relay.handlers.messages import Message
 
 _AT_ONCE = 1_000
 _AT_ONCE_BYTES = 4_000_000
-"""How much goes in one round trip, about."""
+"""How much one round trip sends, about."""
 
 
 class Redis:
-    """Sends what has come in the meantime, all in one round trip, and then what has come meanwhile."""
+    """Appends the messages of concurrent deliveries in one round trip, while the next ones collect."""
 
     def __init__(self, name: str, settings: RedisHandler) -> None:
         """Raises ConfigurationError for an address with options that the client does not know."""
@@ -38,7 +38,7 @@ class Redis:
                 settings.url.get_secret_value(),
                 socket_timeout=settings.timeout,
                 socket_connect_timeout=settings.timeout,
-                # A connection that the server closed while it was idle is no failure; waiting is not for the client.
+                # One retry at once: the server may have closed an idle connection. Longer retries are the worker's.
                 retry=Retry(NoBackoff(), 1),
             )
             self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ class Redis:
         count = size = 0
         while self._pending and count < _AT_ONCE and size < _AT_ONCE_BYTES:
             append = self._pending.popleft()
-            # What was cancelled is not sent.
+            # A cancelled delivery is not sent.
             if not append.fault.done():
                 taken.append(append)
                 count += len(append.messages)
@@ -109,7 +109,7 @@ class Redis:
 
 
 class _Append:
-    """Messages that are appended together, in MULTI and EXEC. `fault` is what came of it."""
+    """Messages that are appended together, in MULTI and EXEC. The result is `fault`, None if all are stored."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
@@ -120,12 +120,12 @@ class _Append:
             self.fault.set_result(fault)
 
     def judge(self, answers: deque[Any]) -> Exception | None:
-        """Take the answers to these commands from those to all; returns what they say is wrong, or None."""
+        """Remove the answers to these commands from `answers`; returns the fault that they report, or None."""
         queued = [answers.popleft() for _ in range(len(self.messages) + 1)]
         done = answers.popleft()
         for answer in (*queued, done):
             if isinstance(answer, Exception):
-                # A command that the server would not even queue, as when it is full or a replica.
+                # The server did not queue the command, since it is full or a replica.
                 return Undelivered(type(answer).__name__)
         for answer in done:
             if isinstance(answer, Exception):

@@ -1,11 +1,11 @@
 """The relation `batch`: the events that a statement reads, in commit order, loaded by COPY.
 
-They lie in a temporary table. A table does not keep the order of its rows, since PostgreSQL puts a row where there is
-room; so the table numbers them, and the temporary view `relay_batch` sorts them.
+A temporary table holds the events. A table does not keep the order of its rows, so the table numbers them, and the
+temporary view `relay_batch` sorts them.
 
-`batch` itself is a WITH query of the statement. A temporary relation of that name would go before a table `batch` of
-the user's in everything that the session runs, triggers and functions too. A WITH query is seen by the statement
-alone, is never what the statement writes to, and has the plan that the view itself would have.
+`batch` itself is a WITH query of the statement. A temporary relation of that name would hide a user's table `batch` in
+everything that the session runs, triggers and functions included. Only the statement sees a WITH query, cannot write to
+it, and plans it like the view itself.
 
 Source: PostgreSQL documentation, "COPY", "SELECT" (WITH clause), "Client Connection Defaults" (search_path).
 """
@@ -28,10 +28,10 @@ from relay.model.transactions import Int64Array, Routed, Rows, Values
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
-"""How much is encoded at once: what bounds memory in a large transaction."""
+"""How much is encoded at once, which bounds the memory for a large transaction."""
 
 RESERVED = ("relay_batch", "relay_batch_rows")
-"""The names that a session's temporary relations have."""
+"""The names of relay's temporary relations."""
 
 _CREATE_ROWS = sql.SQL(
     "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) on commit delete rows"
@@ -73,7 +73,7 @@ _ESCAPES = {b"\\": rb"\\", b"\t": rb"\t", b"\n": rb"\n", b"\r": rb"\r"}
 
 
 class Chunk(NamedTuple):
-    """Undecoded events, and the place of the transaction that each belongs to."""
+    """Undecoded events of `routed`. `owners` (int64, ascending) has the index of each row's transaction there."""
 
     routed: Routed
     rows: Rows
@@ -85,7 +85,7 @@ Types = Mapping[str, LiteralString]
 
 
 def create(conn: Connection, types: Types = SQL_TYPES) -> None:
-    """Create the relation in this session, unless it is there. It is empty at the start of every transaction."""
+    """Create the relation in this session, if it does not exist. Each database transaction starts with it empty."""
     columns = (
         sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in types.items()
     )
@@ -94,7 +94,7 @@ def create(conn: Connection, types: Types = SQL_TYPES) -> None:
 
 
 def require_reserved(conn: Connection) -> None:
-    """Raise ConfigurationError if a relation of the user's has a name that relay's temporary relations would hide."""
+    """Raise ConfigurationError if relay's temporary relations would hide a user's relation of the same name."""
     found = conn.execute(
         """
         select relnamespace::regnamespace::text, relname from pg_class
@@ -110,7 +110,7 @@ def require_reserved(conn: Connection) -> None:
 
 
 def bound(statement: str) -> str:
-    """The statement with `batch` as a WITH query of its own; one that cannot have any (CALL, DO) stays as it is."""
+    """The statement with `batch` added as a WITH query; a statement that cannot have one (CALL, DO) is unchanged."""
     start = _first_word(statement)
     found = _WITH.match(statement, start)
     if found is None:
@@ -124,7 +124,7 @@ def bound(statement: str) -> str:
 
 
 def _first_word(statement: str, start: int = 0) -> int:
-    """The index of the first word from `start` on: after blanks, comments, which nest, and empty statements.
+    """The index of the first word from `start` on, after blanks, comments (they nest) and empty statements.
 
     Source: PostgreSQL documentation, "Lexical Structure" (Comments).
     """
@@ -151,17 +151,17 @@ def _end_of_comment(statement: str, start: int) -> int:
 def columns_read(
     conn: Connection, statement: str, fields: Iterable[str] = EVENT_FIELDS
 ) -> tuple[str, ...]:
-    """The columns of `batch` that a statement reads, as the server's own parser understands it.
+    """The columns of `batch` that a statement reads, according to the server's parser.
 
-    All of them, the `fields`, where a whole row is read, where a function that does not belong to PostgreSQL might
-    read them, and where the statement cannot be the body of a function.
+    Returns all `fields` if the statement reads a whole row, calls a function other than PostgreSQL's that may read
+    them, or cannot be the body of a function.
 
     Source: PostgreSQL documentation, "CREATE FUNCTION" (sql_body, whose dependencies are tracked) and "pg_depend".
     """
     try:
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
-            # A view, since of a WITH query the server does not tell which of its columns are read. It has to be found
-            # before a table of the user's, as the WITH query is, wherever the search_path has temporary relations.
+            # A view, since the server does not record which columns of a WITH query are read. Like the WITH query, it
+            # must hide a user's table, wherever the search_path has temporary relations.
             cursor.execute(_PROBE_PATH)
             cursor.execute(_PROBE_VIEW)
             cursor.execute(_PROBE.format(sql.SQL(statement)))
@@ -169,11 +169,11 @@ def columns_read(
     except psycopg.Error as error:
         if is_transient(error):
             raise
-        return tuple(fields)  # what is wrong with the statement shows when it is run
+        return tuple(fields)  # the fault of the statement shows when it is run
 
 
 def chunks(routed: Routed) -> Iterator[Chunk]:
-    """The events of transactions, in order, as many together as are encoded at once."""
+    """Split the events of transactions, in order, into chunks of at most CHUNK_EVENTS and about CHUNK_BYTES."""
     transactions = routed.transactions
     owners = np.repeat(np.arange(len(transactions)), transactions.facts["events"])
     for rows in transactions.portions(CHUNK_EVENTS, CHUNK_BYTES):
@@ -187,7 +187,7 @@ def load(
     types: Types = SQL_TYPES,
     fields: Sequence[str] = EVENT_FIELDS,
 ) -> None:
-    """Fill the empty relation; fields that are not named stay null."""
+    """Fill the empty relation with `fields` of the events; other fields stay null."""
     first = 0
     for chunk in found:
         columns = dict(zip(fields, _columns(chunk, fields), strict=True))
@@ -198,7 +198,7 @@ def load(
 def fill(
     conn: Connection, columns: Mapping[str, Values], types: Types, count: int, first: int = 0
 ) -> None:
-    """Add so many rows of values as text, the first with the number `first`."""
+    """Add `count` rows of values, given as PostgreSQL's text, numbered from `first`."""
     numbers = np.arange(first, first + count)
     binary = copy_binary.rows(numbers, columns, types)
     if binary is None:
@@ -216,9 +216,9 @@ def _copy(conn: Connection, fields: Iterable[str], form: str, *data: bytes) -> N
 
 
 def clear(conn: Connection, truncate: bool = False) -> None:
-    """Remove what the relation holds: `truncate` where it is much, since deleted rows are still read past.
+    """Empty the relation. `truncate` is for many rows, since scans read past deleted ones.
 
-    Raises ConfigurationError if it is gone.
+    Raises ConfigurationError if the relation no longer exists.
     """
     try:
         conn.execute(
@@ -228,20 +228,20 @@ def clear(conn: Connection, truncate: bool = False) -> None:
         )
     except psycopg.errors.UndefinedTable:
         raise ConfigurationError(
-            "target.dsn: what belongs to a session is gone in the next transaction, as behind a pooler of "
-            "transactions: connect to PostgreSQL itself, or let the pooler keep sessions"
+            "target.dsn: the session's temporary relations no longer exist, as with a pooler in transaction mode: "
+            "connect to PostgreSQL itself, or use session mode"
         ) from None
 
 
 def _lines(numbers: Int64Array, columns: Iterable[Values]) -> bytes:
-    """Lines of COPY's text format, numbered."""
+    """Rows in COPY's text format, each with its number first."""
     order = map(b"%d".__mod__, numbers.tolist())
     lines = zip(order, *map(_escaped, columns), strict=True)
     return b"\n".join((*map(b"\t".join, lines), b""))
 
 
 def _escaped(column: Values) -> Sequence[bytes]:
-    """A column's values as COPY's text format writes them; few columns hold what has to be escaped."""
+    """A column in COPY's text format. Most columns have nothing to escape, which one search finds out."""
     text = b"".join(filter(None, column))
     if not any(special in text for special in _ESCAPES):
         return [_NULL if value is None else value for value in column]

@@ -1,4 +1,4 @@
-"""One connection that many deliveries share. No protocol: what opens it, and when it is usable, is told."""
+"""Shares one connection of any client library among concurrent deliveries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Link = TypeVar("Link")
 
 
 class Shared(Generic[Link]):
-    """A connection that is opened when it is needed, and again after it was lost.
+    """A connection that is opened on demand, and again after it was lost.
 
-    Those that need it at the same time share one attempt to open it, and its outcome.
+    Concurrent callers share one attempt to open it, and its outcome.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class Shared(Generic[Link]):
         self._opening: asyncio.Task[Link] | None = None
 
     async def get(self) -> Link:
-        """The connection. Raises what opening it raises, and ConnectionAbortedError if `close` comes in between."""
+        """The connection. Raises what opening it raises, and ConnectionAbortedError if `close` is called meanwhile."""
         task = self._opening
         if task is None or (task.done() and not self._holds(task)):
             task = self._opening = asyncio.create_task(self._open())
         try:
-            # A delivery that is cancelled does not end the attempt, which others wait for.
+            # A cancelled delivery must not cancel the attempt, which others wait for.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             current = asyncio.current_task()
@@ -37,7 +37,7 @@ class Shared(Generic[Link]):
             raise
 
     async def close(self) -> Link | None:
-        """End an attempt to open it. Returns the connection if there is one, for the caller to close."""
+        """Cancel an attempt to open it. Returns the open connection, for the caller to close, or None."""
         task, self._opening = self._opening, None
         if task is None:
             return None

@@ -1,4 +1,4 @@
-"""Handlers that are one SQL statement: for each event, or once over the relation `batch`."""
+"""Handlers that run one SQL statement: for each event, or once over the relation `batch`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDS_TRANSACTION = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 FEW_EVENTS = 50
-"""Up to so many events, to send the statements costs less than the round trips for loading them."""
+"""Up to so many events, sending the statements costs less than the round trips that load the events."""
 _IN_FLIGHT = 1_000
 """How many statements are sent before their results are read."""
 
@@ -48,12 +48,12 @@ class SqlEvent:
         self._names = tuple(dict.fromkeys(names))
         self._statement = _typed(settings.statement, types).encode()
         self._numbered = _numbered(settings.statement, self._names, types)
-        # Named by what it does: a handler's name may be longer than PostgreSQL's names.
+        # Named after its content, since a handler's name may be too long for PostgreSQL.
         digest = sha256(self._numbered.encode()).hexdigest()
         self._function = sql.Identifier("pg_temp", f"relay_{digest[:32]}")
 
     def configure(self, conn: Connection) -> None:
-        """Create the function, and the relation that it is called over. What is wrong with it shows when it is used."""
+        """Create the relation, and the function that is called over it; its body is not checked until it is called."""
         relation.create(conn, self._types)
         with conn.transaction():
             conn.execute("set local check_function_bodies = off")
@@ -66,7 +66,7 @@ class SqlEvent:
             )
 
     def check(self, conn: Connection) -> None:
-        """Let the server parse the statement, and plan it for its rights."""
+        """Let the server parse the statement, and plan it to check privileges. Raises ConfigurationError."""
         relation.require_reserved(conn)
         _parse(conn, self.name, self._numbered, len(self._names))
         _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
@@ -111,12 +111,12 @@ class SqlBatch:
         self._columns: tuple[str, ...] = tuple(types)
 
     def configure(self, conn: Connection) -> None:
-        """Create the relation that the statement reads, and find out what of it: the rest need not be loaded."""
+        """Create the relation, and find out which of its columns the statement reads: only these are loaded."""
         relation.create(conn, self._types)
         self._columns = relation.columns_read(conn, self._written, self._types)
 
     def check(self, conn: Connection) -> None:
-        """Let the server parse the statement, and plan it for its rights."""
+        """Let the server parse the statement, and plan it to check privileges. Raises ConfigurationError."""
         relation.require_reserved(conn)
         _parse(conn, self.name, self._statement, 0)
         _explain(conn, self.name, self._statement.encode(), None)
@@ -129,7 +129,7 @@ class SqlBatch:
 
 
 def _require_no_end(name: str, statement: str) -> None:
-    """Raise ConfigurationError for COMMIT and its like. What a statement calls is refused by the server."""
+    """Raise ConfigurationError for a statement such as COMMIT; the server refuses those in functions it calls."""
     if found := _ENDS_TRANSACTION.match(statement):
         raise ConfigurationError(
             f"handlers.{name}.statement: {found[1].upper()}: a handler runs in relay's transaction, which commits its "
@@ -203,7 +203,7 @@ def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None
 def _explain(
     conn: Connection, name: str, statement: bytes, parameters: dict[str, None] | None
 ) -> None:
-    """Raise ConfigurationError if the role lacks a right: the server looks when it starts to execute, not before."""
+    """Raise ConfigurationError if the role lacks a privilege, which the server checks only when execution starts."""
     try:
         with conn.transaction(force_rollback=True):
             conn.execute(b"explain " + statement, parameters)
@@ -214,4 +214,4 @@ def _explain(
     except psycopg.Error as error:
         if is_transient(error):
             raise
-        # Not every statement can be explained (CALL), nor with parameters that are null; it was parsed before.
+        # Some statements cannot be explained (CALL), or not with null parameters; `_parse` has checked the rest.

@@ -1,4 +1,4 @@
-"""What handlers read where the configuration has `events`: each event in the current version of its type."""
+"""Wraps handlers where the configuration has `events`: they get each event in the current version of its type."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 _HELD_BYTES = 1024 * 1024
-"""A transaction of at most so many bytes is upcast once and held; a larger one is validated, and upcast when read."""
+"""Up to so many bytes, a transaction is upcast once and kept; a larger one is validated, and upcast again when read."""
 _VALIDATED_AT_ONCE = 100
-"""How many events of a sink's transaction are validated before other deliveries get their turn."""
+"""How many events of a sink's transaction are validated before the event loop runs other deliveries."""
 
 
 class _CurrentDecoder:
-    """Reads rows as a decoder does, in the current version of their events' types."""
+    """Decodes rows as events in the current version of their types."""
 
     __slots__ = ("_decoder", "_upcaster")
 
@@ -38,7 +38,7 @@ class _CurrentDecoder:
 
 
 class _CurrentColumns(_CurrentDecoder):
-    """The same, for columns of many rows too."""
+    """A `_CurrentDecoder` that decodes columns too."""
 
     __slots__ = ("_columns",)
 
@@ -47,9 +47,9 @@ class _CurrentColumns(_CurrentDecoder):
         self._columns = decoder
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
-        """The values of some of FIELDS in many rows, field by field.
+        """The values of `fields`, one sequence for each field, with an element for each row.
 
-        Every event is validated, also where its payload is not among the fields.
+        Validates every event, even if its payload is not among the fields.
         """
         *found, kinds = self._columns.columns(rows, (*fields, "event_type"))
         indices = self._upcaster.among(kinds)
@@ -63,7 +63,7 @@ class _CurrentColumns(_CurrentDecoder):
 
 
 class _Held(Events):
-    """Events that were decoded once, all of them."""
+    """Events that are all decoded, once."""
 
     __slots__ = ("_events",)
 
@@ -76,7 +76,7 @@ class _Held(Events):
 
 
 class _CurrentRouted(Routed):
-    """Transactions whose events are all valid before a handler gets the first one."""
+    """Routed transactions. All events of a transaction are validated before a handler gets the first one."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class Typed:
         self._upcaster = upcaster
 
     def configure(self, conn: Connection) -> None:
-        """Prepare a new connection."""
+        """Prepare a new connection of the target, once."""
         self._handler.configure(conn)
 
     def check(self, conn: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Messages that were sent to a broker and are not answered yet: many at once, those of several transactions mixed."""
+"""Tracks messages that were sent to a broker and are not answered yet, across concurrent deliveries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from relay.handlers.messages import Message
 
 _MOST = 1_000
-"""How many messages of a sink may be unanswered at once. A slow broker answers so many within a usual `timeout`."""
+"""How many messages of a sink may be unanswered at once. Even a slow broker answers so many within `timeout`."""
 
 
 class Sending:
-    """The messages that one delivery sends, and what the broker has answered to them."""
+    """The messages that one delivery sends, and the broker's answers to them."""
 
     __slots__ = (
         "_confirmed", "_fault", "_heard", "_loop", "_room", "_unanswered", "_waiter", "is_over", "messages"
@@ -21,7 +21,7 @@ class Sending:
     def __init__(self, messages: Sequence[Message], room: asyncio.Semaphore) -> None:
         self.messages = messages
         self.is_over = False
-        """Whether nobody waits for answers any more."""
+        """Whether the delivery has ended, so that answers are ignored."""
         self._confirmed = bytearray(len(messages))
         self._fault: Exception | None = None
         self._unanswered = 0
@@ -40,7 +40,7 @@ class Sending:
         ]
 
     def answer(self, index: int, fault: Exception | None = None) -> None:
-        """The broker has stored a message, or says why not. Called once for each that was sent, at most."""
+        """Record the answer to a message: stored, or a fault. Called at most once for each message that was sent."""
         if self.is_over:
             return
         self._unanswered -= 1
@@ -58,7 +58,7 @@ class Sending:
     ) -> None:
         """Send the messages, each when there is room for it, until the first fault is known.
 
-        TimeoutError when for `timeout` s there is no room and none of those that were sent is answered.
+        Raises TimeoutError if for `timeout` seconds there is no room and none of the sent messages is answered.
         """
         for index in range(len(self.messages)):
             await self._take_room(timeout)
@@ -72,7 +72,7 @@ class Sending:
         if self._room.locked():
             self._heard = self._loop.time()
         while True:
-            # Those that have sent nothing wait for others, who have a deadline.
+            # A delivery that has sent nothing waits for others, which have a deadline.
             deadline = self._heard + timeout if self._unanswered else None
             try:
                 async with asyncio.timeout_at(deadline):
@@ -83,7 +83,7 @@ class Sending:
                     raise
 
     async def wait(self, timeout: float) -> None:
-        """Wait for all answers, or the first fault, which it raises; TimeoutError when for `timeout` s none comes."""
+        """Wait for all answers. Raises the first fault, or TimeoutError if for `timeout` seconds no answer comes."""
         while self._fault is None and self._unanswered:
             deadline = self._heard + timeout
             if self._loop.time() >= deadline:
@@ -98,7 +98,7 @@ class Sending:
             raise self._fault
 
     def end(self) -> None:
-        """Leave the room that is still taken to others."""
+        """Ignore further answers, and give the room of the unanswered messages to other deliveries."""
         self.is_over = True
         for _ in range(self._unanswered):
             self._room.release()
@@ -118,7 +118,7 @@ class SendWindow:
         self._room = asyncio.Semaphore(_MOST)
 
     def sending(self, messages: Sequence[Message]) -> Sending:
-        """Messages to be sent."""
+        """A `Sending` of these messages that shares this window's room."""
         return Sending(messages, self._room)
 
     async def send(
@@ -126,8 +126,8 @@ class SendWindow:
     ) -> None:
         """Publish messages, in order, and wait until the broker has stored all of them.
 
-        `publish` sends one message, given by its index, whose answer goes to `Sending.answer`. Raises what that raises,
-        the first fault that is answered, or TimeoutError when no message is answered for as long as the timeout.
+        `publish` sends one message, given by its index; its answer goes to `Sending.answer`. Raises what `publish`
+        raises, the first fault that is answered, or TimeoutError if no message is answered within the timeout.
         """
         try:
             await sending.publish(publish, self._timeout)
@@ -137,7 +137,7 @@ class SendWindow:
 
 
 class Unanswered:
-    """The messages that were sent over one connection and are not answered yet, by number, in order."""
+    """The unanswered messages of one connection, by number, in order."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -145,22 +145,22 @@ class Unanswered:
         self._heard = self._loop.time()
 
     def add(self, number: int, sending: Sending, index: int) -> None:
-        """A message is sent."""
+        """Add a message that is being sent."""
         if not self._pending:
             self._heard = self._loop.time()
         self._pending[number] = sending, index
 
     def discard(self, number: int) -> None:
-        """A message could not be sent."""
+        """Remove a message that could not be sent."""
         self._pending.pop(number, None)
 
     def message(self, number: int) -> Message | None:
-        """A message that is not answered yet."""
+        """The unanswered message with a number; None if there is none."""
         found = self._pending.get(number)
         return found[0].messages[found[1]] if found else None
 
     def up_to(self, number: int) -> list[int]:
-        """The messages that are not answered yet, up to a number and with it."""
+        """The numbers of the unanswered messages up to and including `number`."""
         found = []
         for each in self._pending:
             if each > number:
@@ -169,7 +169,7 @@ class Unanswered:
         return found
 
     def answer(self, number: int, fault: Exception | None = None) -> None:
-        """The broker has answered a message."""
+        """Record the broker's answer to a message."""
         self._heard = self._loop.time()
         found = self._pending.pop(number, None)
         if found is not None:
@@ -177,14 +177,14 @@ class Unanswered:
             sending.answer(index, fault)
 
     def fail(self, fault: Exception) -> None:
-        """The connection is lost: no answer will come."""
+        """Answer all messages with `fault`, since the connection is lost."""
         for number in list(self._pending):
             self.answer(number, fault)
 
     def is_silent(self, seconds: float) -> bool:
-        """Whether the broker has answered nothing for so long although something was sent.
+        """Whether messages are unanswered and the last answer is at least `seconds` ago.
 
-        Forgets the messages whose answers nobody waits for any more, which may never come.
+        Also removes the messages of deliveries that have ended, whose answers may never come.
         """
         silent = bool(self._pending) and self._loop.time() - self._heard >= seconds
         self._pending = {n: (s, i) for n, (s, i) in self._pending.items() if not s.is_over}
