@@ -111,7 +111,7 @@ def listed(
 
 
 def lag_seconds(found: Sequence[SinkStatus]) -> dict[str, float]:
-    """How old the oldest event is that each sink has still to look at, by its event_ts, where that is known."""
+    """Return the age in seconds of the oldest event that each sink has not read, by event_ts, where that is known."""
     now = datetime.now(UTC)
     return {
         each.name: max(0.0, (now - each.oldest).total_seconds()) for each in found if each.oldest
@@ -119,7 +119,7 @@ def lag_seconds(found: Sequence[SinkStatus]) -> dict[str, float]:
 
 
 def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
-    """Pause a sink, or let it go on; returns whether that changed anything. Raises ConfigurationError."""
+    """Pause or resume a sink; returns whether that changed anything. Raises ConfigurationError."""
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
         if not paused:
@@ -159,22 +159,22 @@ def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> S
 
 
 def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | None) -> None:
-    """Let a sink go on at a goal, on a running relay too. Raises ConfigurationError."""
+    """Move a sink to a goal, while relay runs or not. Raises ConfigurationError."""
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
         given_up = move_sink(target, settings, name, goal)
         detail = {"goes on": goal.text, **given_up._asdict()}
         actions.record(target, settings.group, name, action, reason, detail)
-        # Before the commit, so that what is to be read again is held.
+        # Before the commit, so that retention keeps what is to be read again.
         with reach_source(settings) as source:
             floor.accept(source, target, settings, [name])
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> int:
-    """Forget a sink that is no longer configured; returns how many deferred transactions are forgotten with it.
+    """Delete a sink that is no longer configured; returns how many deferred transactions are deleted with it.
 
-    Its dead letters stay. Raises ConfigurationError if there is none, or it is configured, here or of an instance that
-    runs: that would begin it again, at its `start`.
+    Its dead letters stay. Raises ConfigurationError if there is no such sink, or this configuration or that of a
+    running instance has it: that would begin it again, at its `start`.
     """
     if name in settings.sink_handlers:
         raise ConfigurationError(

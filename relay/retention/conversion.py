@@ -37,7 +37,7 @@ _MINUTE = timedelta(minutes=1)
 def convert(
     settings: Settings, source: Connection, every: timedelta, report: ProgressReport = silent
 ) -> list[str]:
-    """Partition the outbox, or change how long the ranges of its next partitions are; returns what was done.
+    """Partition the outbox, or set the interval of its next partitions; returns what was done, in words.
 
     `source` is an administrator's connection in autocommit mode. Raises ConfigurationError for what cannot be carried
     over, psycopg.Error.
@@ -65,7 +65,7 @@ def _is_partitioned(source: Connection, settings: Settings) -> bool:
 
 
 def _set_interval(source: Connection, settings: Settings, every: timedelta) -> list[str]:
-    """Let the next partitions have another interval. Raises ConfigurationError for partitions that are not relay's."""
+    """Set the interval of the next partitions. Raises ConfigurationError for partitions that are not relay's."""
     table = settings.source.table
     given = retained(source, table)
     if given is None or given.every is None:
@@ -80,7 +80,7 @@ def _set_interval(source: Connection, settings: Settings, every: timedelta) -> l
 
 
 class _Conversion:
-    """One run."""
+    """One run of the conversion."""
 
     def __init__(
         self, settings: Settings, source: Connection, every: timedelta, report: ProgressReport
@@ -110,7 +110,7 @@ class _Conversion:
             self._report("exchanging the table for its partitions")
             with_short_lock(source, lambda: self._exchange(key, end), _ATTEMPTS)
         except BaseException:
-            # Rows after the end of the range would be refused.
+            # The constraint would refuse rows after the end of the range.
             with suppress(psycopg.Error):
                 self._execute("alter table {table} drop constraint if exists {constraint}")
             raise
@@ -127,7 +127,7 @@ class _Conversion:
         )
 
     def _primary_key(self) -> tuple[str, list[str]] | None:
-        """The name and the columns of the primary key, without c_ts."""
+        """Return name and columns of the primary key, without c_ts."""
         row = self._source.execute(
             """
             select conname::text, array(select attname::text from unnest(conkey) with ordinality as k (number, ordinal)
@@ -158,7 +158,7 @@ class _Conversion:
         return sql.SQL(", ").join(map(sql.Identifier, [*key[1], "c_ts"]))
 
     def _bound(self) -> datetime:
-        """The end of the first partition, as a constraint that is not validated yet."""
+        """Add the constraint of the first partition, not validated yet; returns the end of its range."""
         empty = not self._execute("select from {table} limit 1").rowcount
         span = timedelta(0) if empty else max(SPAN, 2 * self._every)
         end = aligned(datetime.now(UTC) + span, self._every) + self._every
@@ -174,7 +174,7 @@ class _Conversion:
         return end
 
     def _exchange(self, key: tuple[str, list[str]] | None, end: datetime) -> None:
-        """Publishers wait from here to the commit; no row is read."""
+        """Exchange the table. Publishers wait from here to the commit; no row is read."""
         self._execute("lock table {table} in access exclusive mode")
         attached = Attachments.read(self._source, self._table)
         attached.rename_indexes(self._source, self._schema)

@@ -1,4 +1,4 @@
-"""Removes the events of one host from everywhere that relay keeps them, and says what it cannot reach."""
+"""Removes the events of one host wherever relay stores them, and lists what it cannot reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGES = 2_000
 
 @dataclass(slots=True)
 class ErasureReport:
-    """What was removed: rows, by where they were. `left` is what relay cannot remove, in words."""
+    """How many rows were removed, by what they were; `left` lists what relay cannot remove, in words."""
 
     removed: dict[str, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
@@ -40,8 +40,8 @@ def erase(
 ) -> ErasureReport:
     """Remove a host's events from the outbox and from relay's tables of the group.
 
-    `source` may delete from the outbox. With `force` also what is not applied yet. Raises ConfigurationError while
-    something is not, psycopg.Error.
+    The role of `source` may delete from the outbox. `force` also removes events that are not applied yet; without it
+    raises ConfigurationError while there are any. Raises psycopg.Error.
     """
     floor.note(source, target, settings.group, settings.source.table)
     has_table = settings.source.message_prefix is None
@@ -49,7 +49,7 @@ def erase(
         _require_applied(settings, source, target, host)
     report = ErasureReport()
     transactions = _transactions_of(settings, source, target, host) if has_table else []
-    # The target first: what is in the outbox only can be found again if this is interrupted.
+    # The target first: the outbox still names the host's transactions if this is interrupted.
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:

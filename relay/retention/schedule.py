@@ -60,7 +60,7 @@ class Schedule:
         self.error: RelayError | None = None
 
     def start(self) -> None:
-        """Begin. Raises ConfigurationError if the group was given up; sinks that were are paused."""
+        """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
         of = self._settings
         with (
             suppress(psycopg.Error),  # The thread tries again.
@@ -71,11 +71,11 @@ class Schedule:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the statement in flight. Safe in a signal handler's thread."""
+        """Let the thread end after the statement in flight. Safe in a signal handler."""
         self._stopping.set()
 
     def close(self) -> None:
-        """Stop, and wait for a while."""
+        """Stop, and wait up to five seconds for the thread to end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -149,7 +149,7 @@ class Schedule:
             if created:
                 log.info("partitions created", extra={"partitions": ", ".join(created)})
         if of.max_lag is not None and self._give_up(source, target, present):
-            # Whoever reads it still stops before the next turn.
+            # A process that still works for the reader stops it at its next turn.
             return
         if of.keep is None or (of.archive is not None and of.archive not in noted):
             return
@@ -163,7 +163,7 @@ class Schedule:
             log.info("events deleted", extra={"events": deleted})
 
     def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
-        """Let readers that lag by more than max_lag hold no rows, but for the archive; returns whether any lags."""
+        """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
         found = floor.readers(source, of)
@@ -181,7 +181,7 @@ class Schedule:
         return any_given_up
 
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
-        """Let no reader go on that was given up. Raises ConfigurationError if the group itself was."""
+        """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
         for name in floor.given_up(source, target, group):
             if not name:
@@ -190,7 +190,7 @@ class Schedule:
                 log.error("a sink is paused that retention gave up", extra={"sink": name})
 
     def _prune(self, target: Connection) -> None:
-        # Those rows have the server's time, which a clock of another kind may be ahead of.
+        # These rows have the time of the server, which the clock of a test may be ahead of.
         before = min(self._clock(), _now()) - self._settings.retention.keep_letters
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
@@ -201,7 +201,7 @@ GIVEN_UP = "given up by retention: events may be gone; choose where to go on wit
 
 
 def given_up_error(group: str) -> ConfigurationError:
-    """The fault of a group that retention has given up."""
+    """Return the error for a group that retention has given up."""
     return ConfigurationError(
         f"group: {group!r} was given up by retention (max_lag), and events that it has not read may be gone: choose "
         "where to go on with `relay offsets seek --to …`"

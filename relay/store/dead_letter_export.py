@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from psycopg import sql
 from psycopg.rows import dict_row, scalar_row
 
-from relay.store.connections import Connection
 from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.dead_letters import DeadLetterRow
+
+if TYPE_CHECKING:
+    # Its module imports the pool, which `relay --help` does not need.
+    from relay.store.connections import Connection
 
 _SHOWN = (
     *("id", "group_id", "status", "sink", "handler", "exception", "attempts", "host_id", "user_id"),

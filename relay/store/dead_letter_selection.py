@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 from psycopg import sql
 from psycopg.rows import class_row
 
-from relay.store.connections import Connection
+if TYPE_CHECKING:
+    # Its module imports the pool, which `relay --help` does not need.
+    from relay.store.connections import Connection
+
 
 _CHUNK = 1_000
 """How many dead transactions are fetched at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -17,7 +17,10 @@ from psycopg.rows import class_row, scalar_row
 from relay.faults import exception_text
 from relay.model.events import ID_FIELDS, SQL_TYPES, Event
 from relay.store.actions import Acted
-from relay.store.connections import Connection
+
+if TYPE_CHECKING:
+    # Its module imports the pool, which `relay --help` does not need.
+    from relay.store.connections import Connection
 
 _CHUNK = 1_000
 """How many events are written at once."""
