@@ -16,7 +16,8 @@ from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_logical_wal, require_slot, require_table, unused_slots
 from relay.admin.group_start import Start
 from relay.admin.service_role import ROLE, has_role, let_read, let_replicate
-from relay.config.settings import OWN_OUTBOX, Settings
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.reporting import ProgressReport, silent

@@ -11,7 +11,8 @@ from typing import Any
 
 import psycopg
 
-from relay.config.settings import OWN_OUTBOX, Settings
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.reporting import ProgressReport, silent
 

@@ -14,9 +14,10 @@ import typer
 
 from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
 from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
-from relay.cli.tables import print_table, printable
+from relay.cli.tables import print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
+from relay.observe.terminal import printable
 
 if TYPE_CHECKING:
     from relay.store.deferred_selection import Deferred, DeferredSelection, FoundDeferred

@@ -29,12 +29,13 @@ from relay.cli.options import (
     with_groups,
 )
 from relay.cli.progress import progress
-from relay.cli.tables import print_facts, print_table, printable, printable_json
+from relay.cli.tables import print_facts, print_table
 from relay.config.files import load
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.observe.terminal import printable, printable_json
 from relay.reporting import silent
-from relay.store import dead_letter_export, dead_letter_selection, dead_letters
+from relay.store import dead_letter_selection
 from relay.store.dead_letter_selection import DeadLetterSelection, DeadTransaction, FoundDeadLetters
 
 dlq = typer.Typer(
@@ -220,6 +221,8 @@ def dlq_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show every event of the dead transaction that holds dead letter ID, and what was done about it."""
+    from relay.store import dead_letter_export, dead_letters
+
     with _opened(SelectionOptions(config)) as opened:
         number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
         if number is None:
@@ -337,6 +340,8 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
+    from relay.store import dead_letter_export
+
     with _opened(options) as opened:
         exported = dead_letter_export.exported(opened.conn, opened.group, opened.wanted)
         written = 0

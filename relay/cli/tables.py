@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from relay.cli.options import out
+from relay.observe.terminal import printable
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -37,15 +37,3 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
     for name, value in facts:
         table.add_row(Text(printable(name)), Text(printable(value, kept="\n")))
     out.print(table)
-
-
-def printable(cell: object, kept: str = "") -> str:
-    """A cell as text with control characters escaped, but for those in `kept`: a value must not move the cursor."""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))
-
-
-def printable_json(text: str) -> str:
-    """The same JSON with control characters, which only strings can hold, as JSON escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

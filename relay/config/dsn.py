@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
+from pydantic import BeforeValidator, SecretStr
 
-from relay.config.types import read_secret_file
+from relay.config.types import read_secret_file, resolve_secret
 from relay.faults import ConfigurationError
 
 _URI = ("postgresql://", "postgres://")
@@ -58,3 +60,10 @@ def administrator_dsn(dsn: str | None, file: Path | None, option: str) -> str | 
     except ValueError as error:
         name = option if file is None else f"{option}-file"
         raise ConfigurationError(f"{name}: {error}") from None
+
+
+def _dsn(value: Any) -> Any:
+    return check_dsn(value) if isinstance(value, str) else value
+
+
+Dsn = Annotated[SecretStr, BeforeValidator(_dsn), BeforeValidator(resolve_secret)]

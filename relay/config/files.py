@@ -11,15 +11,15 @@ from typing import Literal, TypeVar
 
 from psycopg.conninfo import conninfo_to_dict
 
-from relay.config import settings as config
+from relay.config import loading
 from relay.config.observe import ObserveSettings
-from relay.config.settings import Settings
+from relay.config.settings import ENV_PREFIX, Settings, SparkSettings
 from relay.faults import ConfigurationError, RelayError
 
 T = TypeVar("T")
 Side = Literal["source", "target"]
 
-_VARIABLE = f"{config.ENV_PREFIX}CONFIG"
+_VARIABLE = f"{ENV_PREFIX}CONFIG"
 _LOCAL = frozenset({"", "127.0.0.1", "::1", "localhost"})
 
 
@@ -44,7 +44,7 @@ def load(paths: Sequence[Path] | None) -> Settings:
             f"--config: this command takes one configuration, and {len(files)} are given "
             f"({', '.join(map(str, files))}): name one with --config FILE"
         )
-    return config.load(files[0] if files else None)
+    return loading.load(files[0] if files else None)
 
 
 def load_all(paths: Sequence[Path] | None) -> list[Configuration]:
@@ -56,8 +56,8 @@ def load_all(paths: Sequence[Path] | None) -> list[Configuration]:
     files = _files(paths)
     if len(files) < 2:
         file = files[0] if files else None
-        return [Configuration(file, config.load(file))]
-    return [Configuration(file, config.load(file, beside=files)) for file in files]
+        return [Configuration(file, loading.load(file))]
+    return [Configuration(file, loading.load(file, beside=files)) for file in files]
 
 
 def require_apart(configurations: Sequence[Configuration]) -> None:
@@ -156,7 +156,7 @@ def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
             yield f"observe.{key}: differs, and a process has one: take it out of one of them"
 
 
-def _different_spark(one: config.SparkSettings, other: config.SparkSettings) -> Iterator[str]:
+def _different_spark(one: SparkSettings, other: SparkSettings) -> Iterator[str]:
     for key in ("master", "remote"):
         if getattr(one, key) != getattr(other, key):
             yield f"spark.{key}"

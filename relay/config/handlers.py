@@ -1,4 +1,7 @@
-"""The configuration of handlers: what each kind needs, and what can be said of all of them."""
+"""The configuration of handlers: a model for each kind, and what all of them have.
+
+Long because each key has the sentence that docs/reference/settings.md prints; the models refine each other.
+"""
 
 from __future__ import annotations
 

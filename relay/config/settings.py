@@ -1,22 +1,15 @@
-"""The configuration: a YAML file and `RELAY_*` environment variables, validated whole before anything connects."""
+"""The configuration as pydantic models: every key but those of the source, of handlers and of `observe`."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, LiteralString
-from uuid import UUID
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
-    SecretStr,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -24,35 +17,19 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
 from relay.config import environment
-from relay.config.dsn import check_dsn
-from relay.config.event_types import REGISTRY, TYPES, EventsSettings
+from relay.config.dsn import Dsn
+from relay.config.event_types import EventsSettings
 from relay.config.fields import is_header, is_name
-from relay.config.handlers import KINDS, HandlerSettings, SinkHandler, SparkHandler
+from relay.config.handlers import HandlerSettings, SinkHandler, SparkHandler
 from relay.config.observe import ObserveSettings
-from relay.config.profiles import expanded
 from relay.config.retention import RetentionSettings
-from relay.config.suggestions import keys_at, nearest
-from relay.config.types import Name, Number, Seconds, Secret, Section, resolve_secret
-from relay.faults import ConfigurationError
-from relay.model import headers as header_fields
-from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
+from relay.config.source import SourceSettings
+from relay.config.types import Name, Number, Seconds, Secret, Section
 
-_UNKNOWN = "unknown key; see docs/reference/settings.md for the keys there are"
-DEFAULT_PATH = Path("relay.yaml")
 ENV_PREFIX = environment.PREFIX
-OWN_OUTBOX = "public.outbox_message_t"
-"""The outbox that `relay init` makes, and that `relay.publish` inserts into."""
-
-
-def _dsn(value: Any) -> Any:
-    return check_dsn(value) if isinstance(value, str) else value
-
-
-Dsn = Annotated[SecretStr, BeforeValidator(_dsn), BeforeValidator(resolve_secret)]
 
 
 Scalar = str | int | float | bool
@@ -67,164 +44,6 @@ def _patterns(value: Any) -> list[Scalar]:
 
 Patterns = Annotated[Any, BeforeValidator(_patterns)]
 """Values and globs, of which one must match."""
-
-
-def _bigint(text: str) -> str:
-    number = int(text)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError("out of range")
-    return str(number)
-
-
-_PRINTED: Mapping[str, Callable[[str], str]] = {
-    "uuid": lambda text: str(UUID(text)),
-    "text": str,
-    "bigint": _bigint,
-}
-"""An id of each type as PostgreSQL prints it. Each raises ValueError for what is none."""
-
-
-class SourceSettings(Section):
-    """Where events come from."""
-
-    dsn: Dsn = SecretStr("postgresql:///")
-    """The connection string of the database that has the outbox; libpq's PG* variables give what it lacks."""
-    profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
-    """Whose table the outbox is: gives `table`, `columns` and `types` where they are not set."""
-    table: str = OWN_OUTBOX
-    """The outbox, as schema.table."""
-    columns: dict[str, str | None] = Field(default_factory=dict)
-    """The column of each field, where the names differ; null where the outbox has no such column."""
-    types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
-    """The type of `id`, `host_id`, `user_id` and `transaction_id`, where it is not uuid."""
-    headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
-        default_factory=dict
-    )
-    """Extra columns of the outbox as fields `headers.*`: the column of each; a list where they have the columns'
-    names."""
-    message_prefix: Name | None = None
-    """The prefix of the messages of pg_logical_emit_message that are the outbox, in place of a table; needs `mode:
-    wal`."""
-    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
-    """The replication slot; each group has its own."""
-    publication: Name = "relay"
-    """The publication that the slot is read with."""
-    mode: Literal["auto", "wal", "poll"] = "auto"
-    """`auto` streams the WAL and polls for what the slot does not have; `wal` only streams; `poll` only polls."""
-    offsets: Literal["sequence", "gapless"] = "sequence"
-    """Where `c_offset` comes from: a sequence, or a counter without gaps at which publishers take turns."""
-    buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
-    """How much may be received before it is durable in the target, in bytes."""
-    max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
-    """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_profile(cls, value: Any) -> Any:
-        return expanded(value) if isinstance(value, Mapping) else value
-
-    @field_validator("table")
-    @classmethod
-    def _qualified(cls, value: str) -> str:
-        if value.count(".") != 1 or not all(value.split(".")):
-            raise ValueError("must be schema.table, such as public.outbox_message_t")
-        return value
-
-    @field_validator("columns")
-    @classmethod
-    def _known_fields(cls, value: dict[str, str | None]) -> dict[str, str | None]:
-        for name, column in value.items():
-            if name not in FIELDS:
-                raise ValueError(
-                    f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}"
-                )
-            if not column and name in NEEDED_FIELDS:
-                raise ValueError(f"{name} needs a column: name the one that holds it")
-        return value
-
-    @field_validator("types")
-    @classmethod
-    def _of_ids(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if name not in ID_FIELDS:
-                raise ValueError(
-                    f"{name!r} has one type only; those to choose are of {', '.join(ID_FIELDS)}"
-                )
-        return value
-
-    @field_validator("headers")
-    @classmethod
-    def _headers_have_names(cls, value: dict[str, str]) -> dict[str, str]:
-        header_fields.require_names(value)
-        return value
-
-    @model_validator(mode="after")
-    def _messages_have_no_table(self) -> SourceSettings:
-        if self.message_prefix is None:
-            return self
-        if self.mode != "wal":
-            raise ValueError(
-                f"message_prefix: messages are in the WAL only, and mode says {self.mode}: set source.mode: wal"
-            )
-        given = {
-            "table": self.table != OWN_OUTBOX,
-            "profile": self.profile != "relay",
-            "columns": self.columns,
-            "headers": self.headers,
-            "offsets": self.offsets != "sequence",
-        }
-        for name in (key for key, is_given in given.items() if is_given):
-            raise ValueError(
-                f"message_prefix: the outbox is messages and no table, so {name} means nothing: leave one of the two "
-                "out"
-            )
-        return self
-
-    @property
-    def sql_types(self) -> Mapping[str, LiteralString]:
-        """The PostgreSQL type of each event field, of `headers` too where there are any."""
-        found: dict[str, LiteralString] = {**SQL_TYPES, **self.types}
-        return {**found, header_fields.FIELD: "jsonb"} if self.headers else found
-
-    def printed_id(self, field: str, value: str, option: str) -> str:
-        """An id that an option of a command names, as PostgreSQL prints it.
-
-        Raises ConfigurationError if it is not of its field's type.
-        """
-        kind = self.types.get(field, "uuid")
-        try:
-            return _PRINTED[kind](value)
-        except ValueError:
-            raise ConfigurationError(f"{option}: {value!r} is no {kind}") from None
-
-    @property
-    def owns_table(self) -> bool:
-        """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
-        return self.message_prefix is None and self.table == OWN_OUTBOX
-
-    @property
-    def outbox(self) -> str:
-        """What holds the events, in words."""
-        prefix = self.message_prefix
-        return self.table if prefix is None else f"messages with the prefix {prefix!r}"
-
-    @property
-    def table_name(self) -> tuple[str, str]:
-        """The schema and the name of the outbox."""
-        schema, name = self.table.split(".")
-        return schema, name
-
-    @property
-    def mapping(self) -> dict[str, str]:
-        """The outbox's column for each field; "", which names no column, for one that is left out.
-
-        Each header is a field of its own, such as `headers.region`.
-        """
-        fields = {name: self.columns.get(name, name) or "" for name in FIELDS}
-        return {
-            **fields,
-            **{header_fields.PREFIX + name: column for name, column in self.headers.items()},
-        }
 
 
 def _switch(value: Any) -> Any:
@@ -574,142 +393,3 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment goes before the file, which arrives as keyword arguments."""
         return env_settings, init_settings
-
-
-def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
-    """Read and validate the configuration.
-
-    Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` where it exists, else only the environment counts.
-    Variables that only a file of `beside` takes (`{env: NAME}`) are no mistake.
-    Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do; also if there is
-    neither a file nor a setting in the environment.
-    """
-    file = path or _default_file()
-    if file is None and not environment.settings(Settings):
-        raise ConfigurationError(
-            f"there is no configuration: {Path.cwd() / DEFAULT_PATH} does not exist, and neither --config nor "
-            f"{ENV_PREFIX}CONFIG names a file: write one (config/relay.yaml of the project has every key), or set "
-            f"{ENV_PREFIX}SOURCE__DSN"
-        )
-    content = {} if file is None else _read(file)
-    taken = [content, *map(_read, beside)]
-    if unrecognised := list(environment.unknown_variables(Settings, taken)):
-        raise ConfigurationError("\n".join(unrecognised))
-    unknown = [key for key in content if key.startswith("_")]
-    if unknown:
-        # pydantic-settings would take these for arguments of its own.
-        raise ConfigurationError(f"{file}: {unknown[0]}: {_unknown(unknown[:1])}")
-    try:
-        return Settings(**content)
-    except ValidationError as error:
-        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, file)))) from None
-    except SettingsError as error:
-        key = re.search(r'field "(\w+)"', str(error))
-        raise ConfigurationError(
-            f"environment: {key[1] if key else ENV_PREFIX}: is not JSON, as a whole section in a variable must be"
-        ) from None
-
-
-def _unknown(location: Sequence[int | str]) -> str:
-    meant = nearest(str(location[-1]), keys_at(Settings, location[:-1]))
-    return f"unknown key; did you mean {meant}?" if meant else _UNKNOWN
-
-
-def _default_file() -> Path | None:
-    named = os.environ.get("RELAY_CONFIG")
-    if named:
-        return Path(named)
-    return DEFAULT_PATH if DEFAULT_PATH.exists() else None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is a mistake, instead of the last one winning silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    problem = f"the key {key.value!r} stands twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 a safe loader's child
-    except OSError as error:
-        raise ConfigurationError(
-            f"{file}: cannot be read ({error.strerror}); give the configuration with --config FILE"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"{file}: is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        origin = f"{file}:{mark.line + 1}" if mark else str(file)
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigurationError(f"{origin}: is not valid YAML: {problem}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"{file}: is not valid YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(
-            f"{file}: must be a mapping of keys such as source, handlers and routes"
-        )
-    return content
-
-
-_NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
-
-
-def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
-    for fault in error.errors(include_url=False, include_input=False, include_context=False):
-        location = _location(fault["loc"])
-        key = _key(location)
-        origin = "environment" if file is None or _in_environment(location) else str(file)
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            message = _unknown(location)
-        elif fault["type"] == "missing":
-            message = "is required"
-        elif fault["type"] in _NO_MAPPING:
-            message = "must be a mapping of keys"
-        elif fault["type"].startswith("union_tag"):
-            key, message = f"{key}.type", f"must be one of {', '.join(KINDS)}"
-        else:
-            message = message[:1].lower() + message[1:]
-        yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
-
-
-# Members of unions that pydantic adds to the place of a fault, but that no user wrote.
-_INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
-_KIND_DEPTH = 2
-"""Where pydantic names the kind of a handler: (handlers, its name, its kind, …)."""
-
-
-def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where the fault is in the file, without the form of `events` that pydantic takes it for."""
-    if len(location) > 1 and location[0] == "events" and location[1] in (TYPES, REGISTRY):
-        return (location[0], *location[2:])
-    return location
-
-
-def _key(location: tuple[int | str, ...]) -> str:
-    parts = [str(part) for part in location]
-    kept = [
-        part
-        for depth, part in enumerate(parts)
-        if not (depth == _KIND_DEPTH and part in KINDS)
-        and not (depth >= 2 and part in _INVISIBLE)
-        and "[" not in part
-    ]
-    return ".".join(kept)
-
-
-def _in_environment(location: tuple[int | str, ...]) -> bool:
-    """Whether a variable gives the value at a place, or the section that it stands in."""
-    given = {name.upper() for name in os.environ}
-    parts = [str(part).upper() for part in location]
-    return any(ENV_PREFIX + "__".join(parts[:depth]) in given for depth in range(1, len(parts) + 1))

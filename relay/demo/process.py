@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from relay.config.settings import Settings, load
+from relay.config.loading import load
+from relay.config.settings import Settings
 from relay.faults import RelayError
 
 STOP_SECONDS = 40.0

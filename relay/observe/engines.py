@@ -1,23 +1,23 @@
-"""Counts what each engine applies, and stores the counts every few seconds."""
+"""Counts what each engine applies, and stores the counts every five seconds."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from threading import Event, Lock
+from threading import Lock
 
 import psycopg
 
 from relay.faults import describe
 from relay.model.batch import Batch, Outcome
+from relay.observe.flushing import FlushThread
 from relay.store import engines
 from relay.store.connections import connect
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 5.0
-"""How often counts are stored at most."""
+"""Counts are stored at most this often."""
 
 
 class EngineCounts:
@@ -29,14 +29,11 @@ class EngineCounts:
     def __init__(self, dsn: str, group: str, interval: float = STORE_SECONDS) -> None:
         self._dsn = dsn
         self._group = group
-        self._interval = interval
         self._batches: Counter[tuple[str, str]] = Counter()
         self._events: Counter[tuple[str, str]] = Counter()
         self._transactions: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
-        self._noted = Event()
-        self._closing = Event()
-        self._thread = Thread(target=self._run, name="engines", daemon=True)
+        self._thread = FlushThread(self._store, "engines", interval)
 
     def start(self) -> None:
         """Begin to store."""
@@ -49,28 +46,18 @@ class EngineCounts:
             self._batches[key] += 1
             self._events[key] += batch.events
             self._transactions[key] += _transactions(batch)
-        self._noted.set()
+        self._thread.note()
 
     def close(self) -> None:
         """Store what is left and end."""
-        self._closing.set()
-        self._noted.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._store()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self._noted.wait()
-            if not self._closing.wait(self._interval):
-                self._store()
+        self._thread.close()
 
     def _store(self) -> None:
         with self._lock:
             batches, self._batches = self._batches, Counter()
             events, self._events = self._events, Counter()
             transactions, self._transactions = self._transactions, Counter()
-            self._noted.clear()
+            self._thread.taken()
         if not batches:
             return
         try:
@@ -83,11 +70,11 @@ class EngineCounts:
                 self._batches.update(batches)
                 self._events.update(events)
                 self._transactions.update(transactions)
-            self._noted.set()
+            self._thread.note()
 
 
 def _transactions(batch: Batch) -> int:
-    """Business transactions; of polled rows database transactions, since only those who read them know the others."""
+    """How many business transactions a batch has; of polled rows database transactions, before the rows are read."""
     if batch.window is None:
         return len(batch.transactions)
     return sum(len(share.xids) for share in batch.window.shares)

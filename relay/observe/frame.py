@@ -11,6 +11,7 @@ from math import ceil
 from rich.text import Text
 
 from relay.observe.rates import RATE, Observations
+from relay.observe.terminal import printable
 from relay.observe.watch import Picture
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
@@ -307,8 +308,8 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
 
 
 def _plain(text: str) -> str:
-    """On one line, with its control characters as escapes: a value must not move the terminal's cursor."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.partition("\n")[0])
+    """The first line of a text, with control characters as escapes."""
+    return printable(text.partition("\n")[0])
 
 
 def _since(moment: datetime) -> str:

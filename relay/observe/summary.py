@@ -1,15 +1,15 @@
-"""What the last seconds came to, batches and redeliveries, as one log line; none is logged while nothing happens."""
+"""Sums of batches and redeliveries, logged as one line every ten seconds; nothing is logged while nothing happens."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
-from threading import Event, Lock
+from threading import Lock
 
 from relay.model.batch import Batch, Outcome
 from relay.model.events import POSTGRES_EPOCH
-from relay.threads import Thread
+from relay.observe.flushing import FlushThread
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,10 @@ class Summary:
     """
 
     def __init__(self, interval: float = SUMMARY_SECONDS) -> None:
-        self._interval = interval
         self._sums: Counter[str] = Counter()
         self._lag: dict[str, float | int] = {}
         self._lock = Lock()
-        self._noted = Event()
-        self._closing = Event()
-        self._thread = Thread(target=self._run, name="summary", daemon=True)
+        self._thread = FlushThread(self._log, "summary", interval)
 
     def start(self) -> None:
         """Begin to log."""
@@ -49,34 +46,24 @@ class Summary:
                 dead=sum(dead.events for dead in outcome.dead),
             )
             self._lag = _lag(batch)
-        self._noted.set()
+        self._thread.note()
 
     def note_redelivered(self, transactions: int) -> None:
         """Add transactions of `relay.deferred` that are applied."""
         if transactions:
             with self._lock:
                 self._sums["redelivered"] += transactions
-            self._noted.set()
+            self._thread.note()
 
     def close(self) -> None:
         """Log what is left and end."""
-        self._closing.set()
-        self._noted.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._say()
+        self._thread.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self._noted.wait()
-            if not self._closing.wait(self._interval):
-                self._say()
-
-    def _say(self) -> None:
+    def _log(self) -> None:
         with self._lock:
             sums, self._sums = self._sums, Counter()
             lag, self._lag = self._lag, {}
-            self._noted.clear()
+            self._thread.taken()
         if sums["events"] or sums["redelivered"]:
             # Of polled rows only those who read them know the transactions.
             transactions = sums["transactions"] or None

@@ -15,7 +15,8 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from relay.config.settings import Settings, SourceSettings
+from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 
 Connection = psycopg.Connection[Any]

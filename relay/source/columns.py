@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-from relay.config.settings import SourceSettings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS

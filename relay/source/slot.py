@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import args_row, class_row, scalar_row
 
-from relay.config.settings import SourceSettings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.source.columns import PUBLISHES_GENERATED, mapped

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config.settings import SourceSettings
+from relay.config.source import SourceSettings
 
 
 def fires(

@@ -19,7 +19,8 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
 
-from relay.config.settings import Settings, SourceSettings
+from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.faults import RelayError, server_error
 from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory

@@ -13,7 +13,8 @@ import psycopg
 from psycopg import sql
 
 from relay.config.handlers import SPARK_COLUMNS
-from relay.config.settings import Settings, SourceSettings
+from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.faults import Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp

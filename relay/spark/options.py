@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 from psycopg import sql
 from pydantic import ValidationError
 
-from relay.config.settings import SourceSettings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import BEGINNING, Snapshot

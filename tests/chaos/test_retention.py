@@ -16,7 +16,8 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.admin.partitioning import partition, partition_new
-from relay.config.settings import OWN_OUTBOX, Settings
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.store import sinks

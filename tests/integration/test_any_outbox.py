@@ -15,7 +15,8 @@ import pytest
 from relay.admin.check import require
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.install import initialise
-from relay.config.settings import Settings, SourceSettings
+from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from relay.config.settings import load
+from relay.config.loading import load
 from relay.event_types.loading import registered
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, relay, running

@@ -18,7 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from relay.config.settings import load
+from relay.config.loading import load
 from relay.demo.embedded import free_port
 from tests.brokers import TYPE, KafkaCluster
 from tests.outbox import Outbox, event, host, wait_until

@@ -18,7 +18,7 @@ from relay.admin.check import require
 from relay.admin.install import initialise
 from relay.admin.uninstall import plan_removal, remove
 from relay.cli.app import app
-from relay.config.settings import load
+from relay.config.loading import load
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.store import migrations

@@ -16,7 +16,8 @@ import pytest
 from relay.admin.install import initialise
 from relay.admin.partitioning import partition_new
 from relay.admin.restoration import restore
-from relay.config.settings import OWN_OUTBOX, Settings
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.retention.partitions import partitions

@@ -18,7 +18,8 @@ from relay.admin.erasure import erase
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.admin.partitioning import partition, partition_new
-from relay.config.settings import OWN_OUTBOX, Settings
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule

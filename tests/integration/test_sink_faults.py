@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from relay.admin.install import initialise
-from relay.config.settings import load
+from relay.config.loading import load
 from relay.delivery import polling
 from relay.store import deferred
 from tests.integration.test_sinks import assert_in_order, ids, posting, state

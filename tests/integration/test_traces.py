@@ -478,7 +478,7 @@ IMPORTED = """
 import sys
 from pathlib import Path
 import relay.admin.check
-from relay.config.settings import load
+from relay.config.loading import load
 from relay.service import Service
 Service(load(Path(sys.argv[1])))
 print([name for name in sys.modules if name.startswith("opentelemetry")])

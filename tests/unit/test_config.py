@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from relay.config.dsn import administrator_dsn
-from relay.config.settings import Settings, SparkSettings, load
+from relay.config.loading import load
+from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError
 from relay.handlers import build_sinks
 from relay.spark.gateway import as_properties

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from relay.config.effects import Effects
-from relay.config.settings import Settings, SourceSettings
+from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.model.events import FIELDS, NOTE, Event
 from relay.model.transactions import Rows, Transactions, Undecoded
 from relay.model.tuples import ProtocolError, RowDecoder

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 import relay
-from relay.config.settings import Settings, load
+from relay.config.loading import load
+from relay.config.settings import Settings
 from relay.event_types import exact_json
 from relay.event_types.loading import registered
 from relay.event_types.registry import EventType

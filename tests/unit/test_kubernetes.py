@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from relay.config.settings import load
+from relay.config.loading import load
 from tests.process import ROOT
 
 VERSION = "1.33"

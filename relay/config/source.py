@@ -1,0 +1,183 @@
+"""`source`: the database that has the outbox, and how the outbox is laid out there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, LiteralString
+from uuid import UUID
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+
+from relay.config.dsn import Dsn
+from relay.config.profiles import expanded
+from relay.config.types import Name, Number, Section
+from relay.faults import ConfigurationError
+from relay.model import headers as header_fields
+from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
+
+OWN_OUTBOX = "public.outbox_message_t"
+"""The outbox that `relay init` makes, and that `relay.publish` inserts into."""
+
+
+def _bigint(text: str) -> str:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("out of range")
+    return str(number)
+
+
+_PRINTED: Mapping[str, Callable[[str], str]] = {
+    "uuid": lambda text: str(UUID(text)),
+    "text": str,
+    "bigint": _bigint,
+}
+"""Functions by type that return an id as PostgreSQL prints it. Each raises ValueError for text of another type."""
+
+
+class SourceSettings(Section):
+    """Where events come from."""
+
+    dsn: Dsn = SecretStr("postgresql:///")
+    """The connection string of the database that has the outbox; libpq's PG* variables give what it lacks."""
+    profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
+    """Whose table the outbox is: gives `table`, `columns` and `types` where they are not set."""
+    table: str = OWN_OUTBOX
+    """The outbox, as schema.table."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """The column of each field, where the names differ; null where the outbox has no such column."""
+    types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
+    """The type of `id`, `host_id`, `user_id` and `transaction_id`, where it is not uuid."""
+    headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
+        default_factory=dict
+    )
+    """Extra columns of the outbox as fields `headers.*`: the column of each; a list where they have the columns'
+    names."""
+    message_prefix: Name | None = None
+    """The prefix of the messages of pg_logical_emit_message that are the outbox, in place of a table; needs `mode:
+    wal`."""
+    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
+    """The replication slot; each group has its own."""
+    publication: Name = "relay"
+    """The publication that the slot is read with."""
+    mode: Literal["auto", "wal", "poll"] = "auto"
+    """`auto` streams the WAL and polls for what the slot does not have; `wal` only streams; `poll` only polls."""
+    offsets: Literal["sequence", "gapless"] = "sequence"
+    """Where `c_offset` comes from: a sequence, or a counter without gaps at which publishers take turns."""
+    buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
+    """How much may be received before it is durable in the target, in bytes."""
+    max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+    """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_profile(cls, value: Any) -> Any:
+        return expanded(value) if isinstance(value, Mapping) else value
+
+    @field_validator("table")
+    @classmethod
+    def _qualified(cls, value: str) -> str:
+        if value.count(".") != 1 or not all(value.split(".")):
+            raise ValueError("must be schema.table, such as public.outbox_message_t")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _known_fields(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        for name, column in value.items():
+            if name not in FIELDS:
+                raise ValueError(
+                    f"{name!r} is not a field of an event; the fields are {', '.join(FIELDS)}"
+                )
+            if not column and name in NEEDED_FIELDS:
+                raise ValueError(f"{name} needs a column: name the one that holds it")
+        return value
+
+    @field_validator("types")
+    @classmethod
+    def _of_ids(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name not in ID_FIELDS:
+                raise ValueError(
+                    f"{name!r} has one type only; those to choose are of {', '.join(ID_FIELDS)}"
+                )
+        return value
+
+    @field_validator("headers")
+    @classmethod
+    def _headers_have_names(cls, value: dict[str, str]) -> dict[str, str]:
+        header_fields.require_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _messages_have_no_table(self) -> SourceSettings:
+        if self.message_prefix is None:
+            return self
+        if self.mode != "wal":
+            raise ValueError(
+                f"message_prefix: messages are in the WAL only, and mode says {self.mode}: set source.mode: wal"
+            )
+        given = {
+            "table": self.table != OWN_OUTBOX,
+            "profile": self.profile != "relay",
+            "columns": self.columns,
+            "headers": self.headers,
+            "offsets": self.offsets != "sequence",
+        }
+        for name in (key for key, is_given in given.items() if is_given):
+            raise ValueError(
+                f"message_prefix: the outbox is messages and no table, so {name} means nothing: leave one of the two "
+                "out"
+            )
+        return self
+
+    @property
+    def sql_types(self) -> Mapping[str, LiteralString]:
+        """The PostgreSQL type of each event field, of `headers` too where there are any."""
+        found: dict[str, LiteralString] = {**SQL_TYPES, **self.types}
+        return {**found, header_fields.FIELD: "jsonb"} if self.headers else found
+
+    def printed_id(self, field: str, value: str, option: str) -> str:
+        """An id that an option of a command names, as PostgreSQL prints it.
+
+        Raises ConfigurationError if it is not of its field's type.
+        """
+        kind = self.types.get(field, "uuid")
+        try:
+            return _PRINTED[kind](value)
+        except ValueError:
+            raise ConfigurationError(f"{option}: {value!r} is no {kind}") from None
+
+    @property
+    def owns_table(self) -> bool:
+        """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
+        return self.message_prefix is None and self.table == OWN_OUTBOX
+
+    @property
+    def outbox(self) -> str:
+        """What holds the events, in words."""
+        prefix = self.message_prefix
+        return self.table if prefix is None else f"messages with the prefix {prefix!r}"
+
+    @property
+    def table_name(self) -> tuple[str, str]:
+        """The schema and the name of the outbox."""
+        schema, name = self.table.split(".")
+        return schema, name
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """The outbox's column for each field; "", which names no column, for one that is left out.
+
+        Each header is a field of its own, such as `headers.region`.
+        """
+        fields = {name: self.columns.get(name, name) or "" for name in FIELDS}
+        return {
+            **fields,
+            **{header_fields.PREFIX + name: column for name, column in self.headers.items()},
+        }
