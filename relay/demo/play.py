@@ -116,7 +116,7 @@ class _Stage:
         return moment
 
     def _publish_live(self) -> str:
-        """Publish at an even pace; returns a position in the WAL behind the last commit."""
+        """Publish at an even pace; returns a position in the WAL after the last commit."""
         scale = self._scale
         self._screen.step(
             f"publishing {scale.live_rate} transactions a second for {scale.live_seconds:g} s"

@@ -108,7 +108,7 @@ _SLOT = """
 
 
 def verify(conn: Connection, poisons: Sequence[Poison], end: str) -> list[Check]:
-    """Check every promise. `end` is a position in the WAL behind the last commit of the outbox."""
+    """Check every promise. `end` is a position in the WAL after the last commit of the outbox."""
     expected = (
         [poison.event_id for poison in poisons],
         [poison.handler for poison in poisons],

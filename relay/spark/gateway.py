@@ -2,7 +2,7 @@
 
 PySpark hands its configuration to `spark-submit` as arguments, which everybody on the machine can read with `ps`. Here
 they are in a file that only this user can read, until the JVM has read them. Where the system is Linux the file is in
-memory, so that a process that is killed meanwhile leaves nothing behind.
+memory, so that a process that is killed meanwhile leaves no file.
 
 Source: memfd_create(2), proc_pid_fd(5).
 """

@@ -108,7 +108,7 @@ def _stand_in(home: Path) -> Path:
     """A JAVA_HOME whose `bin/java` is the real one without the argument that it cannot take.
 
     `spark-class` and the command that it builds both run `$JAVA_HOME/bin/java`. The folder is this
-    process's own (mode 700, random name), so nobody can put another program in its place.
+    process's own (mode 700, random name), so nobody can replace it by another program.
     """
     folder = Path(tempfile.mkdtemp(prefix="relay-java-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -10,27 +10,27 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from threading import Event, Lock
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
 
 from relay.config.handlers import SparkHandler
-from relay.config.imports import load
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, TransientFault
+from relay.faults import TransientFault
 from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
 from relay.source.server import durable_position
 from relay.spark import frames, replays
-from relay.spark.faults import of_function, safe_description
+from relay.spark.faults import safe_description
 from relay.spark.reading import OutboxTable
 from relay.spark.session import Session
+from relay.spark.transform import Transform
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, deferred_due, sinks, spark_batches
 from relay.store.connections import connect
@@ -46,15 +46,11 @@ log = logging.getLogger(__name__)
 Connection = psycopg.Connection[Any]
 
 POLL_SECONDS = 1.0
-"""How often it is looked whether a batch is due, at most."""
+"""Seconds between two checks whether a batch is due."""
 CLAIM_SECONDS = 2.0
-"""How often it is tried to claim a sink that another process works."""
+"""Seconds between two attempts to claim a sink that another process works."""
 BUILD_SECONDS = 5.0
-"""How long the Spark session is waited for before `relay status` tells that nothing is written."""
-VIEW = "events"
-"""The name of the frame in a sink's query."""
-
-_view = Lock()
+"""Seconds after which `relay status` tells that the sink waits for the Spark session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +72,7 @@ class SparkWorker:
         self._settings = settings
         self._handler: SparkHandler = settings.spark_handlers[name]
         self._table = OutboxTable(settings.source.table_name, settings.source.mapping)
-        self._transform = (
-            load(f"handlers.{name}.transform", self._handler.transform)
-            if self._handler.transform
-            else None
-        )
+        self._transform = Transform(name, self._handler)
         writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
         self._source: Connection | None = None
@@ -125,7 +117,7 @@ class SparkWorker:
                 log.info("a sink goes on from what is stored", extra={"handler": self._name})
             except Exception as error:
                 # A function may have written values into its query.
-                fault = safe_description(error, quoted=self._transform is None)
+                fault = safe_description(error, quoted=not self._transform.has_function)
                 if self._stopping.is_set():
                     break
                 if fault != last_logged:
@@ -328,7 +320,7 @@ class SparkWorker:
 
     @contextmanager
     def _frame(self, session: SparkSession, batch: OpenBatch) -> Iterator[DataFrame]:
-        """The frame that is written; while it is used, no other sink gives the view another meaning."""
+        """The frame that is written."""
         from pyspark.sql import functions
 
         assert self._session is not None  # noqa: S101
@@ -346,40 +338,10 @@ class SparkWorker:
                 f"relay sink {self._name}",
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
-        query, transform = self._handler.sql, self._transform
-        # A Connect server resolves the view only when the frame is written.
-        with _view if query else nullcontext():
-            if query:
-                frame.createOrReplaceTempView(VIEW)
-                frame = self._queried(session, query)
-            if transform:
-                frame = self._transformed(frame)
-            if query or transform:
-                frame = frame.withColumn(BATCH_COLUMN, functions.lit(batch.id))
-            yield frame
-
-    def _queried(self, session: SparkSession, query: str) -> DataFrame:
-        from pyspark.errors import AnalysisException
-
-        try:
-            return session.sql(query)
-        except AnalysisException as error:
-            raise ConfigurationError(
-                f"handlers.{self._name}.sql: {safe_description(error)}"
-            ) from error
-
-    def _transformed(self, frame: DataFrame) -> DataFrame:
-        from pyspark.sql import DataFrame
-
-        assert self._transform is not None  # noqa: S101
-        key = f"handlers.{self._name}.transform"
-        with of_function(key):
-            found = self._transform(frame)
-        if not isinstance(found, DataFrame):
-            raise ConfigurationError(
-                f"{key}: the function returned {type(found).__name__}, not a DataFrame: let it return the one to write"
-            )
-        return found
+        with self._transform.applied(session, frame) as found:
+            if found is not frame:
+                found = found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+            yield found
 
     def _ready_session(self) -> SparkSession:
         assert self._session is not None  # noqa: S101

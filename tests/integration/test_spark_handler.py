@@ -360,7 +360,7 @@ def test_a_destination_that_cannot_be_written_holds_up_nobody(
 class NoSession:
     """A session that cannot be built."""
 
-    trouble: str | None = None
+    fault: str | None = None
 
     def start(self) -> None:
         """It has begun."""
@@ -380,8 +380,8 @@ def test_status_tells_that_the_session_is_missing(
     waiting.start(missing)
     output = "the Spark session is being built"
     wait_until(lambda: listed(settings)[0].fault == output)
-    missing.trouble = "SparkException: Master removed our application"
-    wait_until(lambda: listed(settings)[0].fault == f"{output}: {missing.trouble}")
+    missing.fault = "SparkException: Master removed our application"
+    wait_until(lambda: listed(settings)[0].fault == f"{output}: {missing.fault}")
     assert listed(settings)[0].since is not None
     waiting.close(10)
 

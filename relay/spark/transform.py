@@ -1,0 +1,74 @@
+"""What a sink of `type: spark` does to its events before they are written: `sql`, then `transform`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from relay.config.handlers import SparkHandler
+from relay.config.imports import load
+from relay.faults import ConfigurationError
+from relay.spark.faults import of_function, safe_description
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+VIEW = "events"
+"""The name of the frame in a sink's query."""
+
+_view = Lock()
+
+
+class Transform:
+    """The query and the function of one sink."""
+
+    def __init__(self, name: str, handler: SparkHandler) -> None:
+        """Raises ConfigurationError for a callable that cannot be imported."""
+        self._key = f"handlers.{name}"
+        self._query = handler.sql
+        self._function = (
+            load(f"{self._key}.transform", handler.transform) if handler.transform else None
+        )
+
+    @property
+    def has_function(self) -> bool:
+        """Whether a function of the user takes part, whose errors may quote values."""
+        return self._function is not None
+
+    @contextmanager
+    def applied(self, session: SparkSession, frame: DataFrame) -> Iterator[DataFrame]:
+        """The frame to write: `frame` itself where the sink has neither a query nor a function.
+
+        Inside the context no other sink of this process gives the view another meaning. Raises ConfigurationError.
+        """
+        # A Connect server resolves the view only when the frame is written.
+        with _view if self._query else nullcontext():
+            if self._query:
+                frame.createOrReplaceTempView(VIEW)
+                frame = self._queried(session, self._query)
+            if self._function:
+                frame = self._transformed(frame)
+            yield frame
+
+    def _queried(self, session: SparkSession, query: str) -> DataFrame:
+        from pyspark.errors import AnalysisException
+
+        try:
+            return session.sql(query)
+        except AnalysisException as error:
+            raise ConfigurationError(f"{self._key}.sql: {safe_description(error)}") from error
+
+    def _transformed(self, frame: DataFrame) -> DataFrame:
+        from pyspark.sql import DataFrame
+
+        assert self._function is not None  # noqa: S101
+        key = f"{self._key}.transform"
+        with of_function(key):
+            found = self._function(frame)
+        if not isinstance(found, DataFrame):
+            raise ConfigurationError(
+                f"{key}: the function returned {type(found).__name__}, not a DataFrame: let it return the one to write"
+            )
+        return found
