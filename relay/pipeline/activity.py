@@ -1,4 +1,4 @@
-"""Which threads apply tasks now: in which sessions of the target, with which handler, and for how long."""
+"""Tracks the threads that apply tasks now: session of the target, handler, and time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A task that is applied. `thread` is the native id of the thread, `pid` that of the session's server process.
+    """A task that is being applied. `thread` is the thread's native id, `pid` that of the session's server process.
 
-    `at` is when it went on last (monotonic clock, seconds); `seconds` is how long each handler has taken. `reads` says
-    that it waits for the source.
+    `at` is the time of the last progress (monotonic clock, seconds); `seconds` is how long each handler has taken.
+    `reads` says that the task is reading from the source.
     """
 
     thread: int
@@ -38,7 +38,7 @@ class ActiveJobs:
 
     @contextmanager
     def job(self) -> Iterator[Job]:
-        """This thread applies a task until the end."""
+        """Track a task of this thread until the context ends."""
         job = self._jobs[get_ident()] = Job(get_native_id(), time.monotonic())
         try:
             yield job
@@ -46,13 +46,13 @@ class ActiveJobs:
             del self._jobs[get_ident()]
 
     def enters(self, conn: psycopg.Connection[object]) -> None:
-        """This thread works in a session now."""
+        """Note the session of the target that this thread uses."""
         job = self._jobs.get(get_ident())
         if job is not None:
             job.pid, job.at = conn.pgconn.backend_pid, time.monotonic()
 
     def reading(self, found: Iterable[Item]) -> Iterator[Item]:
-        """What the source brings; this thread waits for the source whenever the next one is asked for."""
+        """Yield `found`, and note that this thread reads from the source whenever the next item is requested."""
         job = self._jobs.get(get_ident())
         if job is None:
             yield from found
@@ -68,7 +68,7 @@ class ActiveJobs:
 
     @contextmanager
     def handler(self, name: str) -> Iterator[None]:
-        """This thread runs a handler until the end."""
+        """Note that this thread runs a handler until the context ends, and add up its time."""
         job = self._jobs.get(get_ident())
         if job is None:
             yield
@@ -82,6 +82,6 @@ class ActiveJobs:
             job.seconds[name] = job.seconds.get(name, 0.0) + job.at - started
 
     def jobs(self) -> list[Job]:
-        """What runs now."""
+        """The current jobs."""
         # A copy in one step: other threads add and remove.
         return list(self._jobs.copy().values())

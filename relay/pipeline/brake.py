@@ -1,6 +1,6 @@
-"""Stops a handler that lets one transaction after the other die of the same kind of fault. No I/O.
+"""The brake stops a handler that dead-letters one transaction after another for the same kind of fault. No I/O.
 
-That is a handler's or its surroundings' fault (a dropped column, expired credentials, a deployment), not the events'.
+The cause is then the handler or its environment (a dropped column, expired credentials, a deployment), not the events.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from relay.store.brakes import Streak
 
 
 class Brake:
-    """Counts while the transactions of one task are tried. Safe to use from several threads."""
+    """Counts dead letters in a row while a task's transactions are tried. Safe in several threads."""
 
     def __init__(
         self, limits: Mapping[str, int], streaks: Mapping[str, Streak], defers: bool = False
     ) -> None:
-        """`limits` are the most deaths in a row of each handler that has a brake; `streaks` are those so far.
+        """`limits` are the most dead letters in a row of each handler that has a brake; `streaks` are those so far.
 
-        `defers` says that transactions are deferred again where a handler is stopped, so that others flow.
+        With `defers`, a stopped handler's transactions are deferred, so that others go on.
         """
         self.streaks = streaks
         self.defers = defers
@@ -33,24 +33,24 @@ class Brake:
         self.begin()
 
     def begin(self) -> None:
-        """The transactions are tried from the first one again."""
+        """Reset the counts, since the transactions are tried from the first one again."""
         self._counts = {name: (each.fault, each.deaths) for name, each in self.streaks.items()}
 
     def succeeded(self, handlers: Iterable[str]) -> None:
-        """Handlers have handled a transaction."""
+        """End the streaks of handlers that have succeeded."""
         with self._lock:
             for handler in handlers:
                 self._counts.pop(handler, None)
                 self.braked.pop(handler, None)
 
     def streak(self, handler: str) -> Streak | None:
-        """The transactions in a row that died in a handler, up to now."""
+        """The current streak of a handler; None without one."""
         if handler not in self._counts:
             return None
         return Streak(*self._counts[handler], handler in self.braked)
 
     def stops(self, handler: str, error: BaseException) -> bool:
-        """Count a transaction that is to be dead-lettered; returns whether it must not be, for there are too many."""
+        """Count a transaction that is to be dead-lettered; returns whether the brake forbids that."""
         limit = self._limits.get(handler)
         if limit is None:
             return False
@@ -58,7 +58,7 @@ class Brake:
         with self._lock:
             known, deaths = self._counts.get(handler, (fault, 0))
             deaths = deaths + 1 if known == fault else 1
-            # Those above the limit do not die.
+            # Transactions above the limit are not dead-lettered.
             self._counts[handler] = (fault, min(deaths, limit))
             if deaths <= limit:
                 return False
@@ -67,12 +67,12 @@ class Brake:
             return True
 
     def stops_late(self, handler: str, error: BaseException) -> bool:
-        """As `stops`, of a transaction that failed before others of the task may have succeeded."""
+        """`stops` for a transaction that failed before other transactions of the task, which may have succeeded."""
         before = self.streaks.get(handler)
         return self.stops(handler, error) or (before is not None and before.braked)
 
     def require(self, handler: str, error: BaseException) -> bool:
-        """As `stops`, but raises Braked where nothing is deferred."""
+        """`stops`, but raises Braked unless this brake `defers`."""
         if not self.stops(handler, error):
             return False
         if not self.defers:
@@ -80,18 +80,18 @@ class Brake:
         return True
 
     def fault(self, handler: str, error: BaseException) -> Braked:
-        """The fault of a handler that is stopped."""
+        """The fault that stops a handler."""
         return Braked(
             _described(handler, self._limits[handler], describe(error)), handler, kind_of(error)
         )
 
     def explain(self, handler: str) -> str:
-        """Why a handler is stopped, and what to do, in one line."""
+        """One line: why a handler is stopped, and what to do."""
         return _described(handler, self._limits[handler], self._described[handler])
 
 
 def _described(handler: str, limit: int, fault: str) -> str:
-    """What has happened, and what to do, in one line."""
+    """One line: what has happened, and what to do."""
     return (
         f"handlers.{handler}: more than {limit} transactions in a row failed with {fault}: no more of them are "
         "dead-lettered; mend the handler or what it needs, and relay goes on by itself; to dead-letter them all the "
@@ -101,9 +101,9 @@ def _described(handler: str, limit: int, fault: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FailureRun:
-    """How a task ended for one handler: so many transactions in a row died of a kind of fault.
+    """The dead letters in a row with which a task ended for one handler: the kind of fault, and how many.
 
-    `begins` says that something else came before them, so that they are not added to those of earlier tasks.
+    `begins` says that the streak began in this task, so that it does not continue that of earlier tasks.
     """
 
     fault: str | None
@@ -112,7 +112,7 @@ class FailureRun:
 
 
 def run_of(handler: str, indices: Iterable[int], dispositions: Dispositions) -> FailureRun:
-    """The last run of a handler over the transactions that reached it, at these indices in order."""
+    """The dead letters in a row at the end of the transactions, at `indices` in order, that reached a handler."""
     fault, deaths, begins = None, 0, False
     for index in indices:
         disposition = dispositions.get(index)

@@ -1,13 +1,13 @@
-"""Two batches in flight on Spark: while one is applied, the next one is planned, packed and shipped.
+"""Keeps two batches in flight on Spark: while one is applied, the next one is planned, packed and shipped.
 
-What holds:
+Invariants:
 
-- The batch in front is the one that the service runs. At most one more is in flight: the batch right after it.
-- A task of the later batch has `after`: for each of its partitions that the batch in front touches, the position at
-  which that one leaves it. Under the lock of the partitions the task compares them with the offsets. If one is not
-  reached, it does nothing and answers busy. So each partition is applied in order, whatever the tasks' order is.
-- What a task of the later batch has committed is final. Whatever else it answers, busy or a fault, counts for nothing:
-  the task runs again when its batch is in front, without `after`.
+- The first batch is the one that the service runs. At most one more is in flight: the batch right after it.
+- A task of the later batch has `after`: for each of its partitions that the first batch touches, the position to
+  which that batch moves it. Under the lock of the partitions the task compares these with the offsets. If one is not
+  reached, it does nothing and returns busy. So each partition is applied in order, whatever the order of the tasks.
+- What a task of the later batch has committed is final. Any other result, busy or a fault, is ignored: the task runs
+  again when its batch is the first, without `after`.
 - Batches are acknowledged in order, each when all of it is durable. What the later batch has committed when relay dies
   is delivered again and recognised by the offsets.
 - Nothing else is applied while the later batch is in flight: a window that comes between waits until it has ended.
@@ -29,7 +29,7 @@ from relay.pipeline.inline import Result
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchInFlight:
-    """The later batch in flight: its tasks, and what becomes of each, in order."""
+    """The later batch in flight: its tasks, and their results in the same order."""
 
     batch: Batch
     tasks: Sequence[Work]
@@ -37,11 +37,11 @@ class BatchInFlight:
 
     @property
     def died(self) -> bool:
-        """Wait for the end; whether the process that had a task in flight may have died of it."""
+        """Wait for the results; returns whether a process may have died of a task."""
         return any(isinstance(each, TaskFault) and each.died for each in self.results.result())
 
     def ended(self) -> tuple[list[TaskOutcome], list[Work]]:
-        """Wait for the end; returns what is committed and the tasks that are to run again."""
+        """Wait for the results; returns those that are committed, and the tasks that have to run again."""
         done: list[TaskOutcome] = []
         again: list[Work] = []
         for task, result in zip(self.tasks, self.results.result(), strict=True):
@@ -53,7 +53,7 @@ class BatchInFlight:
 
 
 def ends(tasks: Sequence[Work]) -> dict[int, Lsn]:
-    """The positions at which tasks leave their partitions when they are applied."""
+    """The LSNs to which tasks move their partitions."""
     return {
         each.partition_id: each.applied_lsn
         for task in tasks
@@ -63,7 +63,7 @@ def ends(tasks: Sequence[Work]) -> dict[int, Lsn]:
 
 
 def following(tasks: Sequence[Work], before: Mapping[int, Lsn]) -> list[Work]:
-    """The tasks of a batch, each with the positions at which the batch before leaves its partitions."""
+    """The tasks of a batch with `after`: the LSNs to which the batch before moves their partitions (`before`)."""
     return [
         replace(task, after={p: before[p] for p in task.partitions if p in before})
         if isinstance(task, Task)

@@ -1,4 +1,4 @@
-"""Runs a batch's tasks on threads of this process: a Spark job would cost a small batch a hundred times the work."""
+"""The inline engine: runs tasks in threads of this process, since a Spark job costs far more than a small batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from relay.pipeline.apply import Applier
 from relay.threads import pool
 
 Result = TaskOutcome | TaskFault
-"""What became of one task; a fault has left no trace in the target."""
+"""The result of one task; after a fault the target is unchanged."""
 
 
 def attempt(applier: Applier, task: Work, guarded: bool) -> Result:
-    """Apply one task; a fault becomes a value."""
+    """Apply one task; returns the fault instead of raising it."""
     try:
         return applier.apply(task, guarded)
     except Exception as error:
@@ -23,7 +23,7 @@ def attempt(applier: Applier, task: Work, guarded: bool) -> Result:
 
 
 class InlineEngine:
-    """Threads of the driver, each with a connection of its own."""
+    """Runs tasks in threads, each with a connection of its own."""
 
     name = "inline"
 
@@ -33,10 +33,10 @@ class InlineEngine:
         self._threads = pool(workers, "apply")
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
-        """Apply the tasks side by side, guarded ones in turn; results are in the order of the tasks."""
+        """Apply tasks concurrently, guarded ones in turn; returns the results in the order of the tasks."""
         if guarded or len(tasks) == 1:
             return [attempt(self._applier, task, guarded) for task in tasks]
-        # Log lines of a thread name the batch too.
+        # The context has the fields that log lines of the batch carry.
         contexts = [copy_context() for _ in tasks]
         return list(
             self._threads.map(
@@ -47,6 +47,6 @@ class InlineEngine:
         )
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end, and close the connections."""
         self._threads.shutdown(cancel_futures=True)
         self._applier.close()

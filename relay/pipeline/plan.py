@@ -1,4 +1,4 @@
-"""Which partition, and so which task, each transaction of a batch belongs to."""
+"""Plans a batch: assigns its transactions to tasks by the partitions that they touch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def partition_of(hash_value: int, partitions: int) -> int:
 class Planner:
     """Splits batches into tasks. Asks PostgreSQL for the hash of each host once and remembers the recent ones.
 
-    Of a window it plans only what `own` partitions are in charge of: a range that joins several belongs to the least.
+    Of a window it plans only the ranges whose lowest partition is in `own`.
     """
 
     def __init__(self, partitions: int, hashtext: Hash, own: Collection[int] | None = None) -> None:
@@ -36,7 +36,7 @@ class Planner:
         self._known: OrderedDict[str, int] = OrderedDict()
 
     def work(self, batch: Batch, workers: int | None) -> Sequence[Work]:
-        """The batch's tasks: of its transactions, at most `lanes`, or of the window that it stands for."""
+        """The tasks of a batch: at most one for each worker, or the ranges of its window."""
         if batch.window:
             return self.ranges(batch.window)
         return [
@@ -45,7 +45,7 @@ class Planner:
         ]
 
     def ranges(self, window: Window) -> list[Range]:
-        """Ranges that share no partition, in random order, so that instances seldom reach for the same one."""
+        """Ranges that share no partition, in random order, so that instances rarely claim the same one at once."""
         root = _joined([share.partitions for share in window.shares])
         joined: dict[int, list[Share]] = {}
         for share in window.shares:
@@ -72,10 +72,13 @@ class Planner:
         return found
 
     def plan(self, transactions: Transactions, workers: int | None = None) -> list[Task]:
-        """Tasks that share no partition, at most `lanes` and about equally large; within each, commit order.
+        """Split transactions into tasks: at most `workers`, about equally large, without a common partition.
 
-        A transaction whose hosts lie in several partitions joins these into one task, so that both
-        its atomicity and the order per host hold.
+        Each task keeps commit order. A transaction whose hosts are in several partitions joins these into one task,
+        which keeps both its atomicity and the order of each host.
+
+        Example: transactions touch the partitions (0), (1), (1, 2), (2), (3) and there are two workers. Partitions 1
+        and 2 are joined, with three transactions: one task gets these, the other those of partitions 0 and 3.
         """
         self._learn(transactions.distinct_hosts)
         there = transactions.touching
@@ -108,7 +111,7 @@ class Planner:
             return
         for host, value in zip(unknown, self._hashtext(unknown), strict=True):
             self._known[host] = partition_of(value, self._partitions)
-        # The hosts of this batch are the newest, so that forgetting the oldest never takes one that is needed now.
+        # The hosts of this batch are the newest: dropping the oldest never removes one of them.
         while len(self._known) > max(CACHED_HOSTS, len(hosts)):
             self._known.popitem(last=False)
 
@@ -119,7 +122,7 @@ def _task(transactions: Transactions, touched: Sequence[tuple[int, ...]]) -> Tas
 
 
 def _distribute(members: Int64Array, workers: int) -> list[list[int]]:
-    """The roots that each lane takes, the one with most transactions first, each to what has the fewest then."""
+    """The roots of each worker: in descending size, each goes to the worker with the fewest transactions."""
     roots, counts = np.unique(members, return_counts=True)
     joined: list[list[int]] = [[] for _ in range(min(workers, len(roots)))]
     loads = [0] * len(joined)

@@ -1,4 +1,4 @@
-"""Takes up the transactions that wait, as soon as it is their turn, beside the batches."""
+"""The retry worker: retries deferred transactions when they are due, beside the batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
-"""How often it is looked for what was parked meanwhile, here or by another process."""
+"""How often due transactions are queried: this or another process may have deferred some meanwhile."""
 
 
 class RetryWorker:
-    """A thread beside the batches. `failed` is called once if it meets what no other attempt mends."""
+    """Retries in a thread. Calls `failed` once at a fault that no retry can repair (see `error`)."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class RetryWorker:
         failed: Callable[[], None],
         retried: Callable[[Redelivery], None],
     ) -> None:
-        """`patience` is how many seconds `close` waits for what is in flight.
+        """`timeout` is how many seconds `close` waits for a retry in flight.
 
-        `retried` is called with what became of the transactions, after each commit.
+        `retried` is called with the result after each commit.
         """
         self._applier = applier
         self._timeout = timeout
@@ -38,21 +38,21 @@ class RetryWorker:
         self._retried = retried
         self._guarded = False
         self._stopping = Event()
-        self._thread = Thread(target=self._run, name="reviver", daemon=True)
+        self._thread = Thread(target=self._run, name="retry worker", daemon=True)
         self.error: RelayError | None = None
         self.heartbeat = Heartbeat()
 
     def start(self, guarded: bool) -> None:
-        """Begin. Guarded, since a process has died, until nothing is left whose turn has come."""
+        """Start the thread. `guarded`, after a crash: retries are guarded until none is due any more."""
         self._guarded = guarded
         self._thread.start()
 
     def stop(self) -> None:
-        """End after what is in flight. Safe in a signal handler's thread."""
+        """End after the retry in flight. Safe in a signal handler's thread."""
         self._stopping.set()
 
     def close(self) -> None:
-        """Stop, and wait for what is in flight."""
+        """Stop, and wait for the retry in flight."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(self._timeout)
@@ -64,7 +64,7 @@ class RetryWorker:
 
     def _run(self) -> None:
         retrying = retry_until_success(
-            self._stopping, log_first(log, "cannot take up what waits yet")
+            self._stopping, log_first(log, "cannot retry deferred transactions yet")
         )
         try:
             while not self._stopping.is_set():
@@ -75,7 +75,7 @@ class RetryWorker:
                 self._failed()
 
     def _retry_deferred(self) -> float:
-        """Take up what there is; returns how many seconds nothing else will be due."""
+        """Retry what is due; returns the seconds until the next query."""
         self.heartbeat.update("retries what is deferred", Due.OPEN)
         found = self._applier.retry_deferred(self._guarded)
         tried, applied, dead, _ = found

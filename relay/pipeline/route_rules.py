@@ -1,4 +1,4 @@
-"""Which handlers an event goes to."""
+"""Matches single events with the routes of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Test = Callable[[Values], bool]
 class RouteRules:
     """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`.
 
-    `fields` are the fields that the routes look at.
+    `fields` are the fields that the routes match.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -36,7 +36,7 @@ class RouteRules:
             )
             for route in routes
         ]
-        # Kinds of events and aggregates are few. A payload seldom comes twice, and may be large.
+        # Event types and aggregates are few. Payloads rarely repeat, and may be large.
         remembered = 0 if not _JSON_FIELDS.isdisjoint(self.fields) else 10_000
         self.choose = lru_cache(maxsize=remembered)(self._choose)
 
@@ -67,14 +67,14 @@ def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
         try:
             found, value = dig(json.loads(text, parse_int=_whole_number), path)
         except (ValueError, RecursionError):
-            return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python follows
+            return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python can parse
         return found and any(_matches(value, pattern) for pattern in patterns)
 
     return test
 
 
 def _matches(value: Any, pattern: Scalar) -> bool:
-    """Whether a value is the pattern, or a text that the pattern, as a glob, covers (case matters)."""
+    """Whether a value equals the pattern or, as text, matches it as a glob (case-sensitive)."""
     if value is None:
         return False
     if isinstance(pattern, str):
@@ -85,5 +85,5 @@ def _matches(value: Any, pattern: Scalar) -> bool:
 
 
 def _whole_number(digits: str) -> int | float:
-    """An integer of JSON; one too long for Python's own limit is compared as a float."""
+    """Parse an integer of JSON; one above Python's limit of digits becomes a float."""
     return int(digits) if len(digits) < _LONG_NUMBER else float(digits)

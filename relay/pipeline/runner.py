@@ -1,8 +1,8 @@
-"""Runs batches: plan the tasks, choose the engine, try again until every task is durable.
+"""Runs batches: plans the tasks, chooses the engine, and retries until every task is durable.
 
-While Spark applies a batch, the one after it is started, if it goes to Spark too: see `relay.pipeline.in_flight`. One
-at a time are run: polled windows, spooled and guarded batches, those after a batch of which something failed or was
-deferred, and those that are tried again.
+While Spark applies a batch, the next one is started if it goes to Spark too: see `relay.pipeline.in_flight`. These run
+alone: polled windows, spooled and guarded batches, batches after one of which something failed or was deferred, and
+retries.
 """
 
 from __future__ import annotations
@@ -48,55 +48,55 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_WORKER_EVENTS = 100
-"""Up to so many events, a commit costs more than what runs side by side saves."""
+"""Up to so many events, a batch is one task: another commit costs more than concurrency saves."""
 
 POLL_SECONDS = 0.02
-"""How often the source is asked for the batch after the one that Spark applies."""
+"""How often the source is polled for the batch after the one that Spark applies."""
 
 PLANS = "plans a batch"
 APPLIES_HERE = "applies a batch"
 APPLIES = "applies a batch with Spark"
 WAITS_FOR_SPARK = "waits for the Spark session"
-"""What the pulse of a pipeline does, besides waiting to try again."""
+"""What the heartbeat of a pipeline reports, besides waiting for a retry."""
 
 LARGE = "large"
 GUARDED = "guarded"
 
 IN_FLIGHT = 2
-"""How many batches Spark has at most."""
+"""How many batches are in flight on Spark at most."""
 
 
 class Engine(Protocol):
-    """Applies tasks, each in a target transaction of its own."""
+    """Applies tasks, each in its own database transaction of the target."""
 
     name: str
 
     @property
     def workers(self) -> int | None:
-        """How many tasks run side by side; None where nobody tells."""
+        """How many tasks run concurrently; None if unknown."""
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
-        """The result of each task, in order. Guarded, one after the other, so that what a process dies of shows."""
+        """The result of each task, in order. `guarded` tasks run one at a time, so that a crash has one cause."""
 
 
 class SideEngine(Engine, Protocol):
-    """An engine that applies in other processes, so that another batch can be prepared meanwhile."""
+    """An engine that applies tasks in other processes, so that the next batch can be planned meanwhile."""
 
     def abandon(self, name: JobName) -> None:
-        """Let a job that is under way fail. Safe in any thread."""
+        """Let a job in flight fail. Safe in any thread."""
 
 
 Ahead = Callable[[int], Batch | None]
-"""Asks the source for the batch after the one in flight, if it has about as many events as the argument says."""
+"""Asks the source for the batch after the current one, if it has about as many events as the argument says."""
 
 LowerBounds = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
 
 class Pipeline:
-    """From a batch to its outcome. Large batches go to Spark, small ones to threads of this process.
+    """Applies batches: large ones on Spark, small ones in threads of this process.
 
-    The Spark session stays open at the end. `floors` tells how far partitions must have come, of those that the target
-    could have forgotten in a crash.
+    `close` leaves the Spark session open. `lower_bounds` returns, for partitions whose last commits the target may have
+    lost in a crash, the LSN that they must have reached.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Pipeline:
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
-        # One more connection for what is taken up again beside the batches, with the same limits on deliveries.
+        # One more connection for the retry worker.
         self.applier = Applier(settings, workers + 1)
         self._inline = InlineEngine(self.applier, workers)
         self.session = session
@@ -133,18 +133,18 @@ class Pipeline:
         return self.session.engine(self._settings, self._meter)
 
     def start(self) -> None:
-        """Start the Spark session in the background, unless the first large batch is to start it."""
+        """Start the Spark session in the background if `spark.eager`; otherwise the first large batch does."""
         eager = self._settings.spark.eager and self._settings.needs_spark
         if eager or self._limit == 0:
             self.session.start()
 
     def guard(self) -> None:
-        """A process has died: note which transaction is in flight, for as many events as it can have had in a batch."""
+        """Guard the next events after a crash: as many as the process can have had in flight."""
         in_flight = IN_FLIGHT if self._settings.needs_spark else 1
         self._guarded_events = in_flight * self._batch_events
 
     def interrupt(self) -> None:
-        """Give up waiting to try again: the batch in front ends or raises Interrupted, and no other is started."""
+        """Stop retrying: the first batch ends or raises Interrupted, and no other one is started."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -158,8 +158,8 @@ class Pipeline:
         """Apply the batch; returns when all of it is durable.
 
         `ahead` is asked for the next batch, which is started too; the next call must be with it, or with what has to be
-        applied before it. Tries again as long as faults are transient. Raises RelayError where trying again is no use,
-        and Interrupted when the service is stopping; then nothing may be acknowledged.
+        applied before it. Transient faults are retried. Raises RelayError for other faults, and Interrupted if the
+        service is stopping; then nothing may be acknowledged.
         """
         done: list[TaskOutcome] = []
         todo: Sequence[Work] | None = None
@@ -213,7 +213,7 @@ class Pipeline:
         batch: Batch,
         ahead: Ahead | None,
     ) -> list[Result]:
-        """Run the tasks; while Spark has them, start the batch after them."""
+        """Run the tasks; while Spark applies them, start the next batch."""
         if engine is self._inline:
             self.heartbeat.update(APPLIES_HERE)
             return engine.run(tasks, guarded, name)
@@ -223,7 +223,7 @@ class Pipeline:
         return results.result()
 
     def _landing(self, batch: Batch) -> BatchInFlight | None:
-        """The batch as it is in flight. If another one is, it ends first."""
+        """The batch if it is in flight already, otherwise None; waits for another one that is in flight."""
         flight = self._later
         if flight is None:
             return None
@@ -236,7 +236,7 @@ class Pipeline:
     def _land(
         self, flight: BatchInFlight, done: list[TaskOutcome], ahead: Ahead | None
     ) -> Sequence[Work]:
-        """The batch in flight is in front now: wait for its end; returns the tasks that are to run again."""
+        """Wait for a batch that was started ahead; returns the tasks that have to run again."""
         self._prefetch(flight.results, flight.batch, flight.tasks, ahead)
         if flight.died:
             self.guard()
@@ -251,9 +251,9 @@ class Pipeline:
         tasks: Sequence[Work],
         ahead: Ahead | None,
     ) -> None:
-        """Start the batch after one that Spark applies, as soon as the source has it; returns when that one has ended.
+        """Start the next batch as soon as the source has it; returns when `results`, of the current batch, are there.
 
-        The next one is to be no smaller, lest ever smaller batches go to Spark.
+        The next batch must be as large, since otherwise ever smaller ones would go to Spark.
         """
         least = max(self._limit + 1, min(batch.events, self._batch_events))
         while ahead is not None and self._is_smooth and not results.done():
@@ -277,7 +277,7 @@ class Pipeline:
         try:
             planned = self._with_lower_bounds(self._planner.work(batch, engine.workers))
         except psycopg.Error as error:
-            # It is planned again when it is in front, as often as that takes.
+            # The batch is planned again when it is the first, with retries.
             log.debug("cannot plan ahead", extra={"batch": batch.number, "fault": describe(error)})
             return
         tasks = following(planned, ends(before))
@@ -287,7 +287,7 @@ class Pipeline:
         )
 
     def _end_later(self) -> None:
-        """Let the later batch end within the time for it; what it commits is recognised when it is delivered again."""
+        """Wait up to `shutdown_timeout` for the later batch. What it has committed is recognised at redelivery."""
         flight, self._later = self._later, None
         if flight is not None and wait([flight.results], self._settings.shutdown_timeout).not_done:
             self._spark.abandon(JobName.of(self._settings.group, flight.batch, 1))
@@ -313,7 +313,7 @@ class Pipeline:
             raise
 
     def _log_wait(self, state: RetryCallState) -> None:
-        """Log why the batch in flight has to wait, once for each reason."""
+        """Log why the batch is retried, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
         self.heartbeat.update(f"waits to try the batch again: {text}", Due.LATE)
@@ -329,7 +329,7 @@ class Pipeline:
     def _engine(self, batch: Batch) -> tuple[Engine, str]:
         """The engine for the batch, and why that one."""
         if batch.spooled:
-            # A spooled transaction is a file of this machine.
+            # A spooled transaction is a file on this machine.
             return self._inline, "spooled"
         if batch.events <= self._limit:
             return self._inline, "small"
@@ -354,7 +354,7 @@ class Pipeline:
 def _sort(
     tasks: Sequence[Work], results: Sequence[Result], done: list[TaskOutcome]
 ) -> tuple[list[Work], list[TaskFault]]:
-    """Keep what is done; returns the tasks to try again and why. Raises RelayError for a fault that stops."""
+    """Move results to `done`; returns the tasks to retry, and their faults. Raises RelayError for other faults."""
     todo: list[Work] = []
     faults: list[TaskFault] = []
     for task, result in zip(tasks, results, strict=True):
