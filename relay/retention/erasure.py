@@ -166,7 +166,7 @@ def _erase_from_outbox(
     tables = source.execute(
         """
         select n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int
-          from (select to_regclass(%(table)s)::oid
+          from (select to_regclass(%(table)s)::oid as oid
                  union select relid::oid from pg_partition_tree(to_regclass(%(table)s))) as t
           join pg_class as c on c.oid = t.oid join pg_namespace as n on n.oid = c.relnamespace
          where c.relkind = 'r' order by 1, 2
