@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
 from relay.console.charts import chart
-from relay.console.group import HISTORY_HOURS, PAGE, GroupView, Missing
-from relay.console.models import (
-    REASON_CHARACTERS,
-    DeadLetterFilter,
-    DeferredFilter,
-    dead_letter_filter,
-    deferred_filter,
+from relay.console.forms import (
+    By,
+    InGroup,
+    Posted,
+    Shown,
+    dead_filter_of,
+    deferred_filter_of,
+    number,
+    page_size,
+    reason_of,
 )
-from relay.console.security import COOKIE, SESSION_SECONDS, Caller, Guard, equal
-from relay.console.views import Views, address
+from relay.console.group import HISTORY_HOURS, PAGE, Missing
+from relay.console.security import COOKIE, SESSION_SECONDS, Guard
+from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.store.dead_letter_pages import SHOWN_CHARACTERS
 from relay.store.deferred_selection import KINDS
@@ -31,45 +35,6 @@ _HOURS = (0.25, 1.0, HISTORY_HOURS)
 _OFTEN, _RARELY = 5, 15
 """Seconds after which a page that is watched is read again."""
 _STATUSES = ("dead", "replaying", "replayed", "discarded")
-
-_DIGITS = 20
-"""What a bigint has, with its sign."""
-
-Form = dict[str, str]
-
-
-def group_of(request: Request, group: str) -> GroupView:
-    """The group that a path names. Raises Missing."""
-    found: GroupView | None = request.app.state.groups.get(group)
-    if found is None:
-        raise Missing(f"there is no group {group!r} in this console")
-    return found
-
-
-def views_of(request: Request) -> Views:
-    """What renders the pages of this console."""
-    views: Views = request.app.state.views
-    return views
-
-
-def caller_of(request: Request) -> Caller:
-    """Who makes the request; the gate has let them in."""
-    caller: Caller = request.state.caller
-    return caller
-
-
-async def posted(request: Request) -> Form:
-    """The fields of a form of this caller's own pages. Raises HTTPException for any other."""
-    form = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
-    if not equal(form.pop("form_token", ""), caller_of(request).form_token):
-        raise HTTPException(403, "this form is not of your session: load its page again")
-    return form
-
-
-InGroup = Annotated[GroupView, Depends(group_of)]
-Shown = Annotated[Views, Depends(views_of)]
-By = Annotated[Caller, Depends(caller_of)]
-Posted = Annotated[Form, Depends(posted)]
 
 
 def login_url(asked: str) -> str:
@@ -144,7 +109,7 @@ def partitions_seek(
     request: Request, views: Shown, shown: InGroup, to: str, partition: str = ""
 ) -> Response:
     """Say what seeking would do, and ask."""
-    move = shown.plan_seek(to.strip(), _number(partition))
+    move = shown.plan_seek(to.strip(), number(partition))
     return views.page(
         request, "confirm_offsets.html", move=move, to=to.strip(), partition=partition
     )
@@ -155,8 +120,8 @@ def partitions_moved(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted
 ) -> Response:
     """Let the stopped group go on elsewhere."""
-    partition = _number(form.get("partition", ""))
-    text = shown.seek(form.get("to", ""), partition, by.name, _reason(form))
+    partition = number(form.get("partition", ""))
+    text = shown.seek(form.get("to", ""), partition, by.name, reason_of(form))
     return views.done(request, address(shown.name, "partitions"), f"The group goes on {text}.")
 
 
@@ -208,7 +173,7 @@ def sink_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
     """Pause, resume, move or forget a sink."""
-    name, reason = form.get("name", ""), _reason(form)
+    name, reason = form.get("name", ""), reason_of(form)
     to = address(shown.name, "sink", name=name)
     match action:
         case "pause":
@@ -235,8 +200,8 @@ def deferred(
     request: Request, views: Shown, shown: InGroup, after: int = 0, limit: int = PAGE
 ) -> Response:
     """Deferred transactions."""
-    given, wanted = _deferred_filter(request)
-    found = shown.deferred(wanted.asked(), _limit(limit), after)
+    given, wanted = deferred_filter_of(request)
+    found = shown.deferred(wanted.asked(), page_size(limit), after)
     return views.page(
         request,
         "deferred.html",
@@ -253,7 +218,7 @@ def deferred(
 @router.get("/groups/{group}/deferred/{action}")
 def deferred_ask(request: Request, views: Shown, shown: InGroup, action: str) -> Response:
     """Say what would be tried or given up, and ask."""
-    given, wanted = _deferred_filter(request)
+    given, wanted = deferred_filter_of(request)
     if action not in ("run", "cancel"):
         raise HTTPException(404, "there is no such action")
     found = shown.find_deferred(wanted.asked())
@@ -265,8 +230,8 @@ def deferred_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
     """Try deferred transactions now, or give them up."""
-    reason, to = _reason(form), address(shown.name, "deferred")
-    _, wanted = _deferred_filter(request)
+    reason, to = reason_of(form), address(shown.name, "deferred")
+    _, wanted = deferred_filter_of(request)
     if action == "run":
         count = shown.run_deferred(wanted.asked(), by.name, reason)
         return views.done(request, to, f"{_transactions(count)} due now.")
@@ -285,11 +250,11 @@ def dead_letters(
     limit: int = PAGE,
 ) -> Response:
     """Dead transactions, by a search."""
-    given, wanted = _dead_filter(request)
+    given, wanted = dead_filter_of(request)
     if "status" not in request.query_params:
         wanted = wanted.model_copy(update={"status": "dead"})
     statuses, kinds = shown.dead_kinds()
-    found = shown.dead_letters(wanted.asked(), _limit(limit), before)
+    found = shown.dead_letters(wanted.asked(), page_size(limit), before)
     return views.page(
         request,
         "dead_letters.html",
@@ -307,7 +272,7 @@ def dead_letters(
 @router.get("/groups/{group}/dead-letters/{action}")
 def dead_letters_ask(request: Request, views: Shown, shown: InGroup, action: str) -> Response:
     """Say what would be replayed or discarded, and ask."""
-    given, wanted = _dead_filter(request, status="dead")
+    given, wanted = dead_filter_of(request, status="dead")
     if action not in ("replay", "discard"):
         raise HTTPException(404, "there is no such action")
     found = shown.find_dead(wanted.asked())
@@ -319,8 +284,8 @@ def dead_letters_action(
     request: Request, views: Shown, shown: InGroup, by: By, form: Posted, action: str
 ) -> Response:
     """Replay or discard dead transactions."""
-    reason = _reason(form)
-    _, wanted = _dead_filter(request, status="dead")
+    reason = reason_of(form)
+    _, wanted = dead_filter_of(request, status="dead")
     one = wanted.ids[0] if len(wanted.ids) == 1 else None
     to = address(shown.name, "dead-letter" if one else "dead-letters", id=one)
     if action == "replay":
@@ -367,10 +332,10 @@ def payload(shown: InGroup, id: int) -> Response:
 @router.post("/groups/{group}/dead-letter/edit")
 def edit(request: Request, views: Shown, shown: InGroup, by: By, form: Posted) -> Response:
     """Give a dead event another payload."""
-    dead_letter_id = _number(form.get("id", ""))
+    dead_letter_id = number(form.get("id", ""))
     if dead_letter_id is None:
         raise ConfigurationError("id: is required")
-    shown.edit(dead_letter_id, form.get("payload", ""), by.name, _reason(form))
+    shown.edit(dead_letter_id, form.get("payload", ""), by.name, reason_of(form))
     to = address(shown.name, "dead-letter", id=dead_letter_id)
     return views.done(
         request, to, f"Dead letter {dead_letter_id} has the new payload. Replay it now."
@@ -407,64 +372,6 @@ def overview(
         all_hours=_HOURS,
         refresh=_RARELY,
     )
-
-
-def _reason(form: Form) -> str:
-    reason = form.get("reason", "").strip()
-    if not reason or len(reason) > REASON_CHARACTERS:
-        raise ConfigurationError(
-            f"reason: say why, in at most {REASON_CHARACTERS} characters: it is kept with the action"
-        )
-    return reason
-
-
-def _number(text: str) -> int | None:
-    if not text.strip():
-        return None
-    if not text.strip().isdecimal() or len(text) > _DIGITS:
-        raise ConfigurationError(f"{text[:_DIGITS]!r} is no number")
-    return int(text)
-
-
-def _limit(limit: int) -> int:
-    return min(max(limit, 1), 200)
-
-
-_IN_FORM = frozenset({"before", "after", "limit", "about"})
-
-
-def _given(request: Request) -> dict[str, Any]:
-    """The fields of a search that say something."""
-    found: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
-        if name in _IN_FORM or not value.strip():
-            continue
-        if name == "ids":
-            found.setdefault("ids", []).extend(value.replace(",", " ").split())
-        else:
-            found[name] = value.strip()
-    if found.get("sink") == "-":
-        # An empty field says nothing; this one says the target.
-        found["sink"] = ""
-    return found
-
-
-def _dead_filter(
-    request: Request, status: str | None = None
-) -> tuple[dict[str, Any], DeadLetterFilter]:
-    given = _given(request)
-    wanted = dead_letter_filter({**given, **({"status": status} if status else {})})
-    return _shown(given), wanted
-
-
-def _deferred_filter(request: Request) -> tuple[dict[str, Any], DeferredFilter]:
-    given = _given(request)
-    return _shown(given), deferred_filter(given)
-
-
-def _shown(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields as a link or a form repeats them."""
-    return {**given, **({"sink": "-"} if given.get("sink") == "" else {})}
 
 
 def _transactions(count: int) -> str:
