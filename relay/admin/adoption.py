@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, LiteralString
-
-import psycopg
+from typing import LiteralString
 
 from relay.faults import ConfigurationError
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _SAFE = frozenset(
     {

@@ -9,10 +9,8 @@ from datetime import datetime
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psycopg
 from tenacity import Retrying, retry_if_result, wait_exponential
 
 from relay.config.settings import Settings
@@ -25,11 +23,10 @@ from relay.pipeline.routing import BatchRouter
 from relay.reporting import ProgressReport, silent
 from relay.source.pgoutput import encode_tuple
 from relay.store import dead_letter_edits, dead_letter_selection, dead_letters, deferred, presence
+from relay.store.connections import Connection
 from relay.store.dead_letter_selection import Dead, DeadLetterSelection, FoundDeadLetters
 from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow
 from relay.store.deferred import Deferral
-
-Connection = psycopg.Connection[Any]
 
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIELDS, headers.FIELD)]
 

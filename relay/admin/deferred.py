@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from itertools import groupby
-from typing import Any
-
-import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import Cancelled, exception_text
@@ -22,10 +19,9 @@ from relay.store import (
     presence,
     sinks,
 )
+from relay.store.connections import Connection
 from relay.store.deferred_due import Due
 from relay.store.deferred_selection import DeferredSelection, FoundDeferred
-
-Connection = psycopg.Connection[Any]
 
 _CANCELLED_AT_ONCE = 500
 

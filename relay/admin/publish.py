@@ -15,8 +15,7 @@ from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.reporting import ProgressReport, silent
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _IDS = ("host_id", "user_id", "transaction_id")
 _REQUIRED = ("host_id", "events")

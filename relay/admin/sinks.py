@@ -21,9 +21,8 @@ from relay.retention import floor
 from relay.source.outbox_table import OutboxTable
 from relay.source.unread import UnreadRows
 from relay.store import actions, admission, deferred, deferred_counts, offsets, presence, sinks
+from relay.store.connections import Connection
 from relay.store.rewind import GivenUp
-
-Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)

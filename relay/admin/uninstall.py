@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import psycopg
 
@@ -15,8 +14,7 @@ from relay.faults import ConfigurationError
 from relay.source.index import drop_all_indexes
 from relay.source.slot import drop_publication, drop_slot, slot_state
 from relay.store import migrations, presence, streams
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from relay.store.dead_letter_selection import FoundDeadLetters as DeadFound
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.deferred_selection import Deferred
 
-Connection = psycopg.Connection[Any]
 Row = TypeVar("Row")
 
 PAGE = 50

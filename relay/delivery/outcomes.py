@@ -7,9 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
-
-import psycopg
 
 from relay.config.settings import Settings
 from relay.delivery.queues import Delivery
@@ -21,11 +18,10 @@ from relay.model.dispositions import Blocked, Disposition, Failure, is_dead
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
 from relay.store import dead_letters, deferred
+from relay.store.connections import Connection
 from relay.store.deferred import Deferral
 
 log = logging.getLogger(__name__)
-
-Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psycopg
-
 from relay.demo.process import Batch, DemoFailed, Log, Relay, initialise, settings
 from relay.demo.screen import Screen
 from relay.demo.shop import Poison, Scale, Shop
-from relay.store.connections import connect
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection, connect
 
 SCHEMA = Path(__file__).with_name("shop.sql")
 POLL_SECONDS = 0.5

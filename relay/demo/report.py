@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import psycopg
 from psycopg.rows import dict_row
 
 from relay.demo.play import Performance
@@ -13,7 +12,6 @@ from relay.demo.process import Batch
 from relay.demo.verify import Check, verify
 from relay.store.connections import connect
 
-Connection = psycopg.Connection[Any]
 Figures = dict[str, Any]
 
 _OUTBOX = """

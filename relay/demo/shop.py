@@ -12,12 +12,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import psycopg
 from psycopg.types.json import Jsonb
 
 from relay.admin.publish import PublishCall, business_transactions, publish
+from relay.store.connections import Connection
 
-Connection = psycopg.Connection[Any]
 Events = list[dict[str, Any]]
 Special = Callable[[], int]
 """Publishes something out of the ordinary; returns how many orders it took."""

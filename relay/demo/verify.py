@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
 from psycopg.rows import dict_row
 
 from relay.demo.shop import Poison
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 @dataclass(frozen=True, slots=True)

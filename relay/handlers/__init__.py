@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, LiteralString, Protocol
-
-import psycopg
+from typing import LiteralString, Protocol
 
 from relay.config.handlers import (
     DeliveryHandler,
@@ -22,8 +20,7 @@ from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 class Handler(Protocol):

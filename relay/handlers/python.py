@@ -10,10 +10,10 @@ from psycopg.pq import TransactionStatus
 from relay.config.handlers import PythonHandler
 from relay.config.imports import load
 from relay.faults import TransactionAborted, transaction_ended
-from relay.handlers import Connection
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.store import transaction_guard
+from relay.store.connections import Connection
 
 
 class Python:

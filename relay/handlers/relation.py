@@ -22,9 +22,10 @@ from psycopg import sql
 from psycopg.rows import scalar_row
 
 from relay.faults import ConfigurationError, is_transient
-from relay.handlers import Connection, copy_binary
+from relay.handlers import copy_binary
 from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.model.transactions import Int64Array, Routed, Rows, Values
+from relay.store.connections import Connection
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024

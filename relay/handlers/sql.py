@@ -13,9 +13,10 @@ from psycopg import sql
 
 from relay.config.handlers import SqlHandler
 from relay.faults import ConfigurationError, is_transient, server_error
-from relay.handlers import Connection, relation
+from relay.handlers import relation
 from relay.model.events import SQL_TYPES
 from relay.model.transactions import Routed
+from relay.store.connections import Connection
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
 _ENDS_TRANSACTION = re.compile(

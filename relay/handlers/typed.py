@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from relay.event_types.upcasting import Upcasting
-from relay.handlers import Connection, Handler, Sink
+from relay.handlers import Handler, Sink
 from relay.model.events import COMMIT_FIELDS, Decoder, Event, Events, Row, Transaction
 from relay.model.transactions import ColumnDecoder, Routed, Rows, Values
+from relay.store.connections import Connection
 
 _CHANGED = ("payload", "metadata")
 _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)

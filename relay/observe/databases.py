@@ -32,12 +32,11 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_text_form
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 Found = TypeVar("Found")
 
 APPLICATION_NAME = "relay observe"

@@ -31,9 +31,8 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_text_form
 
-Connection = psycopg.Connection[Any]
 T = TypeVar("T")
 
 STATEMENT_TIMEOUT = "2s"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import psycopg
@@ -63,7 +63,7 @@ from relay.store import (
     offsets,
     snapshots,
 )
-from relay.store.connections import HandlerPool, open_pool
+from relay.store.connections import Connection, HandlerPool, open_pool
 from relay.store.deferred import Deferral
 from relay.store.deferred_due import Due
 from relay.store.unflushed import require_kept
@@ -71,7 +71,6 @@ from relay.store.unflushed import require_kept
 log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
-Connection = psycopg.Connection[Any]
 
 
 DUE_AT_ONCE = 500

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
-import psycopg
 
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
@@ -16,9 +14,8 @@ from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import BatchRouter, Parts
 from relay.store import deferred
+from relay.store.connections import Connection
 from relay.store.deferred import Deferral
-
-Connection = psycopg.Connection[Any]
 
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)

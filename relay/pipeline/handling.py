@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from secrets import token_hex
-from typing import Any
 
 import psycopg
 
@@ -48,10 +47,10 @@ from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter, Parts
 from relay.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
+from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 Histories = Mapping[int, AttemptHistory]
 """What became of transactions before, by place."""
 

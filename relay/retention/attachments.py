@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _OBSTACLES = """
     with t as (select c.* from pg_class as c where c.oid = %(table)s::regclass)

@@ -23,8 +23,7 @@ from relay.retention import floor
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
 from relay.store import index_builds
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 CONSTRAINT = "relay_before"
 """The name of the constraint that all rows are older than the end of the first partition."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import psycopg
 from psycopg import sql
 
 from relay import reporting
@@ -14,9 +12,8 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import floor
 from relay.store import actions
+from relay.store.connections import Connection
 from relay.store.suspects import within
-
-Connection = psycopg.Connection[Any]
 
 _PAGES = 2_000
 """How many pages of a table are read in one database transaction."""

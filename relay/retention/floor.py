@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
-import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _POSITIONS = """
     with positions (reader, snapshot) as (

@@ -17,7 +17,8 @@ from typing import Any, LiteralString, TypeVar
 import psycopg
 from psycopg import sql
 
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
 from relay.reporting import ProgressReport, silent
 from relay.retention import archive
-from relay.retention.partitions import RESTORED, Connection, partitions, retained, with_short_lock
+from relay.retention.partitions import RESTORED, partitions, retained, with_short_lock
 from relay.source.columns import columns as table_columns
+from relay.store.connections import Connection
 
 _TIME = "c_ts"
 _COPYING = "copying archived events"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from threading import Event
-from typing import Any
 
 import psycopg
 
@@ -16,13 +15,12 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import floor, partitions
 from relay.store import actions, advisory_locks, sinks
-from relay.store.connections import connect
+from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 
 NOTE_SECONDS = 5.0
 """How often positions are noted in the source."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, LiteralString
+from typing import LiteralString
 
-import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
@@ -14,8 +13,7 @@ from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Xids
 from relay.source.applied import AppliedPosition
 from relay.source.differences import array
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 MOST = 10_000
 """How many rows are read, of the newest and of the oldest each."""

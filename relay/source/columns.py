@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import psycopg
 from psycopg.rows import class_row
 
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import ID_FIELDS, INSERTED_BY, NEEDED_FIELDS
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 PUBLISHES_GENERATED = 180000
 """The first server version whose publications can hold stored generated columns."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, LiteralString
+from typing import LiteralString
 
-import psycopg
 from psycopg import sql
 
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Snapshot
 from relay.store import arrays
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 XID = sql.Identifier(INSERTED_BY)
 

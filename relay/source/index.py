@@ -5,15 +5,11 @@ Source: PostgreSQL documentation, "CREATE INDEX".
 
 from __future__ import annotations
 
-from typing import Any
-
-import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
 from relay.model.events import INSERTED_BY
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _SUFFIX = "_relay_c_xid"
 

@@ -6,7 +6,7 @@ Rows are read in `rows`, counted in `unread`.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, LiteralString
+from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -14,8 +14,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import INSERTED_BY
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 class OutboxTable:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psycopg
 
@@ -26,11 +25,10 @@ from relay.source.slot import (
 from relay.source.timelines import TimelineHistory
 from relay.source.walsender import System, identify, open_replication
 from relay.store import groups, streams
-from relay.store.connections import connect
+from relay.store.connections import Connection, connect
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 
 RECREATIONS_AN_HOUR = 3
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Lock
-from typing import Any
 
 import psycopg
 from tenacity import (
@@ -52,11 +51,10 @@ from relay.source.walsender import (
     sender_timeout,
     start_replication,
 )
-from relay.store.connections import pin_text_form
+from relay.store.connections import Connection, pin_text_form
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 
 ACTIVE_WAIT_SECONDS = 1.0
 APPLIED_POLL_SECONDS = 0.1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -27,10 +27,9 @@ from relay.source.outbox_table import OutboxTable
 from relay.source.pgoutput import encode_tuple
 from relay.source.server import current_position
 from relay.source.translation import Encoding, Translation
-from relay.store.connections import pin_text_form
+from relay.store.connections import Connection, pin_text_form
 from relay.store.snapshots import xids_of
 
-Connection = psycopg.Connection[Any]
 _FETCHED_AT_ONCE = 1_000
 _FETCHED_BYTES = 1 << 20
 """How many rows, and bytes of them, are grouped together."""

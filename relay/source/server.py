@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import psycopg
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 _PAGE = 8192
 _PAGE_HEADER, _SEGMENT_HEADER = 24, 40

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import numpy as np
-import psycopg
 from psycopg import sql
 
 from relay.model.events import INSERTED_BY
@@ -19,9 +17,8 @@ from relay.source.applied import AppliedPosition
 from relay.source.differences import Difference, array, condition
 from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position
+from relay.store.connections import Connection
 from relay.store.sinks import Position
-
-Connection = psycopg.Connection[Any]
 
 UNMARKED = "2"
 """Stands for the c_xid of a row from before there was one: FrozenTransactionId, which every snapshot sees."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import selectors
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -26,8 +25,7 @@ from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
 from relay.store import groups
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 LEAVE_SECONDS = 2.0

@@ -189,7 +189,7 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
 
 class _Routes:
-    """Chooses the rows of a sink, as `relay.pipeline.routing.Routing` does of undecoded ones."""
+    """Chooses the rows of a sink, as `relay.pipeline.routing.BatchRouter` does of undecoded ones."""
 
     def __init__(self, settings: Settings, sink: str) -> None:
         self._sink = sink

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import psycopg
 from psycopg import sql
 
 from relay.source.differences import XID, Difference, condition
 from relay.spark.reading import OutboxTable, TaskPortion
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 def by_host(between: Difference, tasks: int) -> list[TaskPortion]:

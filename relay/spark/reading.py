@@ -21,12 +21,11 @@ from relay.model.snapshots import Snapshot
 from relay.source.differences import XID, Difference, condition
 from relay.source.rows import require_visible
 from relay.source.translation import Encoding
-from relay.store.connections import connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_text_form
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Connection = psycopg.Connection[Any]
 
 PARTITION = "partition"
 COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)

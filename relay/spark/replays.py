@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import psycopg
-
 from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed
 from relay.pipeline.routing import BatchRouter
 from relay.spark.frames import columns, pack
 from relay.store import deferred_due, deferred_rows, spark_batches
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 AT_ONCE = 1_000
 """How many deferred transactions a batch takes at most."""

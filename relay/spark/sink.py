@@ -33,7 +33,7 @@ from relay.spark.session import Session
 from relay.spark.transform import Transform
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, deferred_due, sinks, spark_batches
-from relay.store.connections import connect
+from relay.store.connections import Connection, connect
 from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, SinkState
 from relay.store.spark_batches import Contents, OpenBatch
 from relay.threads import Thread
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 
 POLL_SECONDS = 1.0
 """Seconds between two checks whether a batch is due."""

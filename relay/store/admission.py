@@ -6,18 +6,15 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-import psycopg
 from psycopg.types.json import Jsonb
 
 from relay.config.effects import Effects, handlers_of
 from relay.faults import ConfigurationError
 from relay.store import advisory_locks
+from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
-
-Connection = psycopg.Connection[Any]
 
 
 def hold(conn: Connection, group: str, effects: Effects) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import psycopg
 
 from relay.faults import ConfigurationError
+from relay.store.connections import Connection
 
-Connection = psycopg.Connection[Any]
 Line = tuple[int, str]
 """A line of the file and its number, from 1."""
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import psycopg
 from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
+from relay.store.connections import Connection
 from relay.store.dead_letter_selection import DeadLetterSelection
-
-Connection = psycopg.Connection[Any]
 
 SHOWN_CHARACTERS = 16_000
 """How much of a payload and of an exception is shown, in characters."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
-import psycopg
 from psycopg.rows import class_row
 
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 @dataclass(frozen=True, slots=True)

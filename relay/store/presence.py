@@ -9,20 +9,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import Any
 
 import psycopg
 
 from relay.config.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.store import admission, advisory_locks
-from relay.store.connections import connect
+from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME, PREFIX
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-Connection = psycopg.Connection[Any]
 
 CHECK_SECONDS = 5.0
 """How often the connection that holds the lock is checked."""

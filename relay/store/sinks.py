@@ -17,11 +17,9 @@ from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
 from relay.store import advisory_locks, arrays, snapshots
 from relay.store.brakes import Streak, streaks
-from relay.store.connections import connect
+from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.snapshots import xids_of
-
-Connection = psycopg.Connection[Any]
 
 BEFORE_FIRST = -(1 << 63)
 """The position before the first transaction of a difference."""

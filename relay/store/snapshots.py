@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import psycopg
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Xids
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 @dataclass(frozen=True, slots=True)

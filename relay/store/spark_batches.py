@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import psycopg
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
 from relay.store import arrays
+from relay.store.connections import Connection
 from relay.store.sinks import BEFORE_FIRST
-
-Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True, slots=True)

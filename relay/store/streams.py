@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import psycopg
 from psycopg.rows import class_row
 
 from relay.faults import ConfigurationError
-
-Connection = psycopg.Connection[Any]
+from relay.store.connections import Connection
 
 
 @dataclass(frozen=True, slots=True)
