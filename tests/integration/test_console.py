@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import signal
 import socket
 import sys
 import time
@@ -589,6 +591,21 @@ def test_relay_run_serves_it_and_ends_with_it(outbox: Outbox, tmp_path: Path) ->
         assert time.monotonic() - begun < 15
         assert TOKEN not in process.log.read_text()
         assert "Traceback" not in process.log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sends a signal to one thread as Linux does")
+def test_a_signal_that_another_thread_receives_ends_the_console(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", observe=console_of(listen=f"127.0.0.1:{_free_port()}")
+    )
+    with running(config, command="console") as process:
+        process.wait_said("the console is served")
+        main = process.process.pid
+        others = {int(each.name) for each in Path(f"/proc/{main}/task").iterdir()} - {main}
+        assert ctypes.CDLL(None).tgkill(main, max(others), signal.SIGTERM) == 0
+        assert process.process.wait(40) == 0
 
 
 @pytest.mark.rare
