@@ -360,7 +360,7 @@ def actions(
 def overview(
     request: Request, views: Shown, shown: InGroup, hours: float = HISTORY_HOURS
 ) -> Response:
-    """The group at one look."""
+    """Show the overview of the group."""
     status = shown.status()
     return views.page(
         request,

@@ -65,7 +65,7 @@ class Server:
         return int(self._socket.getsockname()[1])
 
     def start(self) -> None:
-        """Listen, and answer requests from now on. Raises ConfigurationError if the address cannot be had."""
+        """Listen, and answer requests from now on. Raises ConfigurationError if it cannot listen."""
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:

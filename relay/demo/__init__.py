@@ -69,12 +69,12 @@ def _require_empty(directory: Path | None) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn the first signal into SystemExit, so that everything is taken down; later ones change nothing."""
+    """Turn the first signal into SystemExit, so that everything is stopped; later ones change nothing."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def end(number: int, _: FrameType | None) -> None:
         _ignore_signals()
-        # A connection that is left in the midst of a query would complain.
+        # A connection that is left within a query would complain.
         logging.getLogger("psycopg").setLevel(logging.CRITICAL)
         raise SystemExit(128 + number)
 
@@ -90,7 +90,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed_end() -> Iterator[None]:
-    """From here on the demo ends by itself: a signal must not keep it from taking the rest down."""
+    """From here on the demo ends by itself: a signal must not keep it from stopping the rest."""
     try:
         yield
     finally:

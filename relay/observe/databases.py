@@ -43,7 +43,7 @@ APPLICATION_NAME = "relay observe"
 STATEMENT_SECONDS = 5
 """How long a statement may take: what takes longer is not shown."""
 ANSWER_SECONDS = 5.0
-"""How long a look is waited for: of a database that has not answered by then, nothing is shown."""
+"""Seconds to wait for an answer: of a database that has not answered by then, nothing is shown."""
 COUNT_SECONDS = 10.0
 """How often is counted, at most."""
 COUNTING_SHARE = 0.05
@@ -106,7 +106,7 @@ class Counted:
 
 @dataclass(slots=True, eq=False)
 class Probe(Generic[Found]):
-    """The last look at a database: what it found, when it succeeded (monotonic clock, seconds), or why it failed.
+    """The last poll of a database: what it found, when it succeeded (monotonic clock, seconds), or why it failed.
 
     `found` is None while nothing is known; `asking` is the thread that looks.
     """
@@ -142,12 +142,12 @@ class Databases:
 
     @property
     def source_readings(self) -> SourceReadings | None:
-        """What the last look at the source found; None while nothing is known."""
+        """What the last poll of the source found; None while nothing is known."""
         return self.source.found
 
     @property
     def target_readings(self) -> TargetReadings | None:
-        """What the last look at the target found; None while nothing is known."""
+        """What the last poll of the target found; None while nothing is known."""
         return self.target.found
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Databases:
             self._counting.start()
 
     def _ask(self, probe: Probe[Found], read: Callable[..., Found], *arguments: object) -> None:
-        """Look at a database, unless the last look is not over."""
+        """Poll a database, unless the last poll is still under way."""
         if not _runs(probe.asking):
             probe.asking = Thread(
                 self._try, name="observe looks", args=(probe, read, *arguments), daemon=True

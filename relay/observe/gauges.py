@@ -1,4 +1,4 @@
-"""The gauges of a service: from its parts in memory, and from the last look at the databases."""
+"""The gauges of a service: from its parts in memory, and from the last poll of the databases."""
 
 from __future__ import annotations
 

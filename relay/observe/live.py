@@ -18,7 +18,7 @@ CLOSE_SECONDS = 1.0
 
 
 class View:
-    """A renderable of Rich's that shows the last look; as a context manager it looks every `interval` seconds.
+    """A renderable of Rich's that shows the last poll; as a context manager it polls every `interval` seconds.
 
     `height` is how many lines it takes at most; None: those of the terminal.
     """
@@ -33,7 +33,7 @@ class View:
         # A server that answers no more must not keep the terminal.
         self._thread = Thread(target=self._run, name="view", daemon=True)
         self.refreshed = Event()
-        """Set by each look; whoever renders clears it."""
+        """Set by each poll; the renderer clears it."""
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -27,7 +27,7 @@ from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 
 UP_SECONDS = 20.0
-"""How long a look at a database tells that it can be reached."""
+"""Seconds after a successful poll of a database during which it counts as reachable."""
 
 
 class Level(StrEnum):
@@ -90,7 +90,7 @@ class Liveness:
         self._stopping_since: float | None = None
 
     def sample(self) -> None:
-        """Note which jobs go on, after a look at the target."""
+        """Note which jobs go on, after a poll of the target."""
         now = time.monotonic()
         self._note_stop(now)
         target = self._databases.target_readings

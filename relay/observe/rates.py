@@ -1,4 +1,4 @@
-"""What the last looks at a group came to: rates from counts, and series for sparklines."""
+"""Rates and series for sparklines, from the counts of the last polls of a group."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class _Counted:
 
 
 class Observations:
-    """Remembers the last looks."""
+    """Keeps the counts of the last polls."""
 
     def __init__(self) -> None:
         self._counted: deque[_Counted] = deque(maxlen=KEPT)
         self._series: dict[str, deque[float]] = {}
 
     def note(self, picture: Picture) -> None:
-        """Remember a look."""
+        """Add the counts of a poll."""
         events: dict[str, int] = {}
         transactions: dict[str, int] = {}
         for each in picture.engines:

@@ -39,7 +39,7 @@ class Listener:
     """The server of one address, in threads that keep no process alive."""
 
     def __init__(self, address: Address) -> None:
-        """Raises ConfigurationError if the address cannot be had."""
+        """Raises ConfigurationError if relay cannot listen at the address."""
         self._site = Site(__version__)
         self._checks: list[Check] = []
         self._users = 0
@@ -112,7 +112,7 @@ _lock = Lock()
 def listen(address: Address) -> Listener:
     """The server of an address, to be closed as often; port 0 takes a free port, each time another one.
 
-    Raises ConfigurationError if the address cannot be had.
+    Raises ConfigurationError if relay cannot listen at the address.
     """
     with _lock:
         found = _listeners.get(address) or Listener(address)
@@ -146,7 +146,7 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        # Without the look at the host's name, which may take long.
+        # Does not resolve the host's name, which may take long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()

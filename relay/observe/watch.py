@@ -110,7 +110,7 @@ class Watch:
         self._unread: dict[str, _Throttled[Backlog | None]] = {}
 
     def read(self) -> Picture:
-        """Look at both databases. What is wrong with one is in the picture, and the next look connects again."""
+        """Query both databases. A fault of one is part of the result, and the next poll connects again."""
         self._away = {}
         self._guarded("target.dsn", self._read_target)
         self._guarded("source.dsn", self._read_source)

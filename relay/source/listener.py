@@ -70,7 +70,7 @@ class Listener:
 def _drain(pgconn: psycopg.pq.abc.PGconn) -> int:
     """Read all notifications that have come; returns how many. Raises psycopg.OperationalError."""
     before, count = -1, 0
-    # Until a look at the socket brings nothing more: TLS may hold what select() does not show.
+    # Until a read of the socket brings nothing more: TLS may buffer what select() does not show.
     while count > before:
         before = count
         pgconn.consume_input()
