@@ -24,12 +24,12 @@ KILLS = 3
 
 QUERY = """
 import pathlib, sys
-from relay.config.settings import Spark
+from relay.config.settings import SparkSettings
 from relay.spark import register
 from relay.spark.session import Session
 
 dsn, folder, available = sys.argv[1:]
-session = Session(Spark.model_validate({"master": "local[2]"}))
+session = Session(SparkSettings.model_validate({"master": "local[2]"}))
 session.start()
 spark = session.get(120)
 register(spark)
