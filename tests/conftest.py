@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from pyspark import SparkContext
 
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
@@ -57,7 +58,7 @@ def event_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def spark_session(event_log: Path) -> Iterator[Session]:
+def shared_spark_session(event_log: Path) -> Iterator[Session]:
     """A local Spark session that all tests share."""
     logging = {
         "spark.eventLog.enabled": "true",
@@ -72,6 +73,17 @@ def spark_session(event_log: Path) -> Iterator[Session]:
     assert session.get(timeout=120) is not None
     yield session
     session.close()
+
+
+@pytest.fixture
+def spark_session(shared_spark_session: Session) -> Session:
+    """The shared session, built again after a test with a session of its own: a process has one at a time."""
+    session = shared_spark_session.get(timeout=120)
+    assert session is not None
+    if SparkContext._active_spark_context is not session.sparkContext:
+        shared_spark_session.replace_if_dead(session)
+        assert shared_spark_session.get(timeout=120) is not None
+    return shared_spark_session
 
 
 @pytest.fixture(params=["inline", "spark"])

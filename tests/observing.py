@@ -6,7 +6,8 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.error import HTTPError, URLError
+from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,7 +44,7 @@ def is_good(port: int, path: str) -> bool:
     """Whether a health check passes; False also while nobody listens."""
     try:
         return ask(port, path).status == 200
-    except (URLError, OSError):
+    except (OSError, HTTPException):
         return False
 
 
@@ -94,7 +95,7 @@ class Poller:
         while not self._closing.wait(0.2):
             try:
                 answer = ask(self.port, "/livez")
-            except (URLError, OSError):
+            except (OSError, HTTPException):
                 continue
             if answer.status == 200:
                 self.good += 1

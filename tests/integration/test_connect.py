@@ -111,7 +111,7 @@ def test_batches_run_through_spark_connect(
     assert outbox.value("select count(*) from projection") == 2_000
     outbox.assert_exact()
     (log,) = (tmp_path / "events").iterdir()
-    assert "relay-batch-1" in log.read_text()
+    assert f"relay-{outbox.settings().group}-batch-1" in log.read_text()
 
 
 def test_the_outbox_is_read_through_spark_connect(
