@@ -65,7 +65,8 @@ class DeadLetters:
             name: column for name, column in settings.source.headers.items() if column not in fields
         }
         self._columns = (*fields, *self._headers.values())
-        self._deferral_rules = DeferralRules(settings, BatchRouter(settings))
+        self._router = BatchRouter(settings)
+        self._deferral_rules = DeferralRules(settings, self._router)
         self._conn = conn
 
     def find(
@@ -226,11 +227,9 @@ class DeadLetters:
             )
 
     def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
-        return (
-            self._deferral_rules.delivery_keys(one, sink)
-            if sink
-            else self._deferral_rules.keys(one)
-        )
+        if sink:
+            return self._deferral_rules.delivery_keys(one, sink)
+        return self._deferral_rules.keys(self._router.route(one))
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
         """Rebuild transactions as they were published, from their dead letters."""

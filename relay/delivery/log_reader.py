@@ -119,7 +119,7 @@ class LogReader:
                 yield Polled(routed, positions, xids, positions[0] - 1, large)
 
     def _routed(self, transactions: Transactions) -> Routed | None:
-        return self._router.route(transactions)[1].get(self._sink)
+        return self._router.route(transactions).parts.get(self._sink)
 
 
 def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xids:

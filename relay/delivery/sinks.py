@@ -221,7 +221,7 @@ class Sinks:
             transactions = transactions.take(np.flatnonzero(ends > self._end))
         if not len(transactions):
             return
-        _, parts, _ = self._router.route(transactions)
+        parts = self._router.route(transactions).parts
         xids = np.unique(full_xids(transactions.facts["xid"], batch.next_xid))
         if not self._polls:
             self._wait_for_room(parts)

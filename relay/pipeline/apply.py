@@ -51,7 +51,7 @@ from relay.model.transactions import Mask, Transactions, Undecoded
 from relay.pipeline.brake import Brake, run_of
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
-from relay.pipeline.routing import BatchRouter
+from relay.pipeline.routing import Assignment, BatchRouter
 from relay.pipeline.tracing import Tracing, joined, judged
 from relay.source.rows import OutboxRows, Wanted, prepare_reading
 from relay.store import (
@@ -106,9 +106,7 @@ class Applier:
         self._durable = settings.target.durable
         self._router = BatchRouter(settings)
         self._deferral_rules = DeferralRules(settings, self._router)
-        self._handler_runner = HandlerRunner(
-            settings, self._router, self._deferral_rules, connections
-        )
+        self._handler_runner = HandlerRunner(settings, self._deferral_rules, connections)
         self.active_jobs = self._handler_runner.active_jobs
         self._connections = connections
         self._pool = HandlerPool(
@@ -166,16 +164,14 @@ class Applier:
         """Attempt something in a target transaction of its own: together first, else carefully."""
         try:
             if guarded:
-                return attempt(self._handler_runner.guarded)
+                return attempt(HandlingMode.GUARDED)
             try:
-                return attempt(self._handler_runner.together)
+                return attempt(HandlingMode.TOGETHER)
             except Exception as error:
                 if not self._handler_runner.can_isolate(error):
                     raise
-                run = self._handler_runner.isolating
-                if timed_out(reason_of(error)):
-                    run = self._handler_runner.in_halves
-            return attempt(run)
+                mode = HandlingMode.HALVED if timed_out(reason_of(error)) else HandlingMode.ISOLATED
+            return attempt(mode)
         except HandlerFailed as failure:
             raise reason_of(failure) from None
         except Braked as error:
@@ -183,20 +179,20 @@ class Applier:
                 brakes.mark(conn, self._group, error.handler, error.fault)
             raise
 
-    def _attempt(self, task: Work, run: HandlingMode) -> TaskOutcome:
+    def _attempt(self, task: Work, mode: HandlingMode) -> TaskOutcome:
         began = time.time_ns()
-        outcome = self._commit(task, run)
+        outcome = self._commit(task, mode)
         return (
             replace(outcome, trace_record=outcome.trace_record.since(began))
             if outcome.trace_record
             else outcome
         )
 
-    def _commit(self, task: Work, run: HandlingMode) -> TaskOutcome:
+    def _commit(self, task: Work, mode: HandlingMode) -> TaskOutcome:
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             if isinstance(task, Range):
-                return self._apply_range(conn, task, run)
+                return self._apply_range(conn, task, mode)
             locked = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
@@ -210,7 +206,7 @@ class Applier:
                 reached = self._reached(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             brake = Brake(self._limits, locked.streaks)
-            delivered = self._deliver(conn, fresh, locked.holding, run, brake)
+            delivered = self._deliver(conn, fresh, locked.holding, mode, brake)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -234,7 +230,7 @@ class Applier:
             reached[each.partition_id] = max(before, each.applied_lsn)
         return reached
 
-    def _apply_range(self, conn: Connection, task: Range, run: HandlingMode) -> TaskOutcome:
+    def _apply_range(self, conn: Connection, task: Range, mode: HandlingMode) -> TaskOutcome:
         """Claim the partitions, read what is still to be applied of the range, apply it and move them behind it."""
         positions = offsets.claim(conn, self._group, task.partitions)
         if positions is None or _is_early(task, positions):
@@ -263,7 +259,7 @@ class Applier:
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             brake = Brake(self._limits, locked.streaks)
-            all_delivered.append(self._deliver(conn, left, locked.holding, run, brake))
+            all_delivered.append(self._deliver(conn, left, locked.holding, mode, brake))
         offsets.polled(conn, self._group, _ends(task, lower_bounds), task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
 
@@ -333,18 +329,19 @@ class Applier:
         conn: Connection,
         transactions: Transactions,
         holding: set[str],
-        run: HandlingMode,
+        mode: HandlingMode,
         brake: Brake,
     ) -> _Delivered:
         """Run the handlers of transactions, but park those that have to wait."""
-        deferrals = self._deferral_rules.split(conn, transactions, holding)
+        assigned = self._router.route(transactions)
+        deferrals = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(deferrals)
-        left = transactions.take(flowing) if deferrals else transactions
-        found = self._handler_runner.handle(conn, left, run, {}, brake)
+        left = assigned.take(flowing) if deferrals else assigned
+        found = self._handler_runner.handle(conn, left, mode, {}, brake)
         braked = self._count(conn, left, found, brake)
         dispositions = {flowing[index]: disposition for index, disposition in found.items()}
         deferrals |= {
-            index: self._deferral(transactions, index, disposition, NEW)
+            index: self._deferral(assigned.part(index, index + 1), disposition, NEW)
             for index, disposition in dispositions.items()
             if holds_up_followers(disposition)
         }
@@ -362,19 +359,19 @@ class Applier:
         self._report(dispositions)
         unblocked = [index for index, deferral in deferrals.items() if not deferral.blocked]
         trace_record = self._trace_record(
-            transactions, lambda index: judged(dispositions.get(index), index in deferrals)
+            assigned, lambda index: judged(dispositions.get(index), index in deferrals)
         )
         return _Delivered(
             dead, int(transactions.facts["events"][unblocked].sum()), braked, trace_record
         )
 
     def _trace_record(
-        self, transactions: Transactions, judge: Callable[[int], Traced | None]
+        self, assigned: Assignment, judge: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
-        return None if self._tracing is None else self._tracing.trace_record(transactions, judge)
+        return None if self._tracing is None else self._tracing.trace_record(assigned, judge)
 
     def _count(
-        self, conn: Connection, transactions: Transactions, dispositions: Dispositions, brake: Brake
+        self, conn: Connection, assigned: Assignment, dispositions: Dispositions, brake: Brake
     ) -> list[str]:
         """Store how many transactions in a row each handler lets die, in the commit that writes the dead letters.
 
@@ -392,7 +389,7 @@ class Applier:
                 if handler in brake.streaks:
                     brakes.forget(conn, self._group, handler)
                 continue
-            reached = np.flatnonzero(self._router.reached(transactions, handler)).tolist()
+            reached = np.flatnonzero(assigned.reached(handler)).tolist()
             last = run_of(handler, reached, dispositions)
             stopped = brake.braked.get(handler)
             fault = last.fault or stopped
@@ -412,14 +409,10 @@ class Applier:
         return explanations
 
     def _deferral(
-        self,
-        transactions: Transactions,
-        index: int,
-        disposition: Disposition,
-        before: AttemptHistory,
+        self, one: Assignment, disposition: Disposition, before: AttemptHistory
     ) -> Deferral:
         """What a transaction that was not applied waits for."""
-        keys = self._deferral_rules.keys(transactions.part(index, index + 1))
+        keys = self._deferral_rules.keys(one)
         if isinstance(disposition, Blocked):
             return Deferral(keys, attempts=before.attempts, first_failed_at=before.since)
         return Deferral(
@@ -445,16 +438,16 @@ class Applier:
         with self._pool.connection() as conn:
             return deferred_due.seconds_to_next(conn, self._group)
 
-    def _retry_deferred(self, run: HandlingMode) -> Redelivery:
+    def _retry_deferred(self, mode: HandlingMode) -> Redelivery:
         began = time.time_ns()
-        found = self._retry(run)
+        found = self._retry(mode)
         return (
             found._replace(trace_record=found.trace_record.since(began))
             if found.trace_record
             else found
         )
 
-    def _retry(self, run: HandlingMode) -> Redelivery:
+    def _retry(self, mode: HandlingMode) -> Redelivery:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
@@ -464,10 +457,10 @@ class Applier:
             transactions = deferred_rows.transactions(
                 conn, due, limits.max_bytes, limits.spool_directory
             )
-            return self._redeliver(conn, due, transactions, run)
+            return self._redeliver(conn, due, transactions, mode)
 
     def _redeliver(
-        self, conn: Connection, due: Sequence[Due], transactions: Transactions, run: HandlingMode
+        self, conn: Connection, due: Sequence[Due], transactions: Transactions, mode: HandlingMode
     ) -> Redelivery:
         histories = {
             index: AttemptHistory(each.attempts, each.first_failed_at)
@@ -478,8 +471,9 @@ class Applier:
         limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
         brake = Brake(limits, streaks, defers=True)
-        dispositions = self._handler_runner.handle(conn, transactions, run, histories, brake)
-        for fault in () if dead_before else self._count(conn, transactions, dispositions, brake):
+        assigned = self._router.route(transactions)
+        dispositions = self._handler_runner.handle(conn, assigned, mode, histories, brake)
+        for fault in () if dead_before else self._count(conn, assigned, dispositions, brake):
             log.error("a handler is stopped", extra={"fault": fault})
         done: list[int] = []
         replayed: list[int] = []
@@ -501,28 +495,30 @@ class Applier:
             if disposition is None or not holds_up_followers(disposition):
                 done.append(each.id)
             elif isinstance(disposition, Failure) or not each.holds:
-                deferral = self._deferral(transactions, index, disposition, histories[index])
+                deferral = self._deferral(
+                    assigned.part(index, index + 1), disposition, histories[index]
+                )
                 again.append((each.id, replace(deferral, dead_transaction=number)))
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
         self._report(dispositions)
-        self._deliver_to_sinks(conn, transactions, undelivered)
+        self._deliver_to_sinks(conn, assigned, undelivered)
         deferred.defer_again(conn, again)
         deferred.remove(conn, done)
         trace_record = self._trace_record(
-            transactions,
+            assigned,
             lambda index: judged(dispositions.get(index), False, histories[index].attempts),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 
     def _deliver_to_sinks(
-        self, conn: Connection, transactions: Transactions, undelivered: Iterable[int]
+        self, conn: Connection, assigned: Assignment, undelivered: Iterable[int]
     ) -> None:
         """Defer, for each sink, the transactions that no sink has had: its worker delivers them in their order."""
         by_sink: dict[str, list[tuple[Undecoded, Deferral]]] = {}
         for index in undelivered:
             for sink, delivery, deferral in self._deferral_rules.deliveries(
-                transactions.part(index, index + 1)
+                assigned.part(index, index + 1)
             ):
                 by_sink.setdefault(sink, []).append((delivery, deferral))
         for sink, deliveries in by_sink.items():

@@ -12,7 +12,7 @@ from relay.config.settings import Settings
 from relay.model import ordering_keys
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
-from relay.pipeline.routing import BatchRouter, Parts
+from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
@@ -80,68 +80,66 @@ class DeferralRules:
         self._ordering = Ordering(settings.handlers)
         self._sinks = list(settings.sink_handlers)
 
-    def keys(self, one: Transactions) -> frozenset[str]:
-        """The ordering keys of a single transaction; none where it is not routed."""
-        return self.keys_of(one, self._router.route(one)[1])
-
-    def keys_of(self, one: Transactions, parts: Parts) -> frozenset[str]:
-        """The ordering keys in the target of a single transaction that was routed: sinks have their own."""
-        return self._ordering.transactional_keys(one.hosts[int(one.facts["hosts"][0])], parts)
+    def keys(self, one: Assignment) -> frozenset[str]:
+        """The ordering keys in the target of a single transaction: sinks have their own. None where it is refused."""
+        found = one.transactions
+        return self._ordering.transactional_keys(
+            found.hosts[int(found.facts["hosts"][0])], one.parts
+        )
 
     def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
         """The ordering keys of a single delivery to a sink: it has the events that go there, and no others."""
         hosts = one.hosts[int(one.facts["hosts"][0])]
         return self._ordering.delivery_keys(sink, hosts, self._router.whole(one))
 
-    def deliveries(self, one: Transactions) -> Iterator[tuple[str, Undecoded, Deferral]]:
+    def deliveries(self, one: Assignment) -> Iterator[tuple[str, Undecoded, Deferral]]:
         """What of a single transaction goes to each sink that the routes name, to be delivered now."""
-        _, parts, _ = self._router.route(one)
         for name in self._sinks:
-            if name in parts:
-                delivery = parts[name].transactions
+            if name in one.parts:
+                delivery = one.parts[name].transactions
                 yield name, delivery[0], Deferral(self.delivery_keys(delivery, name))
 
     def split(
-        self, conn: Connection, transactions: Transactions, holding: set[str]
+        self, conn: Connection, assigned: Assignment, holding: set[str]
     ) -> dict[int, Deferral]:
         """The transactions that have to wait, by place. `holding` are the hosts of which one that waits holds a key.
 
         What lies behind a transaction that holds its key waits until that is gone, in order. What is to be delivered
         at a later time waits for it, and is overtaken.
         """
-        deferrals = self._until(transactions)
+        deferrals = self._until(assigned)
         if holding:
-            deferrals |= self._blocked(conn, transactions, deferrals, holding)
+            deferrals |= self._blocked(conn, assigned, deferrals, holding)
         return deferrals
 
-    def _until(self, transactions: Transactions) -> dict[int, Deferral]:
+    def _until(self, assigned: Assignment) -> dict[int, Deferral]:
         """Those with an event whose time is still to come; the latest one counts. What only sinks get, they defer."""
         now = datetime.now(UTC)
         moments: dict[int, datetime] = {}
-        ends = np.cumsum(transactions.facts["events"])
-        for row, value in self._router.times(transactions):
+        ends = np.cumsum(assigned.transactions.facts["events"])
+        for row, value in self._router.times(assigned.transactions):
             moment = moment_of(value)
             if moment > now:
                 index = int(np.searchsorted(ends, row, side="right"))
                 moments[index] = max(moment, moments.get(index, moment))
         deferrals: dict[int, Deferral] = {}
         for index, moment in moments.items():
-            one = transactions.part(index, index + 1)
-            _, parts, _ = self._router.route(one)
-            if parts.keys() - set(self._sinks):
-                deferrals[index] = Deferral(self.keys_of(one, parts), holds=False, until=moment)
+            one = assigned.part(index, index + 1)
+            if one.parts.keys() - set(self._sinks):
+                deferrals[index] = Deferral(self.keys(one), holds=False, until=moment)
         return deferrals
 
     def _blocked(
         self,
         conn: Connection,
-        transactions: Transactions,
+        assigned: Assignment,
         scheduled: dict[int, Deferral],
         holding: set[str],
     ) -> dict[int, Deferral]:
+        transactions = assigned.transactions
         suspects = np.array([not holding.isdisjoint(hosts) for hosts in transactions.hosts])
         keys = {
-            index: self.keys(transactions.part(index, index + 1))
+            index: self.keys(assigned.part(index, index + 1))
             for index in np.flatnonzero(suspects[transactions.facts["hosts"]]).tolist()
             if index not in scheduled
         }

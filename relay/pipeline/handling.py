@@ -1,18 +1,16 @@
-"""Runs the handlers of transactions inside a target transaction, and finds out which transactions they fail on.
-
-Three ways to run those inside the target: all transactions together; carefully, where a range that fails is halved
-under savepoints until the culprit stands alone; guarded, one by one under a note that a crash would leave behind.
-"""
+"""Runs the handlers of transactions inside a target transaction, and finds out which transactions they fail on."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum, auto
 from functools import cached_property
 from secrets import token_hex
+from typing import assert_never
 
 import psycopg
 
@@ -40,11 +38,11 @@ from relay.model.dispositions import (
     is_dead,
     judge,
 )
-from relay.model.transactions import Routed, Transactions
+from relay.model.transactions import Routed
 from relay.pipeline.activity import ActiveJobs
 from relay.pipeline.brake import Brake
 from relay.pipeline.deferral import DeferralRules
-from relay.pipeline.routing import BatchRouter, Parts
+from relay.pipeline.routing import Assignment, Parts
 from relay.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
 from relay.store.connections import Connection
@@ -63,22 +61,24 @@ class HandlerFailed(Exception):
         self.handler = handler
 
 
-HandlingMode = Callable[[Connection, Transactions, Parts, Brake], Dispositions]
-"""Runs the handlers inside the target of transactions that were routed."""
+class HandlingMode(Enum):
+    """How handlers are run inside a target transaction."""
+
+    TOGETHER = auto()
+    """All transactions at once: the first fault ends it."""
+    ISOLATED = auto()
+    """Under a savepoint; a range that fails is halved until those that fail stand alone."""
+    HALVED = auto()
+    """As ISOLATED, where the whole range is known to take too long."""
+    GUARDED = auto()
+    """One by one, each under a note that a crash would leave behind."""
 
 
 class HandlerRunner:
     """The configured handlers. Raises ConfigurationError when one cannot be built."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        router: BatchRouter,
-        deferral_rules: DeferralRules,
-        connections: int,
-    ) -> None:
+    def __init__(self, settings: Settings, deferral_rules: DeferralRules, connections: int) -> None:
         self._settings = settings
-        self._router = router
         self._deferral_rules = deferral_rules
         self._connections = connections
         self._transactional = handlers.build(
@@ -140,50 +140,52 @@ class HandlerRunner:
     def handle(
         self,
         conn: Connection,
-        transactions: Transactions,
-        run: HandlingMode,
+        assigned: Assignment,
+        mode: HandlingMode,
         histories: Histories,
         brake: Brake,
     ) -> Dispositions:
-        """Route transactions and run their transactional handlers; returns what was not applied.
+        """Run the transactional handlers of transactions; returns what was not applied.
 
         A transaction that is not applied has no effects in the target. Where a transactional handler lets too many
         transactions in a row die, raises Braked, or defers them if `brake` says so.
         """
-        deliverable, parts, refused = self._router.route(transactions)
+        refused = assigned.refused
         dispositions: Dispositions = {
             index: Failure(None, refusal) for index, refusal in refused.items()
         }
-        indices = transactions.besides(refused)
+        indices = assigned.transactions.besides(refused)
+        deliverable = assigned.take(indices) if refused else assigned
         known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
         # All together they are applied or not, so that nothing has to be taken out.
-        holds = run != self.together and not self._may_hold.isdisjoint(parts)
+        holds = mode is not HandlingMode.TOGETHER and not self._may_hold.isdisjoint(
+            deliverable.parts
+        )
         if not (holds or brake.defers):
-            found = run(conn, deliverable, parts, brake)
+            found = self._run(conn, deliverable, mode, brake)
         else:
-            found = self._apply_reliable(conn, deliverable, parts, run, known, brake)
+            found = self._apply_reliable(conn, deliverable, mode, known, brake)
         return dispositions | {indices[index]: disposition for index, disposition in found.items()}
 
     def _apply_reliable(
         self,
         conn: Connection,
-        transactions: Transactions,
-        parts: Parts,
-        run: HandlingMode,
+        assigned: Assignment,
+        mode: HandlingMode,
         histories: Histories,
         brake: Brake,
     ) -> Dispositions:
         """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begins again."""
         dispositions: Dispositions = {}
-        rest, known = transactions, histories
+        rest, known = assigned, histories
         while True:
-            indices = transactions.besides(dispositions)
+            indices = assigned.transactions.besides(dispositions)
             if dispositions:
-                rest, parts, _ = self._router.route(transactions.take(indices))
+                rest = assigned.take(indices)
                 known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
             brake.begin()
             with conn.transaction(_savepoint()) as savepoint:
-                found = self._judged(run(conn, rest, parts, brake), known, brake)
+                found = self._judged(self._run(conn, rest, mode, brake), known, brake)
                 blocked = self._blocked(rest, found)
                 found |= blocked
                 if blocked:
@@ -219,15 +221,15 @@ class HandlerRunner:
                 judged[index] = judgement
         return judged
 
-    def _blocked(self, transactions: Transactions, dispositions: Dispositions) -> Dispositions:
+    def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
         """Those that follow on one that has to wait, with one of its keys."""
         blocking = {
             index for index, disposition in dispositions.items() if holds_up_followers(disposition)
         }
         held: set[str] = set()
         blocked: Dispositions = {}
-        for index in range(min(blocking, default=len(transactions)), len(transactions)):
-            keys = self._deferral_rules.keys(transactions.part(index, index + 1))
+        for index in range(min(blocking, default=len(assigned)), len(assigned)):
+            keys = self._deferral_rules.keys(assigned.part(index, index + 1))
             if index in blocking:
                 held |= keys
             elif index not in dispositions and not held.isdisjoint(keys):
@@ -235,23 +237,32 @@ class HandlerRunner:
                 blocked[index] = Blocked()
         return blocked
 
-    def together(self, conn: Connection, _: Transactions, parts: Parts, __: Brake) -> Dispositions:
-        """Apply all of them at once, or raise."""
-        self._run(conn, parts)
-        return {}
-
-    def guarded(
-        self, conn: Connection, transactions: Transactions, _: Parts, brake: Brake
+    def _run(
+        self, conn: Connection, assigned: Assignment, mode: HandlingMode, brake: Brake
     ) -> Dispositions:
+        match mode:
+            case HandlingMode.TOGETHER:
+                self._call(conn, assigned.parts)
+                return {}
+            case HandlingMode.ISOLATED:
+                return self._isolated(conn, assigned, brake)
+            case HandlingMode.HALVED:
+                alone = len(assigned) < 2
+                return (self._isolated if alone else self._halved)(conn, assigned, brake)
+            case HandlingMode.GUARDED:
+                return self._guarded(conn, assigned, brake)
+        assert_never(mode)
+
+    def _guarded(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
         """Apply them one by one, each under a note that a crash would leave behind."""
         dispositions: Dispositions = {}
         former: str | None = None
         try:
-            for index, transaction in enumerate(transactions):
+            for index, transaction in enumerate(assigned.transactions):
                 name = suspects.name_of(transaction)
                 if self._suspects.note_next(former, name, self._settings.crash_limit):
                     with self._suspects.in_flight(name):
-                        one = self._route_and_run(conn, transactions.part(index, index + 1), brake)
+                        one = self._isolated(conn, assigned.part(index, index + 1), brake)
                     dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
@@ -267,22 +278,20 @@ class HandlerRunner:
             self._suspects.clear(former)
         return dispositions
 
-    def isolating(
-        self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
-    ) -> Dispositions:
+    def _isolated(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
         """Apply a range under a savepoint, halving it on failure; returns those that fail alone."""
-        if not len(transactions):
+        if not len(assigned):
             return {}
         try:
             with conn.transaction(_savepoint()):
-                self._run(conn, parts, check_constraints=True)
-            brake.succeeded(parts)
+                self._call(conn, assigned.parts, check_constraints=True)
+            brake.succeeded(assigned.parts)
             return {}
         except HandlerFailed as failure:
             reason = reason_of(failure)
             if not self.can_isolate(failure):
                 raise
-            if len(transactions) == 1:
+            if len(assigned) == 1:
                 if timed_out(reason):
                     raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
                 if isinstance(reason, psycopg.ProgrammingError):
@@ -292,29 +301,15 @@ class HandlerRunner:
                 if not self._is_deferred(failure) and brake.require(name, reason):
                     return {0: Failure(name, reason, after=LONGEST_WAIT_SECONDS)}
                 return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
-        return self._halved(conn, transactions, brake)
+        return self._halved(conn, assigned, brake)
 
-    def in_halves(
-        self, conn: Connection, transactions: Transactions, parts: Parts, brake: Brake
-    ) -> Dispositions:
-        """As `carefully`, where the whole range is known to take too long."""
-        if len(transactions) < 2:
-            return self.isolating(conn, transactions, parts, brake)
-        return self._halved(conn, transactions, brake)
-
-    def _halved(self, conn: Connection, transactions: Transactions, brake: Brake) -> Dispositions:
-        middle = len(transactions) // 2
-        first = self._route_and_run(conn, transactions.part(0, middle), brake)
-        second = self._route_and_run(conn, transactions.part(middle, len(transactions)), brake)
+    def _halved(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
+        middle = len(assigned) // 2
+        first = self._isolated(conn, assigned.part(0, middle), brake)
+        second = self._isolated(conn, assigned.part(middle, len(assigned)), brake)
         return first | {middle + index: disposition for index, disposition in second.items()}
 
-    def _route_and_run(
-        self, conn: Connection, transactions: Transactions, brake: Brake
-    ) -> Dispositions:
-        deliverable, parts, _ = self._router.route(transactions)
-        return self.isolating(conn, deliverable, parts, brake)
-
-    def _run(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
+    def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
         """Each handler in the configuration's order, over all of its transactions.
 
         To settle is to check deferred constraints now, while it is known whose doing it is.

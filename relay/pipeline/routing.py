@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, islice, repeat
 
 import numpy as np
@@ -41,6 +42,86 @@ class _Chosen:
         return (row for row, wanted in zip(self._tuples, self._chosen, strict=True) if wanted)
 
 
+class Assignment:
+    """Transactions, and the handlers of each of their events: found once, and carried when transactions are taken out.
+
+    `refused` says why transactions go nowhere, by index.
+    """
+
+    def __init__(
+        self,
+        transactions: Transactions,
+        decoder: RowDecoder | None,
+        every: Names | None,
+        names: Sequence[Names] = (),
+        refused: Refused | None = None,
+    ) -> None:
+        """`every` are the handlers that all events go to; where that is None, `names` has those of each, in order."""
+        self.transactions = transactions
+        self.refused: Refused = refused or {}
+        self._decoder = decoder
+        self._every = every
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self.transactions)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What goes to each handler."""
+        if self._decoder is None or not len(self.transactions):
+            return {}
+        if self._every is not None:
+            return dict.fromkeys(self._every, Routed(self.transactions, self._decoder))
+        return {
+            name: Routed(
+                _part(self.transactions, [name in each for each in self._names]), self._decoder
+            )
+            for name in dict.fromkeys(chain.from_iterable(set(self._names)))
+        }
+
+    def names(self) -> Iterator[Names]:
+        """The handlers of each event, in order."""
+        if self._every is None:
+            return iter(self._names)
+        return repeat(self._every, self.transactions.events)
+
+    def take(self, indices: Sequence[int]) -> Assignment:
+        """The transactions at some indices, in their order."""
+        ends = np.cumsum(self.transactions.facts["events"]).tolist()
+        starts = [0, *ends]
+        names = [self._names[starts[index] : ends[index]] for index in indices if self._names]
+        refused = {new: self.refused[old] for new, old in enumerate(indices) if old in self.refused}
+        return Assignment(
+            self.transactions.take(indices),
+            self._decoder,
+            self._every,
+            list(chain.from_iterable(names)),
+            refused,
+        )
+
+    def part(self, first: int, last: int) -> Assignment:
+        """The transactions from the index `first` up to `last`."""
+        events = self.transactions.facts["events"]
+        start = int(events[:first].sum())
+        return Assignment(
+            self.transactions.part(first, last),
+            self._decoder,
+            self._every,
+            self._names[start : start + int(events[first:last].sum())],
+            {index - first: why for index, why in self.refused.items() if first <= index < last},
+        )
+
+    def reached(self, handler: str) -> Mask:
+        """Which of the transactions have an event that goes to a handler. dtype bool, in their order."""
+        if self._every is not None:
+            return np.full(len(self), handler in self._every)
+        chosen = np.fromiter((handler in names for names in self._names), np.bool_)
+        events = self.transactions.facts["events"]
+        found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
+        return found
+
+
 class BatchRouter:
     """The routes, over undecoded transactions."""
 
@@ -51,44 +132,33 @@ class BatchRouter:
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._rules.fields)
 
-    def route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
-        """The transactions that can be routed, what of them goes to each handler, and why others cannot, by place.
+    def route(self, transactions: Transactions) -> Assignment:
+        """Find the handlers of all events. A transaction that is refused has none.
 
         Raises Unrouted where `unrouted` is `fail`.
         """
+        if not len(transactions):
+            return Assignment(transactions, None, ())
         if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
             return self._route(transactions)
+        # What cannot be decoded cannot be matched either.
         indices = transactions.besides(undecodable)
-        left, parts, refused = self._route(transactions.take(indices))
-        return left, parts, undecodable | {indices[at]: why for at, why in refused.items()}
+        routed = self._route(transactions.take(indices))
+        refused = undecodable | {indices[at]: why for at, why in routed.refused.items()}
+        found = routed.names()
+        names = [next(found) if kept else () for kept in _kept(transactions, undecodable)]
+        return Assignment(transactions, self.decoder(transactions.columns), None, names, refused)
 
-    def _route(self, transactions: Transactions) -> tuple[Transactions, Parts, Refused]:
-        if not len(transactions):
-            return transactions, {}, {}
+    def _route(self, transactions: Transactions) -> Assignment:
         decoder = self.decoder(transactions.columns)
         if not self._rules.fields and (names := self._rules.choose(())):
-            return transactions, dict.fromkeys(names, Routed(transactions, decoder)), {}
+            return Assignment(transactions, decoder, names)
         chosen = list(self._handlers_of_events(transactions, decoder))
-        distinct = set(chosen)
-        if () in distinct and (refused := self._refused(transactions, decoder, chosen)):
-            left = transactions.take(transactions.besides(refused))
-            return *self._route(left)[:2], refused
-        parts = {
-            name: Routed(_part(transactions, [name in names for names in chosen]), decoder)
-            for name in dict.fromkeys(chain.from_iterable(distinct))
-        }
-        return transactions, parts, {}
-
-    def reached(self, transactions: Transactions, handler: str) -> Mask:
-        """Which of the transactions have an event that goes to a handler."""
-        decoder = self.decoder(transactions.columns)
-        if not self._rules.fields:
-            return np.full(len(transactions), handler in self._rules.choose(()))
-        handlers = self._handlers_of_events(transactions, decoder)
-        chosen = np.fromiter((handler in names for names in handlers), np.bool_)
-        events = transactions.facts["events"]
-        found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
-        return found
+        if () not in set(chosen) or not (refused := self._refused(transactions, decoder, chosen)):
+            return Assignment(transactions, decoder, None, chosen)
+        kept = _kept(transactions, refused)
+        chosen = [names if keep else () for names, keep in zip(chosen, kept, strict=True)]
+        return Assignment(transactions, decoder, None, chosen, refused)
 
     def events(self, transaction: Undecoded) -> Events:
         """All events of a transaction."""
@@ -183,6 +253,12 @@ class BatchRouter:
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
         return decoder
+
+
+def _kept(transactions: Transactions, refused: Collection[int]) -> Iterator[bool]:
+    """Of each event, whether its transaction is not refused."""
+    kept = [index not in refused for index in range(len(transactions))]
+    return iter(np.repeat(kept, transactions.facts["events"]).tolist())
 
 
 def _few(notes: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from relay.faults import describe
 from relay.model.dispositions import Disposition, Failure, is_dead
 from relay.model.trace_context import PublishOrigin, TraceContext, Traced, TraceRecord, parse
 from relay.model.transactions import Transactions, text
-from relay.pipeline.routing import BatchRouter
+from relay.pipeline.routing import Assignment, BatchRouter
 
 MOST_TRACED = 1_000
 """How many business transactions of a task are traced at most."""
@@ -37,18 +37,19 @@ class Tracing:
         self._handlers = handlers
 
     def trace_record(
-        self, transactions: Transactions, judge: Callable[[int], Traced | None]
+        self, assigned: Assignment, judge: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
         """What became of the traced transactions, at most MOST_TRACED; None where there are none.
 
         `judge` says what became of the one at an index, None where it was not tried.
         """
-        found, left_out = self._origins(transactions)
+        found, left_out = self._origins(assigned.transactions)
         if not found:
             return None
         indices = list(found)
-        some = transactions.take(indices)
-        reached = {name: self._router.reached(some, name) for name in self._handlers}
+        traces = assigned.take(indices)
+        some = traces.transactions
+        reached = {name: traces.reached(name) for name in self._handlers}
         traced = []
         for number, index in enumerate(indices):
             judgement = judge(index)
