@@ -130,7 +130,7 @@ class Watch:
             self._away[key] = first_line(error).removeprefix("connection failed: ")
             self._drop(key)
         except ConfigurationError as error:
-            self._away[key] = str(error).partition("\n")[0].removeprefix(f"{key}: ")
+            self._away[key] = first_line(error).removeprefix(f"{key}: ")
             self._drop(key)
 
     def _drop(self, key: str) -> None:
