@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,9 +13,10 @@ from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
 from relay.meter import Meter
 from relay.model.batch import DeadLettered
-from relay.model.dispositions import Blocked, Disposition, Failure, is_dead
+from relay.model.dispositions import Disposition, Failure, holds_up_followers, is_dead
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
+from relay.pipeline.deferral import deferral_of
 from relay.store import dead_letters, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
@@ -115,21 +115,9 @@ class Recorder:
 
 
 def _deferral(delivery: Delivery, outcome: Outcome) -> Deferral | None:
-    """What the transaction waits for now; None if it is done with."""
-    before = delivery.history
-    match outcome:
-        case Scheduled(until):
-            return Deferral(delivery.keys, holds=False, until=until)
-        case Blocked():
-            return Deferral(delivery.keys, attempts=before.attempts, first_failed_at=before.since)
-        case Failure() if outcome.after is not None or outcome.holds:
-            return Deferral(
-                delivery.keys,
-                after=outcome.after or 0.0,
-                blocked=outcome.after is None,
-                attempts=outcome.attempts,
-                first_failed_at=before.since or time.time(),
-                handler=outcome.handler,
-                reason=describe(outcome.error),
-            )
-    return None
+    """The deferral of a delivery; None if the transaction is not deferred."""
+    if isinstance(outcome, Scheduled):
+        return Deferral(delivery.keys, holds=False, until=outcome.until)
+    if outcome is None or not holds_up_followers(outcome):
+        return None
+    return deferral_of(delivery.keys, outcome, delivery.history)

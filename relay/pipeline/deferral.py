@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
+from relay.faults import describe
 from relay.model import ordering_keys
+from relay.model.dispositions import AttemptHistory, Blocked, Disposition
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
@@ -99,6 +102,21 @@ class DeferralRules:
                 delivery = one.parts[name].transactions
                 yield name, delivery[0], Deferral(self.delivery_keys(delivery, name))
 
+    def defer_deliveries(
+        self, conn: Connection, assigned: Assignment, indices: Iterable[int]
+    ) -> None:
+        """Defer the transactions at some indices for each of their sinks, whose workers deliver them in order."""
+        by_sink: dict[str, list[tuple[Undecoded, Deferral]]] = {}
+        for index in indices:
+            for sink, delivery, deferral in self.deliveries(assigned.part(index, index + 1)):
+                by_sink.setdefault(sink, []).append((delivery, deferral))
+        for sink, deliveries in by_sink.items():
+            deferred.defer(conn, self._group, deliveries, sink)
+
+    def after(self, one: Assignment, disposition: Disposition, before: AttemptHistory) -> Deferral:
+        """The deferral of a single transaction that was not applied; `before` are its earlier attempts."""
+        return deferral_of(self.keys(one), disposition, before)
+
     def split(
         self, conn: Connection, assigned: Assignment, holding: set[str]
     ) -> dict[int, Deferral]:
@@ -159,3 +177,18 @@ def moment_of(value: str) -> datetime:
         return datetime.fromisoformat(value)
     except ValueError:
         return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
+
+
+def deferral_of(keys: frozenset[str], disposition: Disposition, before: AttemptHistory) -> Deferral:
+    """The deferral of a transaction that was not applied or delivered: until its retry, or while it is blocked."""
+    if isinstance(disposition, Blocked):
+        return Deferral(keys, attempts=before.attempts, first_failed_at=before.since)
+    return Deferral(
+        keys,
+        after=disposition.after or 0.0,
+        blocked=disposition.after is None,
+        attempts=disposition.attempts,
+        first_failed_at=before.since or time.time(),
+        handler=disposition.handler,
+        reason=describe(disposition.error),
+    )

@@ -1,0 +1,144 @@
+"""Compares a task with the positions of its partitions: what is new in it, and where it leaves them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from relay.faults import RelayError
+from relay.model.batch import Range, Share, Task
+from relay.model.events import Lsn
+from relay.model.snapshots import Xids, full_xids
+from relay.model.transactions import Mask, Transactions
+from relay.source.rows import Wanted
+from relay.store import offsets
+
+
+def require_same_source(task: Task, locked: offsets.Locked) -> None:
+    """Raise RelayError if the group follows another history of the source than the one that the task was read in."""
+    if task.source_epoch not in (None, locked.source_epoch):
+        raise RelayError(
+            "another instance has followed the source to another server or timeline since this one read its batch, of "
+            "which nothing was applied: start relay again"
+        )
+
+
+def fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
+    """The transactions that are not in the target yet.
+
+    The commit's position says so, and for what was polled the snapshot that sees it. Partitions that a transaction
+    touches moved together when it was applied, so they agree.
+    """
+    facts = task.transactions.facts
+    seen = None
+    if locked.last is not None:
+        seen = locked.last.snapshot.sees(full_xids(facts["xid"], task.next_xid))
+    end = facts["end_lsn"]
+    furthest = max(position.applied_lsn for position in locked.positions.values())
+    # As a rule everything is new, and then no partition has to be looked at by itself.
+    if end[0] > furthest and (seen is None or not seen.any()):
+        return task.transactions
+    fresh = np.zeros(len(end), np.bool_)
+    for partitions, here in _by_partitions(task.transactions, task.touched):
+        for partition in partitions:
+            fresh |= here & (end > locked.positions[partition].applied_lsn)
+    if seen is not None:
+        fresh &= ~seen
+    return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
+
+
+def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
+    """Where transactions leave the partitions that they touch, in order of the partitions."""
+    reached: dict[int, tuple[Lsn, int]] = {}
+    for partitions, here in _by_partitions(fresh, touched):
+        following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
+        end = Lsn(fresh.facts["end_lsn"][here].max())
+        for partition in partitions:
+            lsn, next_offset = reached.get(partition, (Lsn(0), 1))
+            reached[partition] = (max(lsn, end), max(next_offset, following))
+    return [
+        offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
+    ]
+
+
+def reached_lsns(
+    positions: Mapping[int, offsets.PartitionPosition], moved: Iterable[offsets.Advance] = ()
+) -> dict[int, Lsn]:
+    """The LSN of each partition after a task has `moved` some of them."""
+    reached = {partition: position.applied_lsn for partition, position in positions.items()}
+    for each in moved:
+        before = reached[each.partition_id]
+        reached[each.partition_id] = max(before, each.applied_lsn)
+    return reached
+
+
+def is_ahead(task: Task, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
+    """Whether the batch before is not applied yet in a partition of the task."""
+    return any(positions[partition].applied_lsn < lsn for partition, lsn in task.after.items())
+
+
+def is_early(task: Range, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
+    """Whether somebody has not applied yet what comes before the range."""
+    return any(
+        (position.snapshot_id or 0, position.polled_offset)
+        < (task.snapshot_id, task.lower_bounds[partition])
+        for partition, position in positions.items()
+    )
+
+
+def wanted_of(
+    shares: Iterable[Share],
+    unmarked: bool,
+    lower_bounds: Mapping[int, int],
+    noted: Mapping[int, Xids],
+) -> Wanted:
+    """What of shares is still to be applied in the partitions that have floors, in order."""
+    parts: list[Wanted] = []
+    for share in shares:
+        if share.unmarked != unmarked:
+            continue
+        masks = {
+            partition: _unread(share, lower_bounds.get(partition), noted.get(partition))
+            for partition in share.partitions
+        }
+        first, *others = masks.values()
+        if all((first == other).all() for other in others):
+            masks = {-1: first}
+        for partition, mask in masks.items():
+            xids = share.xids[mask]
+            parts.append(Wanted(xids, share.positions[mask], np.full(len(xids), partition)))
+    if len(parts) <= 1:
+        return parts[0] if parts else Wanted(*(np.zeros(0, np.int64),) * 3)
+    return Wanted(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
+    if lower_bound is None:
+        return np.zeros(len(share.xids), np.bool_)
+    unread: Mask = share.positions > lower_bound
+    return unread if noted is None else unread & ~np.isin(share.xids, noted)
+
+
+def last_positions(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, int]:
+    """The greatest position of the range's transactions in each partition."""
+    ends: dict[int, int] = {}
+    for share in task.shares:
+        for partition in share.partitions:
+            if partition in lower_bounds:
+                last = int(share.positions[-1])
+                ends[partition] = max(ends.get(partition, last), last)
+    return ends
+
+
+def _by_partitions(
+    transactions: Transactions, touched: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], Mask]]:
+    """Which transactions touch the same partitions."""
+    kinds: dict[tuple[int, ...], int] = {}
+    of_hosts = np.array([kinds.setdefault(each, len(kinds)) for each in touched])
+    kind = of_hosts[transactions.facts["hosts"]]
+    for partitions, number in kinds.items():
+        here = kind == number
+        if here.any():
+            yield partitions, here

@@ -1,0 +1,70 @@
+"""Reads the transactions of polled ranges from the outbox, where a task is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import cached_property
+
+from psycopg_pool import ConnectionPool
+
+from relay.config.settings import Settings
+from relay.model.batch import Range
+from relay.model.snapshots import Xids
+from relay.model.transactions import Transactions
+from relay.pipeline.positions import wanted_of
+from relay.source.rows import OutboxRows, prepare_reading
+from relay.store.connections import Connection, open_pool
+
+
+class RangeReader:
+    """Reads ranges over connections to the source of its own. Safe in several threads; raises psycopg.Error."""
+
+    def __init__(self, settings: Settings, connections: int) -> None:
+        self._source_dsn = settings.source_dsn
+        self._connections = connections
+        self._batch = settings.batch
+        self._rows = OutboxRows(settings)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if "_source" in self.__dict__:
+            self._source.close()
+
+    @cached_property
+    def _source(self) -> ConnectionPool[Connection]:
+        """Opened with the first range."""
+        return open_pool(self._source_dsn, self._connections, prepare_reading)
+
+    def read(
+        self, task: Range, lower_bounds: Mapping[int, int], noted: Mapping[int, Xids]
+    ) -> Iterator[Transactions]:
+        """The transactions that are still to be applied; first those from before the outbox had c_xid."""
+        for unmarked in (True, False):
+            wanted = wanted_of(task.shares, unmarked, lower_bounds, {} if unmarked else noted)
+            if not len(wanted.xids):
+                continue
+            with (
+                self._source.connection() as source,
+                # Closed before the connection is: a COPY that is under way would keep that from being returned.
+                closing(self._rows.commits(source, wanted, unmarked, task.by_reference)) as found,
+            ):
+                yield from found
+
+    def portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
+        """As many together as fit into memory: a range is one target transaction however large it is."""
+        limits = self._batch
+        portion: list[Transactions] = []
+        events = size = 0
+        for transactions in found:
+            if portion and not portion[0].joins(transactions):
+                yield Transactions.joined(portion)
+                portion, events, size = [], 0, 0
+            portion.append(transactions)
+            events += transactions.events
+            size += transactions.held
+            if events >= limits.max_events or size >= limits.max_bytes:
+                yield Transactions.joined(portion)
+                portion, events, size = [], 0, 0
+        if portion:
+            yield Transactions.joined(portion)
