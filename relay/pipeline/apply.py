@@ -1,6 +1,6 @@
-"""Applies one task in one target transaction: the heart of correctness. The same on Spark and inline.
+"""Applies one task in one database transaction of the target, inline and on Spark.
 
-Effects, dead letters and offsets commit together, so redelivery is recognised by the offsets under their row locks.
+Effects, dead letters and offsets commit together. A redelivery is recognised by the offsets, under their row locks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import psycopg
 
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
-from relay.faults import (
-    Braked,
-    describe,
-    timed_out,
-)
+from relay.faults import Braked, describe, timed_out
 from relay.logs import RepeatedLines
 from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
 from relay.model.dispositions import (
@@ -74,11 +70,11 @@ Done = TypeVar("Done")
 
 
 DUE_AT_ONCE = 500
-"""How many transactions whose turn has come are taken together."""
+"""How many due transactions are retried in one database transaction."""
 
 
 class Redelivery(NamedTuple):
-    """Transactions of `relay.deferred` that were tried again: how many, how many were applied, which are dead now."""
+    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered."""
 
     tried: int
     applied: int
@@ -87,7 +83,7 @@ class Redelivery(NamedTuple):
 
 
 class _Delivered(NamedTuple):
-    """What became of transactions: what is dead, how many events wait, and what is to be said of stopped sinks."""
+    """What became of transactions: the dead letters, the number of deferred events, why handlers were stopped."""
 
     dead: list[DeadLettered]
     deferred_events: int
@@ -127,12 +123,12 @@ class Applier:
         )
 
     def connect(self) -> None:
-        """Open a connection now instead of with the first task. Raises psycopg.Error."""
+        """Open a connection before the first task needs it. Raises psycopg.Error."""
         with self._pool.connection():
             pass
 
     def note_orderly_exit(self) -> None:
-        """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
+        """Note that the process ends itself, which is no crash. Raises psycopg.Error."""
         self._handler_runner.note_orderly_exit()
 
     def close(self) -> None:
@@ -142,20 +138,20 @@ class Applier:
         self._range_reader.close()
 
     def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
-        """Apply the task and commit. Whatever it raises has left no trace in the target.
+        """Apply the task and commit. If it raises, the target is unchanged.
 
-        First all transactions together. If one of them cannot be applied, again with savepoints: a range that fails is
-        halved until the culprit stands alone, and only that one is dead-lettered.
+        First all transactions are applied together. If that fails, they are applied again with savepoints: a range that
+        fails is halved until a single transaction fails, and only that one is dead-lettered.
 
-        Guarded, one transaction after the other is noted, applied and its note taken back. One that is noted already
-        `crash_limit` times has killed as many processes and is dead-lettered.
+        `guarded` applies one transaction at a time, each under a note in the target that is removed afterwards. A
+        transaction with `crash_limit` notes has killed as many processes and is dead-lettered.
         """
         with self.active_jobs.job() as job:
             outcome = self._by_mode(partial(self._attempt, task), guarded)
         return replace(outcome, seconds=job.seconds) if job.seconds else outcome
 
     def _by_mode(self, attempt: Callable[[HandlingMode], Done], guarded: bool) -> Done:
-        """Attempt something in a target transaction of its own: together first, else carefully."""
+        """Call `attempt` with TOGETHER; if an event may be at fault, again with a mode that isolates it."""
         try:
             if guarded:
                 return attempt(HandlingMode.GUARDED)
@@ -214,7 +210,7 @@ class Applier:
         )
 
     def _apply_range(self, conn: Connection, task: Range, mode: HandlingMode) -> TaskOutcome:
-        """Claim the partitions, read what is still to be applied of the range, apply it and move them behind it."""
+        """Claim the partitions, read and apply what is new to them in the range, and move them to its end."""
         positions = offsets.claim(conn, self._group, task.partitions)
         if positions is None or is_early(task, positions):
             return TaskOutcome(task.partitions, busy=True)
@@ -255,7 +251,7 @@ class Applier:
         mode: HandlingMode,
         brake: Brake,
     ) -> _Delivered:
-        """Run the handlers of transactions, but park those that have to wait."""
+        """Run the handlers of transactions, and defer those that are scheduled, blocked or to be retried."""
         assigned = self._router.route(transactions)
         deferrals = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(deferrals)
@@ -277,7 +273,7 @@ class Applier:
                 dead.append(dead_lettered)
                 if index in deferrals:
                     deferrals[index] = replace(deferrals[index], dead_transaction=number)
-        # In commit order, since that is the order in which they are taken up again.
+        # In commit order, which is the order of their retries.
         indices = sorted(deferrals)
         entries = zip(transactions.take(indices), map(deferrals.__getitem__, indices), strict=True)
         deferred.defer(conn, self._group, entries)
@@ -296,15 +292,12 @@ class Applier:
         return None if self._tracing is None else self._tracing.trace_record(assigned, judge)
 
     def retry_deferred(self, guarded: bool = False) -> Redelivery:
-        """Retry the transactions whose turn has come, and commit.
-
-        Whatever it raises has left no trace in the target.
-        """
+        """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
         with self.active_jobs.job():
             return self._by_mode(self._retry_deferred, guarded)
 
     def seconds_to_next(self) -> float | None:
-        """How long it is until the time of another transaction comes; None if none waits for a time."""
+        """Seconds until the next deferred transaction is due; None if none has a time."""
         with self._pool.connection() as conn:
             return deferred_due.seconds_to_next(conn, self._group)
 
@@ -336,7 +329,7 @@ class Applier:
             index: AttemptHistory(each.attempts, each.first_failed_at)
             for index, each in enumerate(due)
         }
-        # What was dead before is not counted: it only stays dead.
+        # A replayed transaction that fails is not a new dead letter: it does not count for the brake.
         dead_before = any(each.dead_transaction is not None for each in due)
         limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
@@ -383,7 +376,7 @@ class Applier:
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 
     def _report(self, dispositions: Dispositions) -> None:
-        """Log which handlers and faults defer transactions, however many there are."""
+        """Log each handler and fault that defers transactions, with their number."""
         faults = Counter(
             (disposition.handler, describe(disposition.error))
             for disposition in dispositions.values()

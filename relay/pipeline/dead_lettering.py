@@ -34,9 +34,9 @@ class DeadLetterWriter:
         number: int | None = None,
         undelivered: bool = False,
     ) -> tuple[int, DeadLettered]:
-        """Dead-letter a transaction; one that was replayed is dead again under the `number` that it has.
+        """Dead-letter a transaction; returns its number. One that was replayed keeps its `number`.
 
-        `undelivered` says that no sink has had it, as none has what cannot be routed.
+        `undelivered` says that sinks have not received it either; that always holds if it cannot be routed.
         """
         events = self._router.events(transaction)
         left_out: list[int] = []
@@ -70,7 +70,10 @@ class DeadLetterWriter:
     def write_too_large(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
     ) -> tuple[Transactions, list[DeadLettered]]:
-        """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead."""
+        """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead.
+
+        `by_reference` are the c_offsets of such rows.
+        """
         large = {
             index: found
             for index, each in enumerate(transactions)
@@ -94,9 +97,9 @@ class DeadLetterWriter:
         return [offset for offset in found if offset is not None and offset in wanted]
 
     def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
-        """Events without payload and metadata where these are above the limit; their c_offsets are noted.
+        """Yield events, those above `source.max_event_bytes` without payload and metadata; appends their c_offsets.
 
-        To write what processes died of may take as much memory as they had.
+        Writing an event of which processes died, perhaps for want of memory, must not take as much memory again.
         """
         for event in events:
             texts = (event.text(name) or "" for name in JSON_FIELDS)

@@ -1,4 +1,4 @@
-"""What has to wait instead of being applied: until its time, or behind a transaction with the same ordering key."""
+"""Decides which transactions are deferred instead of applied: scheduled ones, and those that a held key blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
 
 class Ordering:
-    """The ordering keys of one transaction: what handlers of its events order by.
+    """Finds the ordering keys of a transaction: the values of `order_by` of the handlers of its events.
 
-    Two transactions with a key in common stay in order. A key begins with the host and a space, by which
-    `relay.lock_partitions` finds those of a host.
+    Two transactions with a common key stay in order. A key begins with the host and a space: `relay.lock_partitions`
+    finds the keys of a host by that prefix.
     """
 
     def __init__(self, configured: dict[str, HandlerSettings]) -> None:
-        # Nothing waits for a handler that is not reliable, nor does it wait for others.
+        # A handler that is not reliable neither blocks transactions nor is blocked.
         self._order_by = {
             name: handler.order_by if handler.reliable else "none"
             for name, handler in configured.items()
@@ -40,13 +40,13 @@ class Ordering:
         self._sinks = {name for name, each in configured.items() if isinstance(each, SinkHandler)}
 
     def keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
-        """What the handlers that get a part order by, all together."""
+        """The ordering keys of all handlers in `parts`."""
         return frozenset[str]().union(
             *(self.delivery_keys(name, hosts, routed) for name, routed in parts.items())
         )
 
     def transactional_keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
-        """What the handlers order by that act inside the target's transaction."""
+        """The ordering keys of the transactional handlers in `parts`."""
         return self.keys(
             hosts, {name: routed for name, routed in parts.items() if name not in self._sinks}
         )
@@ -54,7 +54,7 @@ class Ordering:
     def delivery_keys(
         self, name: str, hosts: Sequence[str], delivered: Iterable[Transaction]
     ) -> frozenset[str]:
-        """What one handler orders by, of what is delivered to it."""
+        """The ordering keys of one handler for the transactions delivered to it."""
         order_by = self._order_by[name]
         if order_by == "none":
             return frozenset()
@@ -75,7 +75,7 @@ _FIELDS = {
 
 
 class DeferralRules:
-    """Decides about fresh transactions, under the lock of their partitions' offsets."""
+    """Finds the new transactions that are deferred. Used under the lock of their partitions' offsets."""
 
     def __init__(self, settings: Settings, router: BatchRouter) -> None:
         self._group = settings.group
@@ -84,19 +84,19 @@ class DeferralRules:
         self._sinks = list(settings.sink_handlers)
 
     def keys(self, one: Assignment) -> frozenset[str]:
-        """The ordering keys in the target of a single transaction: sinks have their own. None where it is refused."""
+        """The ordering keys of a single transaction for transactional handlers; empty if it is refused."""
         found = one.transactions
         return self._ordering.transactional_keys(
             found.hosts[int(found.facts["hosts"][0])], one.parts
         )
 
     def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
-        """The ordering keys of a single delivery to a sink: it has the events that go there, and no others."""
+        """The ordering keys of a single delivery; `one` has only the events that go to the sink."""
         hosts = one.hosts[int(one.facts["hosts"][0])]
         return self._ordering.delivery_keys(sink, hosts, self._router.whole(one))
 
     def deliveries(self, one: Assignment) -> Iterator[tuple[str, Undecoded, Deferral]]:
-        """What of a single transaction goes to each sink that the routes name, to be delivered now."""
+        """Yield each sink of a single transaction, with its part and a deferral that is due now."""
         for name in self._sinks:
             if name in one.parts:
                 delivery = one.parts[name].transactions
@@ -120,10 +120,13 @@ class DeferralRules:
     def split(
         self, conn: Connection, assigned: Assignment, holding: set[str]
     ) -> dict[int, Deferral]:
-        """The transactions that have to wait, by place. `holding` are the hosts of which one that waits holds a key.
+        """The deferrals of the transactions that cannot be applied now, by index.
 
-        What lies behind a transaction that holds its key waits until that is gone, in order. What is to be delivered
-        at a later time waits for it, and is overtaken.
+        `holding` are the hosts of which a deferred transaction holds a key. A transaction with a held key is blocked;
+        it holds its own keys in turn. A scheduled one (`deliver_at`) is deferred until its time, and holds no key.
+
+        Example: a deferred transaction holds key a. Of new transactions with keys {a, b}, {b} and {c} the first two are
+        blocked: the first by a, the second by b, which the first one holds now.
         """
         deferrals = self._until(assigned)
         if holding:
@@ -131,7 +134,7 @@ class DeferralRules:
         return deferrals
 
     def _until(self, assigned: Assignment) -> dict[int, Deferral]:
-        """Those with an event whose time is still to come; the latest one counts. What only sinks get, they defer."""
+        """Transactions with an event for later, until the latest time. Sinks defer what goes to sinks only."""
         now = datetime.now(UTC)
         moments: dict[int, datetime] = {}
         ends = np.cumsum(assigned.transactions.facts["events"])
@@ -172,7 +175,7 @@ class DeferralRules:
 
 
 def moment_of(value: str) -> datetime:
-    """A time as PostgreSQL prints it in UTC; what lies outside of Python's calendar as the end of it that is nearer."""
+    """Parse a time as PostgreSQL prints it in UTC; a time outside of Python's calendar becomes its nearest end."""
     try:
         return datetime.fromisoformat(value)
     except ValueError:

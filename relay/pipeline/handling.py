@@ -1,4 +1,4 @@
-"""Runs the handlers of transactions inside a target transaction, and finds out which transactions they fail on."""
+"""Runs transactional handlers inside a database transaction of the target, and isolates the transactions that fail."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from relay.store.connections import Connection
 log = logging.getLogger(__name__)
 
 Histories = Mapping[int, AttemptHistory]
-"""What became of transactions before, by place."""
+"""The earlier attempts of transactions, by index."""
 
 
 class HandlerFailed(Exception):
@@ -65,17 +65,17 @@ class HandlingMode(Enum):
     """How handlers are run inside a target transaction."""
 
     TOGETHER = auto()
-    """All transactions at once: the first fault ends it."""
+    """All transactions at once; the first fault is raised."""
     ISOLATED = auto()
-    """Under a savepoint; a range that fails is halved until those that fail stand alone."""
+    """Under a savepoint; a range that fails is halved until single transactions fail."""
     HALVED = auto()
-    """As ISOLATED, where the whole range is known to take too long."""
+    """ISOLATED, but halved at once, since the whole range is known to time out."""
     GUARDED = auto()
-    """One by one, each under a note that a crash would leave behind."""
+    """One transaction at a time, each under a note that remains if the process crashes."""
 
 
 class HandlerRunner:
-    """The configured handlers. Raises ConfigurationError when one cannot be built."""
+    """Runs the transactional handlers. Raises ConfigurationError when one cannot be built."""
 
     def __init__(self, settings: Settings, deferral_rules: DeferralRules, connections: int) -> None:
         self._settings = settings
@@ -99,16 +99,16 @@ class HandlerRunner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The transactional handlers."""
+        """The names of the transactional handlers, in the configuration's order."""
         return tuple(self._transactional)
 
     def note_orderly_exit(self) -> None:
-        """The process ends itself now, which must not count as a death. Raises psycopg.Error."""
+        """Note that the process ends itself, which is no crash. Raises psycopg.Error."""
         if "_suspects" in self.__dict__:
             self._suspects.note_orderly_exit()
 
     def close(self) -> None:
-        """Let go of what the handlers hold."""
+        """Close the connections that guarded tasks use."""
         if "_suspects" in self.__dict__:
             self._suspects.close()
 
@@ -119,15 +119,15 @@ class HandlerRunner:
 
     @cached_property
     def _suspects(self) -> suspects.Suspects:
-        """Only a guarded task takes notes."""
+        """The notes of guarded tasks; opened with the first one."""
         return suspects.Suspects(self._settings, self._connections)
 
     def can_isolate(self, error: BaseException) -> bool:
-        """Whether running carefully finds out which transactions are concerned by what a run together has raised."""
+        """Whether another mode than TOGETHER can find the transactions that have caused `error`."""
         reason = reason_of(error)
         if action_for(reason) is Action.DEAD_LETTER or self._is_deferred(error):
             return True
-        # Fewer transactions take less time.
+        # Fewer transactions may not time out.
         return isinstance(error, HandlerFailed) and timed_out(reason)
 
     def _is_deferred(self, error: BaseException) -> bool:
@@ -145,10 +145,10 @@ class HandlerRunner:
         histories: Histories,
         brake: Brake,
     ) -> Dispositions:
-        """Run the transactional handlers of transactions; returns what was not applied.
+        """Run the transactional handlers; returns the dispositions of the transactions that were not applied, by index.
 
-        A transaction that is not applied has no effects in the target. Where a transactional handler lets too many
-        transactions in a row die, raises Braked, or defers them if `brake` says so.
+        A transaction that is not applied has no effects in the target. If a handler fails on too many transactions in a
+        row, raises Braked or, if `brake.defers`, defers them.
         """
         refused = assigned.refused
         dispositions: Dispositions = {
@@ -157,7 +157,7 @@ class HandlerRunner:
         indices = assigned.transactions.besides(refused)
         deliverable = assigned.take(indices) if refused else assigned
         known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
-        # All together they are applied or not, so that nothing has to be taken out.
+        # With TOGETHER all transactions are applied or none, so that none can be blocked.
         holds = mode is not HandlingMode.TOGETHER and not self._may_hold.isdisjoint(
             deliverable.parts
         )
@@ -175,7 +175,7 @@ class HandlerRunner:
         histories: Histories,
         brake: Brake,
     ) -> Dispositions:
-        """Run handlers that may let others wait: what cannot be applied is taken out, and the rest begins again."""
+        """Run handlers whose failures may block later transactions; without these, run the rest again."""
         dispositions: Dispositions = {}
         rest, known = assigned, histories
         while True:
@@ -195,7 +195,7 @@ class HandlerRunner:
                 return dispositions
 
     def _judged(self, found: Dispositions, histories: Histories, brake: Brake) -> Dispositions:
-        """Whether, and when, a handler inside the target that asks for another attempt gets one."""
+        """Decide on retries: replace the failures of handlers that may be retried by what `judge` says."""
         judged = dict(found)
         for index, disposition in sorted(found.items()):
             before = histories.get(index, NEW)
@@ -210,7 +210,7 @@ class HandlerRunner:
                     self._defers[disposition.handler],
                     self._settings.handlers[disposition.handler].blocks_key,
                 )
-                # Other deaths were counted when they happened.
+                # The brake has counted other dead letters when they happened.
                 exhausted = is_dead(judgement) and isinstance(disposition.error, TransientFault)
                 if (
                     exhausted
@@ -222,7 +222,7 @@ class HandlerRunner:
         return judged
 
     def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
-        """Those that follow on one that has to wait, with one of its keys."""
+        """The transactions that an earlier one of `dispositions` blocks, since it holds one of their keys."""
         blocking = {
             index for index, disposition in dispositions.items() if holds_up_followers(disposition)
         }
@@ -254,7 +254,7 @@ class HandlerRunner:
         assert_never(mode)
 
     def _guarded(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
-        """Apply them one by one, each under a note that a crash would leave behind."""
+        """Apply one transaction at a time, each under a note that remains if the process crashes."""
         dispositions: Dispositions = {}
         former: str | None = None
         try:
@@ -270,7 +270,7 @@ class HandlerRunner:
                 former = name
         except BaseException:
             if former is not None:
-                # The target may be away, and then the fault is what counts.
+                # If the target is unreachable, the first fault is the one to raise.
                 with suppress(psycopg.Error):
                     self._suspects.clear(former)
             raise
@@ -279,7 +279,7 @@ class HandlerRunner:
         return dispositions
 
     def _isolated(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
-        """Apply a range under a savepoint, halving it on failure; returns those that fail alone."""
+        """Apply a range under a savepoint, halved on failure; returns the failures of single transactions by index."""
         if not len(assigned):
             return {}
         try:
@@ -295,7 +295,7 @@ class HandlerRunner:
                 if timed_out(reason):
                     raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
                 if isinstance(reason, psycopg.ProgrammingError):
-                    # The statement itself may have broken since the start; then no event is to blame.
+                    # If the statement has become invalid since the start, `check` raises: no event is at fault.
                     failure.handler.check(conn)
                 name = failure.handler.name
                 if not self._is_deferred(failure) and brake.require(name, reason):
@@ -310,9 +310,10 @@ class HandlerRunner:
         return first | {middle + index: disposition for index, disposition in second.items()}
 
     def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
-        """Each handler in the configuration's order, over all of its transactions.
+        """Run each handler, in the configuration's order, over all of its transactions.
 
-        To settle is to check deferred constraints now, while it is known whose doing it is.
+        With `check_constraints`, deferred constraints are checked after each handler, while it is known which one
+        has violated them.
         """
         if check_constraints:
             conn.execute("set constraints all deferred")
@@ -331,7 +332,7 @@ class HandlerRunner:
                 raise HandlerFailed(handler) from _cause(conn, error)
 
     def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
-        """Run a handler that is not reliable: what it fails on is left out."""
+        """Run a handler that is not reliable: transactions that it fails on are skipped."""
         if self._survives(conn, handler, routed):
             return
         transactions = routed.transactions
@@ -370,17 +371,17 @@ class HandlerRunner:
 
 
 def _savepoint() -> str:
-    """A name that no handler can roll back to."""
+    """A random name, so that no handler can roll back to the savepoint."""
     return f"relay_{token_hex(8)}"
 
 
 def reason_of(error: BaseException) -> BaseException:
-    """What a handler raised, or the fault itself."""
+    """The exception that a handler raised, or `error` itself."""
     return error.__cause__ or error if isinstance(error, HandlerFailed) else error
 
 
 def _cause(conn: Connection, error: Exception) -> Exception:
-    """What to blame for a handler's fault: without its connection to the target no handler can work."""
+    """The cause of a handler's fault: the loss of the connection, if it is lost; otherwise `error`."""
     if not conn.broken or (isinstance(error, psycopg.Error) and action_for(error) is Action.RETRY):
         return error
     lost = psycopg.OperationalError("the connection to the target is lost")

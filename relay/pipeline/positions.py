@@ -16,7 +16,7 @@ from relay.store import offsets
 
 
 def require_same_source(task: Task, locked: offsets.Locked) -> None:
-    """Raise RelayError if the group follows another history of the source than the one that the task was read in."""
+    """Raise RelayError if the group has followed the source to another timeline since the task was read."""
     if task.source_epoch not in (None, locked.source_epoch):
         raise RelayError(
             "another instance has followed the source to another server or timeline since this one read its batch, of "
@@ -25,10 +25,13 @@ def require_same_source(task: Task, locked: offsets.Locked) -> None:
 
 
 def fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
-    """The transactions that are not in the target yet.
+    """The transactions that are not in the target yet: `task.transactions` itself if all are new, otherwise a copy.
 
-    The commit's position says so, and for what was polled the snapshot that sees it. Partitions that a transaction
-    touches moved together when it was applied, so they agree.
+    A transaction is new if its commit ends after the applied LSN of its partitions and, once the group has polled, if
+    the last snapshot does not see it. All partitions that a transaction touches moved together when it was applied.
+
+    Example: partition 0 is at LSN 20, partition 1 at 10; transactions end at 10 (partition 1), 20 (0) and 30 (0 and 1).
+    Only the last one is new.
     """
     facts = task.transactions.facts
     seen = None
@@ -36,7 +39,7 @@ def fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
         seen = locked.last.snapshot.sees(full_xids(facts["xid"], task.next_xid))
     end = facts["end_lsn"]
     furthest = max(position.applied_lsn for position in locked.positions.values())
-    # As a rule everything is new, and then no partition has to be looked at by itself.
+    # Usually everything is new, which one comparison finds out.
     if end[0] > furthest and (seen is None or not seen.any()):
         return task.transactions
     fresh = np.zeros(len(end), np.bool_)
@@ -49,7 +52,10 @@ def fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
 
 
 def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
-    """Where transactions leave the partitions that they touch, in order of the partitions."""
+    """The LSN and next offset to which transactions move the partitions that they touch, in order of the partitions.
+
+    `touched` has the partitions of each tuple of hosts, by the index in `fresh.facts["hosts"]`.
+    """
     reached: dict[int, tuple[Lsn, int]] = {}
     for partitions, here in _by_partitions(fresh, touched):
         following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
@@ -74,12 +80,12 @@ def reached_lsns(
 
 
 def is_ahead(task: Task, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
-    """Whether the batch before is not applied yet in a partition of the task."""
+    """Whether a partition of the task has not reached the end of the batch before (`task.after`)."""
     return any(positions[partition].applied_lsn < lsn for partition, lsn in task.after.items())
 
 
 def is_early(task: Range, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
-    """Whether somebody has not applied yet what comes before the range."""
+    """Whether what precedes the range is not applied yet in one of its partitions."""
     return any(
         (position.snapshot_id or 0, position.polled_offset)
         < (task.snapshot_id, task.lower_bounds[partition])
@@ -93,7 +99,11 @@ def wanted_of(
     lower_bounds: Mapping[int, int],
     noted: Mapping[int, Xids],
 ) -> Wanted:
-    """What of shares is still to be applied in the partitions that have floors, in order."""
+    """The transactions of `shares` that are still to be applied in the partitions that have a lower bound, in order.
+
+    `noted` are full xids (int64) in each partition that are applied already. A share whose partitions all lack the same
+    transactions is read once for all of them, with the partition -1.
+    """
     parts: list[Wanted] = []
     for share in shares:
         if share.unmarked != unmarked:
@@ -121,7 +131,7 @@ def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
 
 
 def last_positions(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, int]:
-    """The greatest position of the range's transactions in each partition."""
+    """The last position of the range's transactions in each partition that has a lower bound."""
     ends: dict[int, int] = {}
     for share in task.shares:
         for partition in share.partitions:
@@ -134,7 +144,7 @@ def last_positions(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, in
 def _by_partitions(
     transactions: Transactions, touched: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[tuple[int, ...], Mask]]:
-    """Which transactions touch the same partitions."""
+    """Group transactions by the partitions they touch: yields partitions, and a mask (bool) of transactions."""
     kinds: dict[tuple[int, ...], int] = {}
     of_hosts = np.array([kinds.setdefault(each, len(kinds)) for each in touched])
     kind = of_hosts[transactions.facts["hosts"]]

@@ -39,20 +39,24 @@ class RangeReader:
     def read(
         self, task: Range, lower_bounds: Mapping[int, int], noted: Mapping[int, Xids]
     ) -> Iterator[Transactions]:
-        """The transactions that are still to be applied; first those from before the outbox had c_xid."""
+        """Yield the transactions of a range that are still to be applied, first those older than the column c_xid.
+
+        `lower_bounds` are the positions up to which each partition is done, `noted` the full xids that are done after
+        them (int64).
+        """
         for unmarked in (True, False):
             wanted = wanted_of(task.shares, unmarked, lower_bounds, {} if unmarked else noted)
             if not len(wanted.xids):
                 continue
             with (
                 self._source.connection() as source,
-                # Closed before the connection is: a COPY that is under way would keep that from being returned.
+                # Closed before the connection: a COPY in flight would keep it from returning to the pool.
                 closing(self._rows.commits(source, wanted, unmarked, task.by_reference)) as found,
             ):
                 yield from found
 
     def portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
-        """As many together as fit into memory: a range is one target transaction however large it is."""
+        """Join transactions up to `batch.max_events` and `max_bytes`: a range is one commit however large it is."""
         limits = self._batch
         portion: list[Transactions] = []
         events = size = 0

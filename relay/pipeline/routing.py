@@ -1,4 +1,4 @@
-"""Which of a transaction's events go to which handler, found for many transactions at once."""
+"""Routes the events of many transactions at once: finds the handlers of each event."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 Names = tuple[str, ...]
 Parts = Mapping[str, Routed]
-"""What goes to each handler."""
+"""The routed transactions of each handler."""
 Refused = dict[int, NotRouted | Undecodable]
-"""Why transactions go nowhere, by place."""
+"""Why transactions have no handlers, by index."""
 
 
 class _Chosen:
@@ -43,9 +43,9 @@ class _Chosen:
 
 
 class Assignment:
-    """Transactions, and the handlers of each of their events: found once, and carried when transactions are taken out.
+    """Transactions with the handlers of each of their events. `take` and `part` keep these, so that routing runs once.
 
-    `refused` says why transactions go nowhere, by index.
+    `refused` says why transactions have no handlers, by index.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Assignment:
         names: Sequence[Names] = (),
         refused: Refused | None = None,
     ) -> None:
-        """`every` are the handlers that all events go to; where that is None, `names` has those of each, in order."""
+        """`every` are the handlers of all events; if it is None, `names` has the handlers of each event, in order."""
         self.transactions = transactions
         self.refused: Refused = refused or {}
         self._decoder = decoder
@@ -68,7 +68,7 @@ class Assignment:
 
     @cached_property
     def parts(self) -> Parts:
-        """What goes to each handler."""
+        """The transactions of each handler, with only the events that go there."""
         if self._decoder is None or not len(self.transactions):
             return {}
         if self._every is not None:
@@ -87,7 +87,7 @@ class Assignment:
         return repeat(self._every, self.transactions.events)
 
     def take(self, indices: Sequence[int]) -> Assignment:
-        """The transactions at some indices, in their order."""
+        """The transactions at `indices`, in that order, with their handlers."""
         ends = np.cumsum(self.transactions.facts["events"]).tolist()
         starts = [0, *ends]
         names = [self._names[starts[index] : ends[index]] for index in indices if self._names]
@@ -101,7 +101,7 @@ class Assignment:
         )
 
     def part(self, first: int, last: int) -> Assignment:
-        """The transactions from the index `first` up to `last`."""
+        """The transactions from index `first` up to, but without, `last`, with their handlers."""
         events = self.transactions.facts["events"]
         start = int(events[:first].sum())
         return Assignment(
@@ -113,7 +113,7 @@ class Assignment:
         )
 
     def reached(self, handler: str) -> Mask:
-        """Which of the transactions have an event that goes to a handler. dtype bool, in their order."""
+        """Which transactions have an event for a handler: a mask, bool, in their order."""
         if self._every is not None:
             return np.full(len(self), handler in self._every)
         chosen = np.fromiter((handler in names for names in self._names), np.bool_)
@@ -123,7 +123,7 @@ class Assignment:
 
 
 class BatchRouter:
-    """The routes, over undecoded transactions."""
+    """Applies the routes to undecoded transactions."""
 
     def __init__(self, settings: Settings) -> None:
         self._rules = RouteRules(settings.routes)
@@ -133,15 +133,15 @@ class BatchRouter:
         self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._rules.fields)
 
     def route(self, transactions: Transactions) -> Assignment:
-        """Find the handlers of all events. A transaction that is refused has none.
+        """Find the handlers of all events; a refused transaction has none.
 
-        Raises Unrouted where `unrouted` is `fail`.
+        Raises Unrouted for an event without a route if `unrouted` is `fail`.
         """
         if not len(transactions):
             return Assignment(transactions, None, ())
         if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
             return self._route(transactions)
-        # What cannot be decoded cannot be matched either.
+        # An event that cannot be decoded cannot be matched.
         indices = transactions.besides(undecodable)
         routed = self._route(transactions.take(indices))
         refused = undecodable | {indices[at]: why for at, why in routed.refused.items()}
@@ -161,20 +161,20 @@ class BatchRouter:
         return Assignment(transactions, decoder, None, chosen, refused)
 
     def events(self, transaction: Undecoded) -> Events:
-        """All events of a transaction."""
+        """All events of a transaction, decoded on iteration."""
         decoder = self.decoder(transaction.columns)
         return Events(transaction.tuples, decoder, transaction.commit)
 
     def whole(self, transactions: Transactions) -> Routed:
-        """Transactions with all of their events."""
+        """Transactions with all of their events, whatever the routes say."""
         return Routed(transactions, self.decoder(transactions.columns))
 
     def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
-        """The times at which events are to be delivered, where they have one, with their places among all events."""
+        """The times (`deliver_at`) of the events that have one, each with the event's index among all events."""
         return self._present(transactions, "deliver_at")
 
     def _present(self, transactions: Transactions, field: str) -> Iterator[tuple[int, str]]:
-        """The values of a time, or of NOTE, where there are any, with their places among all events."""
+        """The values of a field that few events have, each with the event's index among all events."""
         decoder = self.decoder(transactions.columns)
         first = 0
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
@@ -187,7 +187,7 @@ class BatchRouter:
             first += len(rows)
 
     def _undecodable(self, transactions: Transactions) -> Refused:
-        """The transactions with an event whose bytes could not be decoded, by place."""
+        """The transactions with an event whose bytes could not be decoded, by index."""
         ends = np.cumsum(transactions.facts["events"])
         notes: dict[int, list[str]] = {}
         for row, note in self._present(transactions, NOTE):
@@ -228,7 +228,7 @@ class BatchRouter:
     def _refused(
         self, transactions: Transactions, decoder: RowDecoder, chosen: Sequence[Names]
     ) -> Refused:
-        """The transactions with an event that goes nowhere, by the first such event."""
+        """The transactions with an event that no route matches, by index; the first such event is named."""
         if self._unrouted == "ignore":
             return {}
         ends = np.cumsum(transactions.facts["events"])
@@ -248,7 +248,7 @@ class BatchRouter:
         return refused
 
     def decoder(self, columns: tuple[str, ...]) -> RowDecoder:
-        """Reads rows with these columns."""
+        """The decoder of rows with these columns; one for each set of columns is kept."""
         decoder = self._decoders.get(columns)
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
@@ -256,7 +256,7 @@ class BatchRouter:
 
 
 def _kept(transactions: Transactions, refused: Collection[int]) -> Iterator[bool]:
-    """Of each event, whether its transaction is not refused."""
+    """For each event, whether its transaction is not refused."""
     kept = [index not in refused for index in range(len(transactions))]
     return iter(np.repeat(kept, transactions.facts["events"]).tolist())
 
@@ -268,7 +268,7 @@ def _few(notes: Sequence[str]) -> str:
 
 
 def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
-    """The transactions with the events that are chosen."""
+    """The transactions with only the chosen events; `chosen` has an element for each event."""
     if all(chosen):
         return transactions
     if transactions.spooled is None:

@@ -62,7 +62,7 @@ def store_streaks(
 
 
 def _report_release(handler: str, brake: Brake) -> None:
-    """A line where a handler that was stopped has succeeded; a warning, which Spark's workers print too."""
+    """Log that a stopped handler has succeeded: a warning, since Spark's workers print nothing below."""
     streak = brake.streaks.get(handler)
     if streak is not None and streak.braked:
         log.warning("a stopped handler goes on", extra={"handler": handler})

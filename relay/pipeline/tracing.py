@@ -1,6 +1,6 @@
-"""Which transactions of a task belong to traces that are recorded. No I/O, and nothing of OpenTelemetry.
+"""Finds the transactions of a task that belong to sampled traces. No I/O, and no import of OpenTelemetry.
 
-It runs where the task is applied, on executors too; the driver makes spans of what it finds.
+It runs where the task is applied, also on executors; the driver makes spans of the result.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ MOST_ORIGINS = 128
 """How many contexts of one business transaction are traced at most."""
 
 _SAMPLED = re.compile(rb'-[0-9a-f]{16}-[0-9a-f][13579bdf]"')
-"""The end of each traceparent with the sampled flag: to parse all metadata would take ten times as long."""
+"""The end of each traceparent with the sampled flag: parsing all metadata takes ten times as long."""
 _FIELDS = ("metadata", "id")
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 class Tracing:
-    """Finds the traced transactions among many."""
+    """Finds the traced transactions of a task."""
 
     def __init__(self, router: BatchRouter, handlers: tuple[str, ...]) -> None:
-        """`handlers` are the transactional ones."""
+        """`handlers` are the names of the transactional handlers."""
         self._router = router
         self._handlers = handlers
 
     def trace_record(
         self, assigned: Assignment, judge: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
-        """What became of the traced transactions, at most MOST_TRACED; None where there are none.
+        """The traced transactions with their dispositions, at most MOST_TRACED; None if there are none.
 
-        `judge` says what became of the one at an index, None where it was not tried.
+        `judge` returns the disposition of the transaction at an index, None if it was not tried.
         """
         found, left_out = self._origins(assigned.transactions)
         if not found:
@@ -54,7 +54,7 @@ class Tracing:
         for number, index in enumerate(indices):
             judgement = judge(index)
             names = tuple(name for name, mask in reached.items() if mask[number])
-            # What goes to sinks only is traced where it is delivered.
+            # Sinks trace what goes to sinks only.
             if judgement is None or not (names or judgement.disposition == "dead"):
                 continue
             transaction_id = some.ids[number]
@@ -95,7 +95,7 @@ class Tracing:
 
 
 def judged(failure: Disposition | None, is_deferred: bool, attempts: int = 0) -> Traced | None:
-    """What became of a transaction; None where it was not tried, since it is still blocked."""
+    """The disposition of a transaction for its trace; None if it was not tried, since it is still blocked."""
     if isinstance(failure, Failure):
         disposition = "dead" if is_dead(failure) else "deferred"
         fault = describe(failure.error)
@@ -106,7 +106,7 @@ def judged(failure: Disposition | None, is_deferred: bool, attempts: int = 0) ->
 
 
 def joined(trace_records: Iterable[TraceRecord | None]) -> TraceRecord | None:
-    """The trails of one target transaction as one."""
+    """Join the trace records of one database transaction of the target; None if there are none."""
     found = [trace_record for trace_record in trace_records if trace_record is not None]
     if not found:
         return None
@@ -120,7 +120,7 @@ def joined(trace_records: Iterable[TraceRecord | None]) -> TraceRecord | None:
 def add(
     origins: dict[TraceContext, PublishOrigin], context: TraceContext, event_id: str | None
 ) -> None:
-    """Count an event that was published in a context, unless there are too many contexts."""
+    """Add an event that was published in a context, unless there are MOST_ORIGINS other contexts."""
     before = origins.get(context)
     if before is not None:
         origins[context] = before._replace(events=before.events + 1)
