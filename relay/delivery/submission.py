@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
-
-import numpy as np
 
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Blocking, Checkpoint
@@ -15,11 +12,11 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.outcomes import Scheduled
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
-from relay.faults import NotReceived
 from relay.model.dispositions import AttemptHistory, Failure
 from relay.model.events import Transaction
-from relay.model.transactions import Routed, Transactions, Undecoded
-from relay.pipeline.deferral import Ordering, moment_of
+from relay.model.transactions import Routed, Undecoded
+from relay.pipeline.dead_lettering import large_offsets, not_received
+from relay.pipeline.deferral import Ordering, scheduled
 from relay.pipeline.routing import BatchRouter
 from relay.store import deferred, deferred_due, deferred_rows
 from relay.store.sinks import Claim
@@ -62,14 +59,15 @@ class Submission:
         `large` are the c_offsets of rows that were too large to be read: their transactions are dead-lettered.
         """
         transactions = routed.transactions
-        later = self._scheduled(transactions)
+        later = scheduled(transactions, self._router)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
         await self._query_held(keys)
         for index, (rows, events) in enumerate(_pairs(routed)):
             delivery = Delivery(rows, events, keys[index], commits[index])
-            if missing := _among(rows, events, large):
+            if missing := large_offsets(rows, events.events, large):
                 self._checkpoint.complete(
-                    delivery, Failure(self._name, self._not_received(missing))
+                    delivery,
+                    Failure(self._name, not_received(self._settings.source.table, missing)),
                 )
             elif index in later:
                 self._checkpoint.record(delivery, Scheduled(later[index]))
@@ -79,22 +77,6 @@ class Submission:
 
     def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
         return self._ordering.delivery_keys(self._name, hosts, [events])
-
-    def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
-        """The transactions with an event for later, by index, with the latest of their times."""
-        now = datetime.now(UTC)
-        ends = np.cumsum(transactions.facts["events"])
-        found: dict[int, datetime] = {}
-        for row, value in self._router.times(transactions):
-            moment = moment_of(value)
-            if moment > now:
-                index = int(np.searchsorted(ends, row, side="right"))
-                found[index] = max(moment, found.get(index, moment))
-        return found
-
-    def _not_received(self, offsets: Sequence[int]) -> NotReceived:
-        where = f"{self._settings.source.table}, c_offset {', '.join(map(str, offsets))}"
-        return NotReceived(f"payload and metadata are too large, they are only in {where}", offsets)
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
         """Tell the dispatcher which of the keys deferred transactions hold."""
@@ -168,11 +150,3 @@ class Submission:
 def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:
     """Each transaction twice: its undecoded rows, and its events for the handler."""
     return zip(routed.transactions, routed, strict=True)
-
-
-def _among(rows: Undecoded, events: Transaction, large: Collection[int]) -> list[int]:
-    """The c_offsets of a transaction's events that are too large to be read."""
-    if not any(rows.first_offset <= offset <= rows.last_offset for offset in large):
-        return []
-    found = (event.c_offset for event in events.events)
-    return [offset for offset in found if offset is not None and offset in large]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from relay.config.fields import JSON_FIELDS
 from relay.config.settings import Settings
@@ -74,27 +74,21 @@ class DeadLetterWriter:
 
         `by_reference` are the c_offsets of such rows.
         """
+        if not by_reference:
+            return transactions, []
         large = {
             index: found
             for index, each in enumerate(transactions)
-            if (found := self._offsets_among(each, by_reference))
+            if (found := large_offsets(each, self._router.events(each), by_reference))
         }
         dead = []
         for index, missing in large.items():
-            where = f"{self._table}, c_offset {', '.join(map(str, missing))}"
-            fault = NotReceived(f"payload and metadata are too large, they are only in {where}")
-            number, dead_lettered = self.write(conn, transactions[index], Failure(None, fault))
+            failure = Failure(None, not_received(self._table, missing))
+            number, dead_lettered = self.write(conn, transactions[index], failure)
             dead_letters.mark_by_reference(conn, number, missing)
             dead.append(dead_lettered)
         others = transactions.take(transactions.besides(large)) if large else transactions
         return others, dead
-
-    def _offsets_among(self, transaction: Undecoded, wanted: Collection[int]) -> list[int]:
-        first, last = transaction.first_offset, transaction.last_offset
-        if not any(first <= offset <= last for offset in wanted):
-            return []
-        found = (event.c_offset for event in self._router.events(transaction))
-        return [offset for offset in found if offset is not None and offset in wanted]
 
     def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
         """Yield events, those above `source.max_event_bytes` without payload and metadata; appends their c_offsets.
@@ -109,3 +103,19 @@ class DeadLetterWriter:
             else:
                 left_out.append(offset)
                 yield event.without(JSON_FIELDS)
+
+
+def large_offsets(
+    rows: Undecoded, events: Iterable[Event], by_reference: Collection[int]
+) -> list[int]:
+    """The c_offsets of a transaction's events that are among `by_reference`; `events` is read only if some may be."""
+    if not any(rows.first_offset <= offset <= rows.last_offset for offset in by_reference):
+        return []
+    found = (event.c_offset for event in events)
+    return [offset for offset in found if offset is not None and offset in by_reference]
+
+
+def not_received(table: str, offsets: Sequence[int]) -> NotReceived:
+    """The fault of a transaction with rows of `table` that were too large to be read."""
+    where = f"{table}, c_offset {', '.join(map(str, offsets))}"
+    return NotReceived(f"payload and metadata are too large, they are only in {where}", offsets)

@@ -135,16 +135,8 @@ class DeferralRules:
 
     def _until(self, assigned: Assignment) -> dict[int, Deferral]:
         """Transactions with an event for later, until the latest time. Sinks defer what goes to sinks only."""
-        now = datetime.now(UTC)
-        moments: dict[int, datetime] = {}
-        ends = np.cumsum(assigned.transactions.facts["events"])
-        for row, value in self._router.times(assigned.transactions):
-            moment = moment_of(value)
-            if moment > now:
-                index = int(np.searchsorted(ends, row, side="right"))
-                moments[index] = max(moment, moments.get(index, moment))
         deferrals: dict[int, Deferral] = {}
-        for index, moment in moments.items():
+        for index, moment in scheduled(assigned.transactions, self._router).items():
             one = assigned.part(index, index + 1)
             if one.parts.keys() - set(self._sinks):
                 deferrals[index] = Deferral(self.keys(one), holds=False, until=moment)
@@ -172,6 +164,19 @@ class DeferralRules:
                 held |= own
                 deferrals[index] = Deferral(own)
         return deferrals
+
+
+def scheduled(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:
+    """The transactions with an event for later (`deliver_at`), by index, with the latest of their times."""
+    now = datetime.now(UTC)
+    ends = np.cumsum(transactions.facts["events"])
+    found: dict[int, datetime] = {}
+    for row, value in router.times(transactions):
+        moment = moment_of(value)
+        if moment > now:
+            index = int(np.searchsorted(ends, row, side="right"))
+            found[index] = max(moment, found.get(index, moment))
+    return found
 
 
 def moment_of(value: str) -> datetime:
