@@ -17,7 +17,7 @@ from relay.delivery.queues import Delivery
 from relay.faults import describe
 from relay.logs import RepeatedLines
 from relay.meter import Meter
-from relay.model.dispositions import Blocked, Disposition, Failure
+from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disposition, RetryLater
 from relay.pipeline.brake import Brake
 from relay.source.server import SourcePosition
 from relay.store import brakes
@@ -105,17 +105,17 @@ class Checkpoint:
         """Take over a position of the source at the next store: the stream has brought everything up to it."""
         self._adopted = seen
 
-    def complete(self, delivery: Delivery, disposition: Disposition | None) -> None:
+    def complete(self, delivery: Delivery, disposition: Disposition) -> None:
         """Finish a delivery, or record its disposition to be stored."""
         if (
-            isinstance(disposition, Failure)
+            isinstance(disposition, RetryLater | DeadLetter)
             and not self._settings.sink_handlers[self._name].reliable
         ):
             self._losses.note(1, handler=self._name, fault=describe(disposition.error))
-            disposition = None
+            disposition = APPLIED
         if delivery.due is not None and isinstance(disposition, Blocked):
             self.retried.discard(delivery.due.id)
-        elif disposition is None and delivery.due is None:
+        elif isinstance(disposition, Applied) and delivery.due is None:
             self._finish_commit(delivery)
         else:
             self.record(delivery, disposition)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import replace
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
@@ -16,11 +15,13 @@ from relay.delivery.queues import Delivery, Queues
 from relay.faults import Action, action_for, describe
 from relay.handlers import Sink
 from relay.model.dispositions import (
-    Blocked,
+    APPLIED,
+    BLOCKED,
+    DeadLetter,
     Disposition,
-    Failure,
-    holds_up_followers,
-    is_dead,
+    Failed,
+    RetryLater,
+    holds_keys,
     judge,
     retry_delay,
 )
@@ -40,7 +41,7 @@ DEFER_BLOCKED_SECONDS = 300.0
 class Dispatcher:
     """Runs deliveries in the current event loop, and calls `complete` with each delivery that ends and its disposition.
 
-    The calls come in order for each key; None means that the destination has confirmed. A delivery is `Blocked` and not
+    The calls come in order for each key. A delivery is `Blocked` and not
     tried if an earlier one with the same key is deferred, or a deferred transaction holds one of its keys (`hold`).
     While the destination is down, blocked deliveries stay in memory: reading stops, and the log is not copied into the
     table of deferred transactions.
@@ -52,7 +53,7 @@ class Dispatcher:
         settings: DeliveryHandler,
         most_bytes: int,
         brake: Brake,
-        complete: Callable[[Delivery, Disposition | None], None],
+        complete: Callable[[Delivery, Disposition], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """`failed` is called with a fault that no retry can repair."""
@@ -164,7 +165,7 @@ class Dispatcher:
             kept = self._kept.popleft()
             kept.is_ready = False
             if not kept.blockers:
-                self._completed(kept, Blocked())
+                self._completed(kept, BLOCKED)
             while self._ready and self._is_blocked(self._ready[-1]):
                 self._kept.append(self._ready.pop())
 
@@ -200,7 +201,7 @@ class Dispatcher:
             elif self._is_blocked(delivery) and keeps and delivery.due is None:
                 self._kept.append(self._ready.popleft())
             elif self._is_blocked(delivery):
-                self._completed(self._take(), Blocked())
+                self._completed(self._take(), BLOCKED)
             elif (
                 self._paused
                 or len(self._running) >= self._settings.concurrency
@@ -293,7 +294,7 @@ class Dispatcher:
         if self.breaker.succeeded(_key(delivery)):
             log.info("delivering again", extra={"handler": self._sink.name})
         self._brake.succeeded((self._sink.name,))
-        self._completed(delivery, None)
+        self._completed(delivery, APPLIED)
 
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
@@ -338,12 +339,14 @@ class Dispatcher:
             # All others have failed too. Perhaps only their keys fail: deferring them makes room for other keys.
             self._completed(delivery, self._unspent(delivery, error))
 
-    def _braked(self, failure: Failure) -> Failure:
+    def _braked(self, failed: Failed) -> Failed:
         """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""
-        if not is_dead(failure) or not self._brake.stops(self._sink.name, failure.error):
-            return failure
+        if not isinstance(failed, DeadLetter) or not self._brake.stops(
+            self._sink.name, failed.error
+        ):
+            return failed
         self.breaker.hold(LONGEST_WAIT_SECONDS)
-        return replace(failure, after=LONGEST_WAIT_SECONDS, holds=False)
+        return RetryLater(self._sink.name, failed.error, LONGEST_WAIT_SECONDS, failed.attempts)
 
     def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
@@ -355,17 +358,15 @@ class Dispatcher:
             )
         return self.breaker.is_open and self._settings.reliable
 
-    def _unspent(self, delivery: Delivery, error: BaseException) -> Failure:
+    def _unspent(self, delivery: Delivery, error: BaseException) -> RetryLater:
         attempts = delivery.history.attempts
         after = retry_delay(self._settings.retry, error, attempts)
-        return Failure(self._sink.name, error, attempts, after)
+        return RetryLater(self._sink.name, error, after, attempts)
 
-    def _completed(self, delivery: Delivery, disposition: Disposition | None) -> None:
+    def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
         del self._pending[id(delivery)]
         self._size -= delivery.rows.size
-        holds_up = (
-            disposition is not None and holds_up_followers(disposition) and self._settings.reliable
-        )
+        holds_up = holds_keys(disposition) and self._settings.reliable
         if holds_up:
             self._held |= delivery.keys
             self._held_since |= delivery.keys

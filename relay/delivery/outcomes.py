@@ -13,7 +13,7 @@ from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
 from relay.meter import Meter
 from relay.model.batch import DeadLettered
-from relay.model.dispositions import Disposition, Failure, holds_up_followers, is_dead
+from relay.model.dispositions import Applied, DeadLetter, Disposition, RetryLater, holds_keys
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
 from relay.pipeline.deferral import deferral_of
@@ -31,8 +31,8 @@ class Scheduled:
     until: datetime
 
 
-Outcome = Disposition | Scheduled | None
-"""What became of a delivery. None: the destination has confirmed it."""
+Outcome = Disposition | Scheduled
+"""What became of a delivery."""
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         for delivery, outcome in outcomes:
             due = delivery.due
             number = due.dead_transaction if due else None
-            if isinstance(outcome, Failure) and is_dead(outcome):
+            if isinstance(outcome, DeadLetter):
                 number = self._dead_letter(conn, delivery, outcome, number)
             deferral = _deferral(delivery, outcome)
             if deferral is not None:
@@ -65,7 +65,7 @@ class Recorder:
                 again.append((due.id, deferral))
             elif due is not None:
                 done.append(due.id)
-                if outcome is None and number is not None:
+                if isinstance(outcome, Applied) and number is not None:
                     replayed.append(number)
         if deferrals:
             deferred.defer(conn, self._group, deferrals, self._sink)
@@ -76,7 +76,7 @@ class Recorder:
             deferred.remove(conn, done)
 
     def _dead_letter(
-        self, conn: Connection, delivery: Delivery, failure: Failure, number: int | None
+        self, conn: Connection, delivery: Delivery, failure: DeadLetter, number: int | None
     ) -> int:
         if number is not None:
             dead_letters.mark_dead_again(conn, self._group, number, self._sink, failure.error)
@@ -93,10 +93,9 @@ class Recorder:
         """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
         found: list[DeadLettered] = []
         for delivery, outcome in outcomes:
-            if not isinstance(outcome, Failure):
-                continue
-            if not is_dead(outcome):
+            if isinstance(outcome, RetryLater):
                 self._deferrals.note(1, handler=self._sink, fault=describe(outcome.error))
+            if not isinstance(outcome, DeadLetter):
                 continue
             rows = delivery.rows
             dead = DeadLettered(
@@ -118,6 +117,6 @@ def _deferral(delivery: Delivery, outcome: Outcome) -> Deferral | None:
     """The deferral of a delivery; None if the transaction is not deferred."""
     if isinstance(outcome, Scheduled):
         return Deferral(delivery.keys, holds=False, until=outcome.until)
-    if outcome is None or not holds_up_followers(outcome):
+    if isinstance(outcome, Applied) or not holds_keys(outcome):
         return None
     return deferral_of(delivery.keys, outcome, delivery.history)

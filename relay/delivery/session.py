@@ -26,7 +26,7 @@ from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.handlers import Sink
 from relay.meter import Meter
-from relay.model.dispositions import Blocked
+from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
@@ -213,7 +213,7 @@ class SinkSession:
             # Only part of a very large commit is in memory.
             if len(rest) == commit.deliveries:
                 for delivery in rest:
-                    self._checkpoint.record(delivery, Blocked())
+                    self._checkpoint.record(delivery, BLOCKED)
 
     def _fail(self, error: BaseException) -> None:
         if not self._ended.done():

@@ -12,7 +12,7 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.outcomes import Scheduled
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
-from relay.model.dispositions import AttemptHistory, Failure
+from relay.model.dispositions import AttemptHistory, DeadLetter
 from relay.model.events import Transaction
 from relay.model.transactions import Routed, Undecoded
 from relay.pipeline.dead_lettering import large_offsets, not_received
@@ -67,7 +67,7 @@ class Submission:
             if missing := large_offsets(rows, events.events, large):
                 self._checkpoint.complete(
                     delivery,
-                    Failure(self._name, not_received(self._settings.source.table, missing)),
+                    DeadLetter(self._name, not_received(self._settings.source.table, missing)),
                 )
             elif index in later:
                 self._checkpoint.record(delivery, Scheduled(later[index]))

@@ -1,10 +1,19 @@
-"""Dispositions: what becomes of a transaction that was not applied, and when it may be retried. No I/O."""
+"""Dispositions: what an attempt to apply or deliver a transaction ended in. No I/O.
+
+Disposition
+├── Applied      done; nothing is left
+└── Unapplied
+    ├── Failed
+    │   ├── RetryLater   deferred until its retry; holds its keys
+    │   └── DeadLetter   dead-lettered; holds its keys if it `holds`
+    └── Blocked          deferred; an earlier transaction holds one of its keys
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, assert_never
 
 from tenacity import RetryCallState, wait_exponential, wait_random
 
@@ -29,38 +38,56 @@ NEW = AttemptHistory()
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a transaction was not applied, and after how many attempts.
+class Applied:
+    """The transaction was applied, or its destination has confirmed it."""
 
-    `handler` is the one that failed; None where no route matched, or processes died. It is retried `after` so many
-    seconds. Where that is None it is dead; if it `holds` its keys then, later transactions with them are blocked.
-    """
+
+@dataclass(frozen=True, slots=True)
+class RetryLater:
+    """`handler` failed with `error` for the `attempts`-th time; the transaction is retried `after` so many seconds."""
+
+    handler: str
+    error: BaseException
+    after: float
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """The transaction is not retried. `handler` is None if no route matched, or processes died."""
 
     handler: str | None
     error: BaseException
     attempts: int = 1
-    after: float | None = None
     holds: bool = False
+    """Whether it holds its keys until an operator replays or discards it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """It was not tried, or its effects were rolled back, since an earlier one holds one of its keys."""
+    """The transaction was not tried, or was rolled back, since an earlier one holds one of its keys."""
 
 
-Disposition = Failure | Blocked
-Dispositions = dict[int, Disposition]
-"""What became of the transactions that were not applied, by index."""
+Failed = RetryLater | DeadLetter
+Unapplied = Failed | Blocked
+Disposition = Applied | Unapplied
+Dispositions = dict[int, Unapplied]
+"""The dispositions of the transactions that were not applied, by index; the others are Applied."""
+
+APPLIED = Applied()
+BLOCKED = Blocked()
 
 
-def is_dead(disposition: Disposition | None) -> TypeGuard[Failure]:
-    """Whether the transaction is to be dead-lettered."""
-    return isinstance(disposition, Failure) and disposition.after is None
-
-
-def holds_up_followers(disposition: Disposition) -> bool:
-    """Whether later transactions with the same keys are blocked."""
-    return isinstance(disposition, Blocked) or disposition.after is not None or disposition.holds
+def holds_keys(disposition: Disposition) -> bool:
+    """Whether the transaction blocks later ones that share a key with it."""
+    match disposition:
+        case Applied():
+            return False
+        case DeadLetter():
+            return disposition.holds
+        case RetryLater() | Blocked():
+            return True
+    assert_never(disposition)
 
 
 def judge(
@@ -70,12 +97,12 @@ def judge(
     before: AttemptHistory,
     retry: RetrySettings,
     blocks: bool,
-) -> Failure:
-    """Map a fault to a failure after `attempts` attempts; `blocks` says that a dead transaction holds its keys."""
+) -> Failed:
+    """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
     after = retry_delay(retry, error, attempts)
     if action_for(error) is not Action.RETRY or _exhausted(retry, attempts, before.since, after):
-        return Failure(handler, error, attempts, holds=blocks)
-    return Failure(handler, error, attempts, after)
+        return DeadLetter(handler, error, attempts, holds=blocks)
+    return RetryLater(handler, error, after, attempts)
 
 
 def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int) -> float:

@@ -23,12 +23,15 @@ from relay.faults import Braked, describe, timed_out
 from relay.logs import RepeatedLines
 from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
 from relay.model.dispositions import (
+    APPLIED,
     NEW,
+    Applied,
     AttemptHistory,
+    Blocked,
+    DeadLetter,
     Dispositions,
-    Failure,
-    holds_up_followers,
-    is_dead,
+    RetryLater,
+    holds_keys,
 )
 from relay.model.snapshots import full_xids
 from relay.model.trace_context import Traced, TraceRecord
@@ -262,11 +265,11 @@ class Applier:
         deferrals |= {
             index: self._deferral_rules.after(assigned.part(index, index + 1), disposition, NEW)
             for index, disposition in dispositions.items()
-            if holds_up_followers(disposition)
+            if holds_keys(disposition)
         }
         dead: list[DeadLettered] = []
         for index, disposition in sorted(dispositions.items()):
-            if is_dead(disposition):
+            if isinstance(disposition, DeadLetter):
                 number, dead_lettered = self._dead_letters.write(
                     conn, transactions[index], disposition
                 )
@@ -280,7 +283,7 @@ class Applier:
         self._report(dispositions)
         unblocked = [index for index, deferral in deferrals.items() if not deferral.blocked]
         trace_record = self._trace_record(
-            assigned, lambda index: judged(dispositions.get(index), index in deferrals)
+            assigned, lambda index: judged(dispositions.get(index, APPLIED), index in deferrals)
         )
         return _Delivered(
             dead, int(transactions.facts["events"][unblocked].sum()), braked, trace_record
@@ -345,20 +348,20 @@ class Applier:
         again: list[tuple[int, Deferral]] = []
         dead: list[DeadLettered] = []
         for index, each in enumerate(due):
-            disposition, number = dispositions.get(index), each.dead_transaction
-            if is_dead(disposition):
+            disposition, number = dispositions.get(index, APPLIED), each.dead_transaction
+            if isinstance(disposition, DeadLetter):
                 number, dead_lettered = self._dead_letters.write(
                     conn, transactions[index], disposition, number, each.undelivered
                 )
                 dead.append(dead_lettered)
-            elif disposition is None:
+            elif isinstance(disposition, Applied):
                 if number is not None:
                     replayed.append(number)
                 if each.undelivered:
                     undelivered.append(index)
-            if disposition is None or not holds_up_followers(disposition):
+            if isinstance(disposition, Applied) or not holds_keys(disposition):
                 done.append(each.id)
-            elif isinstance(disposition, Failure) or not each.holds:
+            elif not isinstance(disposition, Blocked) or not each.holds:
                 deferral = self._deferral_rules.after(
                     assigned.part(index, index + 1), disposition, histories[index]
                 )
@@ -371,7 +374,9 @@ class Applier:
         deferred.remove(conn, done)
         trace_record = self._trace_record(
             assigned,
-            lambda index: judged(dispositions.get(index), False, histories[index].attempts),
+            lambda index: judged(
+                dispositions.get(index, APPLIED), False, histories[index].attempts
+            ),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 
@@ -380,7 +385,7 @@ class Applier:
         faults = Counter(
             (disposition.handler, describe(disposition.error))
             for disposition in dispositions.values()
-            if isinstance(disposition, Failure) and not is_dead(disposition)
+            if isinstance(disposition, RetryLater)
         )
         for (handler, fault), attempts in faults.items():
             self._deferrals.note(attempts, handler=handler, fault=fault)

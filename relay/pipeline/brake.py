@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from relay.faults import Braked, describe, kind_of
-from relay.model.dispositions import Dispositions, is_dead
+from relay.model.dispositions import APPLIED, Applied, DeadLetter, Dispositions
 from relay.store.brakes import Streak
 
 
@@ -115,10 +115,10 @@ def run_of(handler: str, indices: Iterable[int], dispositions: Dispositions) -> 
     """The dead letters in a row at the end of the transactions, at `indices` in order, that reached a handler."""
     fault, deaths, begins = None, 0, False
     for index in indices:
-        disposition = dispositions.get(index)
-        if disposition is None:
+        disposition = dispositions.get(index, APPLIED)
+        if isinstance(disposition, Applied):
             fault, deaths, begins = None, 0, True
-        elif is_dead(disposition) and disposition.handler == handler:
+        elif isinstance(disposition, DeadLetter) and disposition.handler == handler:
             kind = kind_of(disposition.error)
             if fault is not None and kind != fault:
                 deaths, begins = 0, True

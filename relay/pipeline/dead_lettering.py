@@ -8,7 +8,7 @@ from relay.config.fields import JSON_FIELDS
 from relay.config.settings import Settings
 from relay.faults import NotReceived, NotRouted, ProcessDied, Undecodable, describe, kind_of
 from relay.model.batch import DeadLettered
-from relay.model.dispositions import Failure
+from relay.model.dispositions import DeadLetter
 from relay.model.events import Event
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Transactions, Undecoded
@@ -30,7 +30,7 @@ class DeadLetterWriter:
         self,
         conn: Connection,
         transaction: Undecoded,
-        failure: Failure,
+        failure: DeadLetter,
         number: int | None = None,
         undelivered: bool = False,
     ) -> tuple[int, DeadLettered]:
@@ -83,7 +83,7 @@ class DeadLetterWriter:
         }
         dead = []
         for index, missing in large.items():
-            failure = Failure(None, not_received(self._table, missing))
+            failure = DeadLetter(None, not_received(self._table, missing))
             number, dead_lettered = self.write(conn, transactions[index], failure)
             dead_letters.mark_by_reference(conn, number, missing)
             dead.append(dead_lettered)

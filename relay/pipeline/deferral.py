@@ -12,7 +12,7 @@ from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.faults import describe
 from relay.model import ordering_keys
-from relay.model.dispositions import AttemptHistory, Blocked, Disposition
+from relay.model.dispositions import AttemptHistory, Blocked, DeadLetter, RetryLater, Unapplied
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
@@ -113,7 +113,7 @@ class DeferralRules:
         for sink, deliveries in by_sink.items():
             deferred.defer(conn, self._group, deliveries, sink)
 
-    def after(self, one: Assignment, disposition: Disposition, before: AttemptHistory) -> Deferral:
+    def after(self, one: Assignment, disposition: Unapplied, before: AttemptHistory) -> Deferral:
         """The deferral of a single transaction that was not applied; `before` are its earlier attempts."""
         return deferral_of(self.keys(one), disposition, before)
 
@@ -187,14 +187,14 @@ def moment_of(value: str) -> datetime:
         return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
 
 
-def deferral_of(keys: frozenset[str], disposition: Disposition, before: AttemptHistory) -> Deferral:
+def deferral_of(keys: frozenset[str], disposition: Unapplied, before: AttemptHistory) -> Deferral:
     """The deferral of a transaction that was not applied or delivered: until its retry, or while it is blocked."""
     if isinstance(disposition, Blocked):
         return Deferral(keys, attempts=before.attempts, first_failed_at=before.since)
     return Deferral(
         keys,
-        after=disposition.after or 0.0,
-        blocked=disposition.after is None,
+        after=disposition.after if isinstance(disposition, RetryLater) else 0.0,
+        blocked=isinstance(disposition, DeadLetter),
         attempts=disposition.attempts,
         first_failed_at=before.since or time.time(),
         handler=disposition.handler,

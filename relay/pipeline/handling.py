@@ -29,13 +29,13 @@ from relay.faults import (
     timed_out,
 )
 from relay.model.dispositions import (
+    BLOCKED,
     NEW,
     AttemptHistory,
-    Blocked,
+    DeadLetter,
     Dispositions,
-    Failure,
-    holds_up_followers,
-    is_dead,
+    RetryLater,
+    holds_keys,
     judge,
 )
 from relay.model.transactions import Routed
@@ -152,7 +152,7 @@ class HandlerRunner:
         """
         refused = assigned.refused
         dispositions: Dispositions = {
-            index: Failure(None, refusal) for index, refusal in refused.items()
+            index: DeadLetter(None, refusal) for index, refusal in refused.items()
         }
         indices = assigned.transactions.besides(refused)
         deliverable = assigned.take(indices) if refused else assigned
@@ -195,13 +195,13 @@ class HandlerRunner:
                 return dispositions
 
     def _judged(self, found: Dispositions, histories: Histories, brake: Brake) -> Dispositions:
-        """Decide on retries: replace the failures of handlers that may be retried by what `judge` says."""
+        """Decide on retries: replace the dead letters of handlers that may be retried by what `judge` says."""
         judged = dict(found)
         for index, disposition in sorted(found.items()):
             before = histories.get(index, NEW)
-            if isinstance(disposition, Failure) and disposition.after is not None:
+            if isinstance(disposition, RetryLater):
                 judged[index] = replace(disposition, attempts=before.attempts + 1)
-            elif isinstance(disposition, Failure) and disposition.handler in self._defers:
+            elif isinstance(disposition, DeadLetter) and disposition.handler in self._defers:
                 judgement = judge(
                     disposition.handler,
                     disposition.error,
@@ -211,21 +211,26 @@ class HandlerRunner:
                     self._settings.handlers[disposition.handler].blocks_key,
                 )
                 # The brake has counted other dead letters when they happened.
-                exhausted = is_dead(judgement) and isinstance(disposition.error, TransientFault)
+                exhausted = isinstance(judgement, DeadLetter) and isinstance(
+                    disposition.error, TransientFault
+                )
                 if (
                     exhausted
                     and brake.defers
                     and brake.stops_late(disposition.handler, disposition.error)
                 ):
-                    judgement = replace(judgement, after=LONGEST_WAIT_SECONDS, holds=False)
+                    judgement = RetryLater(
+                        disposition.handler,
+                        disposition.error,
+                        LONGEST_WAIT_SECONDS,
+                        judgement.attempts,
+                    )
                 judged[index] = judgement
         return judged
 
     def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
         """The transactions that an earlier one of `dispositions` blocks, since it holds one of their keys."""
-        blocking = {
-            index for index, disposition in dispositions.items() if holds_up_followers(disposition)
-        }
+        blocking = {index for index, disposition in dispositions.items() if holds_keys(disposition)}
         held: set[str] = set()
         blocked: Dispositions = {}
         for index in range(min(blocking, default=len(assigned)), len(assigned)):
@@ -234,7 +239,7 @@ class HandlerRunner:
                 held |= keys
             elif index not in dispositions and not held.isdisjoint(keys):
                 held |= keys
-                blocked[index] = Blocked()
+                blocked[index] = BLOCKED
         return blocked
 
     def _run(
@@ -266,7 +271,7 @@ class HandlerRunner:
                     dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
-                    dispositions[index] = Failure(None, ProcessDied(died))
+                    dispositions[index] = DeadLetter(None, ProcessDied(died))
                 former = name
         except BaseException:
             if former is not None:
@@ -279,7 +284,7 @@ class HandlerRunner:
         return dispositions
 
     def _isolated(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
-        """Apply a range under a savepoint, halved on failure; returns the failures of single transactions by index."""
+        """Apply a range under a savepoint, halved on failure; returns the dispositions of those that failed."""
         if not len(assigned):
             return {}
         try:
@@ -299,8 +304,8 @@ class HandlerRunner:
                     failure.handler.check(conn)
                 name = failure.handler.name
                 if not self._is_deferred(failure) and brake.require(name, reason):
-                    return {0: Failure(name, reason, after=LONGEST_WAIT_SECONDS)}
-                return {0: Failure(name, reason, holds=self._settings.handlers[name].blocks_key)}
+                    return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
+                return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
         return self._halved(conn, assigned, brake)
 
     def _halved(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from relay.model.dispositions import Dispositions, is_dead
+from relay.model.dispositions import DeadLetter, Dispositions
 from relay.pipeline.brake import Brake, run_of
 from relay.pipeline.routing import Assignment
 from relay.store import brakes
@@ -33,7 +33,7 @@ def store_streaks(
     failed = {
         disposition.handler: disposition
         for disposition in dispositions.values()
-        if is_dead(disposition) and disposition.handler
+        if isinstance(disposition, DeadLetter) and disposition.handler
     }
     explanations = []
     for handler in sorted(failed.keys() | brake.streaks.keys() | brake.braked.keys()):

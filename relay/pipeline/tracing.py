@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import assert_never
 
 import numpy as np
 
 from relay.faults import describe
-from relay.model.dispositions import Disposition, Failure, is_dead
+from relay.model.dispositions import Applied, Blocked, DeadLetter, Disposition, RetryLater
 from relay.model.trace_context import PublishOrigin, TraceContext, Traced, TraceRecord, parse
 from relay.model.transactions import Transactions, text
 from relay.pipeline.routing import Assignment, BatchRouter
@@ -94,15 +95,19 @@ class Tracing:
         return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
-def judged(failure: Disposition | None, is_deferred: bool, attempts: int = 0) -> Traced | None:
+def judged(disposition: Disposition, is_deferred: bool, attempts: int = 0) -> Traced | None:
     """The disposition of a transaction for its trace; None if it was not tried, since it is still blocked."""
-    if isinstance(failure, Failure):
-        disposition = "dead" if is_dead(failure) else "deferred"
-        fault = describe(failure.error)
-        return Traced((), None, 0, (), disposition, failure.handler, fault, attempts)
-    if failure is not None and not is_deferred:
-        return None
-    return Traced((), None, 0, (), "deferred" if is_deferred else "applied", attempts=attempts)
+    match disposition:
+        case DeadLetter() | RetryLater():
+            name = "dead" if isinstance(disposition, DeadLetter) else "deferred"
+            fault = describe(disposition.error)
+            return Traced((), None, 0, (), name, disposition.handler, fault, attempts)
+        case Blocked() if not is_deferred:
+            return None
+        case Applied() | Blocked():
+            name = "deferred" if is_deferred else "applied"
+            return Traced((), None, 0, (), name, attempts=attempts)
+    assert_never(disposition)
 
 
 def joined(trace_records: Iterable[TraceRecord | None]) -> TraceRecord | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
-from relay.model.dispositions import Dispositions, Failure
+from relay.model.dispositions import DeadLetter, Dispositions, RetryLater
 from relay.pipeline.brake import Brake, FailureRun, run_of
 from relay.store.brakes import Streak
 
@@ -45,11 +45,11 @@ def test_without_a_brake_any_number_die() -> None:
 
 
 def test_the_last_run_of_a_task_is_what_counts() -> None:
-    dead, other, waits = Failure("h", BAD), Failure("g", BAD), Failure("h", BAD, after=1.0)
-    dispositions: Dispositions = {1: dead, 2: dead, 3: other, 4: waits, 5: dead}
+    dead, other, retried = DeadLetter("h", BAD), DeadLetter("g", BAD), RetryLater("h", BAD, 1.0)
+    dispositions: Dispositions = {1: dead, 2: dead, 3: other, 4: retried, 5: dead}
     assert run_of("h", range(1, 6), dispositions) == FailureRun("ValueError", 3, False)
     assert run_of("h", range(6), dispositions) == FailureRun("ValueError", 3, True)
     assert run_of("h", range(7), dispositions) == FailureRun(None, 0, True)
-    dispositions[5] = Failure("h", KeyError())
+    dispositions[5] = DeadLetter("h", KeyError())
     assert run_of("h", range(1, 6), dispositions) == FailureRun("KeyError", 1, True)
     assert run_of("h", [3, 4], dispositions) == FailureRun(None, 0, False)

@@ -13,12 +13,13 @@ from relay.faults import Rejected, TransientFault
 from relay.handlers import cloudevents
 from relay.handlers.http import public_url, retry_after, signature
 from relay.model.dispositions import (
+    BLOCKED,
     NEW,
     AttemptHistory,
-    Blocked,
-    Failure,
-    holds_up_followers,
-    is_dead,
+    DeadLetter,
+    Failed,
+    RetryLater,
+    holds_keys,
     judge,
     retry_delay,
 )
@@ -99,20 +100,26 @@ def test_no_endpoint_asks_for_a_wait_that_never_ends(asked: str) -> None:
 def test_attempts_and_time_exhaust() -> None:
     def disposition(
         error: Exception, made: int, since: float | None = None, **retry: Any
-    ) -> Failure:
+    ) -> Failed:
         return judge(
             "h", error, made, AttemptHistory(0, since), RetrySettings(jitter=0, **retry), False
         )
 
-    assert disposition(TransientFault(), 5).after == 16
-    assert is_dead(disposition(TransientFault(), 5, attempts=5))
-    assert not is_dead(disposition(TransientFault(), 4, attempts=5))
-    assert is_dead(disposition(TransientFault(), 1, time.time() - 100, max_elapsed=100))
-    assert not is_dead(disposition(TransientFault(), 1, time.time() - 50, max_elapsed=100))
-    assert is_dead(disposition(Rejected("HTTP 400"), 1))
-    assert holds_up_followers(judge("h", Rejected(), 1, NEW, RetrySettings(), True))
-    assert not holds_up_followers(judge("h", Rejected(), 1, NEW, RetrySettings(), False))
-    assert holds_up_followers(Blocked())
+    retried = disposition(TransientFault(), 5)
+    assert isinstance(retried, RetryLater)
+    assert retried.after == 16
+    assert isinstance(disposition(TransientFault(), 5, attempts=5), DeadLetter)
+    assert isinstance(disposition(TransientFault(), 4, attempts=5), RetryLater)
+    assert isinstance(
+        disposition(TransientFault(), 1, time.time() - 100, max_elapsed=100), DeadLetter
+    )
+    assert isinstance(
+        disposition(TransientFault(), 1, time.time() - 50, max_elapsed=100), RetryLater
+    )
+    assert isinstance(disposition(Rejected("HTTP 400"), 1), DeadLetter)
+    assert holds_keys(judge("h", Rejected(), 1, NEW, RetrySettings(), True))
+    assert not holds_keys(judge("h", Rejected(), 1, NEW, RetrySettings(), False))
+    assert holds_keys(BLOCKED)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,15 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
 from relay.faults import Rejected, Undelivered
-from relay.model.dispositions import AttemptHistory, Blocked, Disposition, Failure, is_dead
+from relay.model.dispositions import (
+    APPLIED,
+    BLOCKED,
+    AttemptHistory,
+    Blocked,
+    DeadLetter,
+    Disposition,
+    RetryLater,
+)
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
@@ -70,7 +78,7 @@ class Run:
 
     def __init__(self, behave: Behave, brake: int | None = None, **more: Any) -> None:
         self.sink = Scripted(behave)
-        self.dispositions: dict[int, Disposition | None] = {}
+        self.dispositions: dict[int, Disposition] = {}
         self.order: list[int] = []
         self.faults: list[BaseException] = []
         limits = {} if brake is None else {"scripted": brake}
@@ -78,7 +86,7 @@ class Run:
             self.sink, settings(**more), 1_000, Brake(limits, {}), self._settle, self.faults.append
         )
 
-    def _settle(self, delivery: Delivery, disposition: Disposition | None) -> None:
+    def _settle(self, delivery: Delivery, disposition: Disposition) -> None:
         number = delivery.rows.commit.xid
         assert number not in self.dispositions
         self.dispositions[number] = disposition
@@ -135,10 +143,10 @@ def test_order_holds_for_each_key_and_nothing_follows_on_what_has_to_wait(
             assert isinstance(disposition, Blocked)
             assert number not in run.sink.begun
         elif fails:
-            assert isinstance(disposition, Failure)
+            assert isinstance(disposition, RetryLater)
         else:
-            assert disposition is None
-        if disposition is not None:
+            assert disposition == APPLIED
+        if disposition != APPLIED:
             held |= keys
     assert run.sink.begun.count(0) <= 1
 
@@ -171,7 +179,7 @@ def test_short_waits_are_waited_in_place() -> None:
 
     run = asyncio.run(main())
     assert run.sink.begun == [1, 1, 1, 2]
-    assert run.dispositions == {1: None, 2: None}
+    assert run.dispositions == {1: APPLIED, 2: APPLIED}
 
 
 def test_what_the_destination_refuses_is_dead_and_lets_its_key_flow() -> None:
@@ -185,8 +193,8 @@ def test_what_the_destination_refuses_is_dead_and_lets_its_key_flow() -> None:
         return run
 
     run = asyncio.run(main())
-    assert is_dead(run.dispositions[1])
-    assert run.dispositions[2] is None
+    assert isinstance(run.dispositions[1], DeadLetter)
+    assert run.dispositions[2] == APPLIED
 
 
 def test_attempts_are_counted_through() -> None:
@@ -203,8 +211,7 @@ def test_attempts_are_counted_through() -> None:
 
     run = asyncio.run(main())
     disposition = run.dispositions[1]
-    assert isinstance(disposition, Failure)
-    assert is_dead(disposition)
+    assert isinstance(disposition, DeadLetter)
     assert (disposition.attempts, run.sink.begun) == (4, [1, 1])
 
 
@@ -230,7 +237,7 @@ def test_an_outage_keeps_deliveries_in_memory_and_defers_few() -> None:
 
     run = asyncio.run(main())
     deferred = [
-        number for number, disposition in run.dispositions.items() if disposition is not None
+        number for number, disposition in run.dispositions.items() if disposition != APPLIED
     ]
     # Those before the breaker opened, and none for a trial.
     assert len(deferred) <= 7
@@ -330,8 +337,8 @@ def test_what_follows_on_a_deferred_transaction_is_deferred_again_while_the_dest
         return run
 
     run = asyncio.run(main())
-    assert isinstance(run.dispositions[0], Failure)
-    assert [run.dispositions[1], run.dispositions[2]] == [Blocked(), Blocked()]
+    assert isinstance(run.dispositions[0], RetryLater)
+    assert [run.dispositions[1], run.dispositions[2]] == [BLOCKED, BLOCKED]
 
 
 def test_what_was_deferred_does_not_wait_for_what_is_kept_after_it() -> None:
@@ -360,8 +367,8 @@ def test_what_was_deferred_does_not_wait_for_what_is_kept_after_it() -> None:
         return run
 
     run = asyncio.run(main())
-    assert isinstance(run.dispositions[1], Failure)
-    assert run.dispositions[3] is None
+    assert isinstance(run.dispositions[1], RetryLater)
+    assert run.dispositions[3] == APPLIED
     assert run.order.index(3) < run.order.index(2)
 
 
@@ -381,7 +388,9 @@ def test_too_many_dead_in_a_row_stop_the_sink() -> None:
 
     run = asyncio.run(main())
     assert len(run.dispositions) == 11
-    assert sum(is_dead(disposition) for disposition in run.dispositions.values()) == 10
+    assert (
+        sum(isinstance(disposition, DeadLetter) for disposition in run.dispositions.values()) == 10
+    )
     assert run.dispatcher.fault == "Rejected: HTTP 404"
 
 
