@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,8 +18,7 @@ import psycopg
 
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
-from relay.faults import Braked, describe, timed_out
-from relay.logs import RepeatedLines
+from relay.faults import Braked, timed_out
 from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
@@ -29,8 +27,6 @@ from relay.model.dispositions import (
     AttemptHistory,
     Blocked,
     DeadLetter,
-    Dispositions,
-    RetryLater,
     holds_keys,
 )
 from relay.model.snapshots import full_xids
@@ -38,7 +34,7 @@ from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Transactions
 from relay.pipeline.brake import Brake
 from relay.pipeline.dead_lettering import DeadLetterWriter
-from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.deferral import DeferralLog, DeferralRules
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
 from relay.pipeline.positions import (
     advances,
@@ -120,7 +116,7 @@ class Applier:
         self._settings = settings
         self._dead_letters = DeadLetterWriter(settings, self._router)
         self._range_reader = RangeReader(settings, connections)
-        self._deferrals = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
+        self._deferral_log = DeferralLog()
         self._tracing = (
             Tracing(self._router, self._handler_runner.names) if settings.observe.traces else None
         )
@@ -175,11 +171,9 @@ class Applier:
     def _attempt(self, task: Work, mode: HandlingMode) -> TaskOutcome:
         began = time.time_ns()
         outcome = self._commit(task, mode)
-        return (
-            replace(outcome, trace_record=outcome.trace_record.since(began))
-            if outcome.trace_record
-            else outcome
-        )
+        if outcome.trace_record is None:
+            return outcome
+        return replace(outcome, trace_record=outcome.trace_record.since(began))
 
     def _commit(self, task: Work, mode: HandlingMode) -> TaskOutcome:
         with self._pool.transaction() as conn:
@@ -280,7 +274,7 @@ class Applier:
         indices = sorted(deferrals)
         entries = zip(transactions.take(indices), map(deferrals.__getitem__, indices), strict=True)
         deferred.defer(conn, self._group, entries)
-        self._report(dispositions)
+        self._deferral_log.note(dispositions)
         unblocked = [index for index, deferral in deferrals.items() if not deferral.blocked]
         trace_record = self._trace_record(
             assigned, lambda index: judged(dispositions.get(index, APPLIED), index in deferrals)
@@ -307,11 +301,9 @@ class Applier:
     def _retry_deferred(self, mode: HandlingMode) -> Redelivery:
         began = time.time_ns()
         found = self._retry(mode)
-        return (
-            found._replace(trace_record=found.trace_record.since(began))
-            if found.trace_record
-            else found
-        )
+        if found.trace_record is None:
+            return found
+        return found._replace(trace_record=found.trace_record.since(began))
 
     def _retry(self, mode: HandlingMode) -> Redelivery:
         limits = self._settings.batch
@@ -368,7 +360,7 @@ class Applier:
                 again.append((each.id, replace(deferral, dead_transaction=number)))
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
-        self._report(dispositions)
+        self._deferral_log.note(dispositions)
         self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
         deferred.defer_again(conn, again)
         deferred.remove(conn, done)
@@ -379,16 +371,6 @@ class Applier:
             ),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
-
-    def _report(self, dispositions: Dispositions) -> None:
-        """Log each handler and fault that defers transactions, with their number."""
-        faults = Counter(
-            (disposition.handler, describe(disposition.error))
-            for disposition in dispositions.values()
-            if isinstance(disposition, RetryLater)
-        )
-        for (handler, fault), attempts in faults.items():
-            self._deferrals.note(attempts, handler=handler, fault=fault)
 
 
 def _outcome(

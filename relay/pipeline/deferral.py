@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -11,14 +13,24 @@ import numpy as np
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.faults import describe
+from relay.logs import RepeatedLines
 from relay.model import ordering_keys
-from relay.model.dispositions import AttemptHistory, Blocked, DeadLetter, RetryLater, Unapplied
+from relay.model.dispositions import (
+    AttemptHistory,
+    Blocked,
+    DeadLetter,
+    Dispositions,
+    RetryLater,
+    Unapplied,
+)
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
+
+log = logging.getLogger(__name__)
 
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
@@ -164,6 +176,23 @@ class DeferralRules:
                 held |= own
                 deferrals[index] = Deferral(own)
         return deferrals
+
+
+class DeferralLog:
+    """Logs which handlers defer transactions, and why."""
+
+    def __init__(self) -> None:
+        self._lines = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
+
+    def note(self, dispositions: Dispositions) -> None:
+        """Log each handler and fault that defers transactions, with their number."""
+        faults = Counter(
+            (disposition.handler, describe(disposition.error))
+            for disposition in dispositions.values()
+            if isinstance(disposition, RetryLater)
+        )
+        for (handler, fault), attempts in faults.items():
+            self._lines.note(attempts, handler=handler, fault=fault)
 
 
 def scheduled(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:

@@ -34,6 +34,7 @@ from relay.model.dispositions import (
     AttemptHistory,
     DeadLetter,
     Dispositions,
+    Failed,
     RetryLater,
     holds_keys,
     judge,
@@ -197,36 +198,25 @@ class HandlerRunner:
     def _judged(self, found: Dispositions, histories: Histories, brake: Brake) -> Dispositions:
         """Decide on retries: replace the dead letters of handlers that may be retried by what `judge` says."""
         judged = dict(found)
-        for index, disposition in sorted(found.items()):
+        for index, failed in sorted(found.items()):
             before = histories.get(index, NEW)
-            if isinstance(disposition, RetryLater):
-                judged[index] = replace(disposition, attempts=before.attempts + 1)
-            elif isinstance(disposition, DeadLetter) and disposition.handler in self._defers:
-                judgement = judge(
-                    disposition.handler,
-                    disposition.error,
-                    before.attempts + 1,
-                    before,
-                    self._defers[disposition.handler],
-                    self._settings.handlers[disposition.handler].blocks_key,
-                )
-                # The brake has counted other dead letters when they happened.
-                exhausted = isinstance(judgement, DeadLetter) and isinstance(
-                    disposition.error, TransientFault
-                )
-                if (
-                    exhausted
-                    and brake.defers
-                    and brake.stops_late(disposition.handler, disposition.error)
-                ):
-                    judgement = RetryLater(
-                        disposition.handler,
-                        disposition.error,
-                        LONGEST_WAIT_SECONDS,
-                        judgement.attempts,
-                    )
-                judged[index] = judgement
+            if isinstance(failed, RetryLater):
+                judged[index] = replace(failed, attempts=before.attempts + 1)
+            elif isinstance(failed, DeadLetter) and failed.handler in self._defers:
+                judged[index] = self._judge(failed.handler, failed.error, before, brake)
         return judged
+
+    def _judge(
+        self, handler: str, error: BaseException, before: AttemptHistory, brake: Brake
+    ) -> Failed:
+        attempts = before.attempts + 1
+        blocks_key = self._settings.handlers[handler].blocks_key
+        judgement = judge(handler, error, attempts, before, self._defers[handler], blocks_key)
+        # The brake has counted other dead letters when they happened.
+        exhausted = isinstance(judgement, DeadLetter) and isinstance(error, TransientFault)
+        if exhausted and brake.defers and brake.stops_late(handler, error):
+            return RetryLater(handler, error, LONGEST_WAIT_SECONDS, attempts)
+        return judgement
 
     def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
         """The transactions that an earlier one of `dispositions` blocks, since it holds one of their keys."""
