@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(spark: SparkSession) -> None:
-    """Let a session read `format("outbox")`; the executors need relay too. See docs/reference/data-source.md."""
+    """Register `format("outbox")` in a session; the executors need relay too. See docs/reference/data-source.md."""
     from relay.spark.source import register as register_source
 
     register_source(spark)

@@ -1,7 +1,7 @@
-"""PySpark's daemon of Python workers, without the traceback of a worker whose task Spark has given up.
+"""PySpark's daemon of Python workers, without the traceback of a worker whose task Spark has cancelled.
 
-Spark closes the worker's socket when another task of the job fails, and logs that failure itself. It starts the daemon
-with `python -m`, by `spark.python.daemon.module`.
+Spark closes the worker's socket when another task of the job fails, and logs that failure itself. Spark runs the daemon
+with `python -m`, as `spark.python.daemon.module` names it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def _quiet(worker: Callable[[socket.socket, bool], int]) -> Callable[[socket.soc
         try:
             return worker(sock, authenticated)
         except BrokenPipeError:
-            # The worker ends with it, as it does without this.
+            # The exit status of a worker that ends with an exception.
             return 1
 
     return run
 
 
 if __name__ == "__main__":
-    # Where the manager looks for it.
+    # The manager calls the module's global of this name.
     vars(daemon)["worker"] = _quiet(daemon.worker)
     daemon.manager()

@@ -1,9 +1,8 @@
-"""Runs a batch's tasks on Spark executors, through the DataFrame API only, so that Spark Connect serves as well.
+"""Runs a batch's tasks on Spark executors, through the DataFrame API only, so that it works with Spark Connect too.
 
-The plan already knows every task, so a batch becomes a DataFrame with one row for each task and no shuffle:
-`mapInArrow` applies the rows where they lie. A row carries its task pickled, as Spark carries the function itself, and
-compressed: on its way through the JVM a byte is copied again and again, so the fewer of them the better. What Spark's
-user interface and event log can show of a task is beside it: the other columns of `TASKS`, and the name of the job.
+A batch becomes a DataFrame with one row for each task, and `mapInArrow` applies the rows without a shuffle. A row holds
+its task pickled and compressed, because the JVM copies each byte several times. Spark's user interface and event log
+show the other columns of `TASKS` and the name of the job.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ TASKS = pa.schema(
 )
 """The columns of the driver's DataFrame, a row for each task.
 
-`first_lsn` and `last_lsn` are the ends of the first and the last commit, null for polled rows, which the task reads
-itself. `bytes` is the length of `work`, the pickled task.
+`first_lsn` and `last_lsn` are the end positions of the first and the last commit, null for polled rows, which the task
+reads itself. `bytes` is the length of `work`, the pickled and compressed task.
 """
 
 
 class SparkEngine:
-    """The executors of a Spark session."""
+    """Applies tasks on the executors of a Spark session."""
 
     name = "spark"
 
@@ -65,19 +64,19 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
         self._remote = settings.spark.remote is not None
-        # As a type, not as text, which the JVM would parse for each job.
+        # Not as text: the JVM would parse it for each job.
         self._schema = StructType().add("task", "integer").add("result", "binary")
 
     @property
     def workers(self) -> int | None:
-        """How many tasks the session runs side by side."""
+        """How many tasks the session runs at once; None where it does not report it."""
         return self._session.slots
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
-        """Apply the tasks on the executors; results are in the order of the tasks.
+        """Apply the tasks on the executors and return their results, in the order of the tasks.
 
-        If the job fails or the session dies, every task becomes a fault to try again: what was committed all the same
-        is recognised by the offsets. Safe in several threads, each for a batch of its own.
+        If the job fails or the session dies, each result is a fault to retry; the offsets then show which tasks have
+        committed. Safe in several threads, each with a batch of its own.
         """
         session = self._session.get()
         if session is None:
@@ -85,7 +84,7 @@ class SparkEngine:
         try:
             if not guarded:
                 return self._run_job(session, tasks, guarded, name)
-            # A worker that dies takes the job's other tasks along, which are not to blame.
+            # A worker that dies fails its whole job: with a job for each task, only the task that killed it.
             return [
                 result for task in tasks for result in self._run_job(session, [task], guarded, name)
             ]
@@ -96,11 +95,11 @@ class SparkEngine:
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
         finally:
-            # What py4j holds of the JVM is in cycles, and with it the JVM holds the whole batch.
+            # py4j's references are in cycles, and until they are collected the JVM keeps the whole batch.
             gc.collect(1)
 
     def abandon(self, name: JobName) -> None:
-        """Let a job that is under way fail. Safe in any thread."""
+        """Cancel a job in flight, so that it fails. Safe in any thread."""
         session = self._session.get()
         with suppress(Exception):
             if session is None:
@@ -112,16 +111,16 @@ class SparkEngine:
 
     @contextmanager
     def _named(self, session: SparkSession, name: JobName) -> Iterator[None]:
-        """Let the jobs of this thread have a name."""
+        """Name the jobs of this thread."""
         if self._remote:
-            # A server has no job groups for its clients; a tag may hold no comma.
+            # Spark Connect has no job groups; a tag may hold no comma.
             session.addTag(_tag(name))
             try:
                 yield
             finally:
                 session.removeTag(_tag(name))
             return
-        # The thread runs nothing but such jobs, and each of them sets it.
+        # Not reset: this thread runs only such jobs, and each sets its own.
         session.sparkContext.setJobGroup(name.group, name.description)
         yield
 
@@ -131,28 +130,28 @@ class SparkEngine:
         started = time.monotonic()
         succeeded = False
         try:
-            found = self._collected(session, tasks, guarded, name)
+            results = self._collected(session, tasks, guarded, name)
             succeeded = True
-            return found
+            return results
         finally:
             self._meter.spark_job(time.monotonic() - started, succeeded)
 
     def _collected(
         self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
     ) -> list[Result]:
-        # As Arrow batches of their own the tasks become partitions of their own.
+        # Spark makes each Arrow batch a partition, so each task gets one.
         table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
         frame = session.createDataFrame(table)
         with self._named(session, name):
             rows = frame.mapInArrow(
                 partial(apply_rows, self._configuration, guarded), self._schema
             ).collect()
-        found: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
-        return [found[number] for number in range(len(tasks))]
+        results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
+        return [results[number] for number in range(len(tasks))]
 
 
 def _packed(number: int, task: Work) -> pa.RecordBatch:
-    """A row with a task, around the very bytes that compressing made: a batch is large enough once."""
+    """A row of `TASKS`. Its column `work` shares the compressed bytes, without a copy."""
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, CODEC) as stream:
         pickle.dump(task, stream)
@@ -165,7 +164,7 @@ def _packed(number: int, task: Work) -> pa.RecordBatch:
 
 
 def _span(task: Work) -> tuple[str | None, str | None, int]:
-    """The ends of the first and the last commit of a task, and how many transactions it has."""
+    """The end positions of the first and the last commit of a task, and how many transactions it has."""
     if not isinstance(task, Task):
         return None, None, sum(len(share.xids) for share in task.shares)
     commits = task.transactions.facts["end_lsn"]

@@ -1,4 +1,4 @@
-"""What runs on executors: each Python worker has an applier of its own, kept from task to task."""
+"""The executors' side of the engine: each Python worker applies tasks with an applier that it keeps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
 
 CODEC = "lz4"
-"""How the bytes of a pickled task are compressed."""
+"""The codec of a pickled task."""
 _RESULT = pa.schema([("task", pa.int32()), ("result", pa.binary())])
 
 _appliers: dict[bytes, Applier] = {}
 
 
 def _applier(configuration: bytes) -> Applier:
-    """This worker's applier, with its connection, kept from task to task."""
+    """This worker's applier, with its connection; the first call builds it."""
     applier = _appliers.get(configuration)
     if applier is None:
         quiet_libraries()
@@ -38,14 +38,14 @@ def _applier(configuration: bytes) -> Applier:
 
 
 def prepare(configuration: bytes) -> None:
-    """Build this worker's applier and connect; what is wrong shows with the first task."""
+    """Build this worker's applier and connect. The first task reports what fails here."""
     with suppress(Exception):
         _applier(configuration).connect()
 
 
 def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Load what applying a task needs, and connect."""
-    # A worker looks for garbage after each task, in all that it has loaded.
+    """Import what a task needs, and connect where the batch's row says so."""
+    # Python's collector would traverse all imported modules after each task.
     collect_rarely()
     for batch in batches:
         if configuration and batch.column("connects")[0].as_py():
@@ -56,7 +56,7 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
 def apply_rows(
     configuration: bytes, guarded: bool, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Apply the tasks of a DataFrame partition, one target transaction for each."""
+    """Apply the tasks of a DataFrame partition, each in one commit of the target."""
     for batch in batches:
         for number, task in _unpacked(batch):
             try:

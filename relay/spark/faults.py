@@ -1,6 +1,6 @@
-"""What may be told of an error that Spark or a function of the user's raises.
+"""Descriptions of errors of Spark and of users' functions that are safe to log.
 
-Spark's messages quote the values that it cannot convert, and Python's what the function was given.
+Spark's messages quote values that it cannot convert, and Python's quote a function's arguments: both may hold payloads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOST = re.compile(
     r"(\([\w.]+\) )?Job aborted due to stage failure: [\w .,:]+ \(TID \d+\) \([^()\n]*\): "
     r"(?P<why>ExecutorLostFailure .*)"
 )
-"""What Spark says of a job whose executors end; the words are its own."""
+"""Spark's message about a job whose executors have ended: it holds no values."""
 _IN_WORKER = re.compile(
     r"Traceback \(most recent call last\):\n(?P<frames>(?: .*\n)+)(?P<line>(?P<kind>[\w.]+).*)"
 )
@@ -33,10 +33,10 @@ _LIBRARIES = ("/pyspark/", "/py4j/", "/pyspark.zip/")
 
 
 def safe_description(error: BaseException, quoted: bool = True) -> str:
-    """The fault in words that are safe in a log: its kind, Spark's error condition and SQLSTATE.
+    """The error's kind, Spark's error condition and SQLSTATE: a text without values of events.
 
-    `quoted`: of an error of a query's analysis the first line too, which names columns, tables and positions. Not so
-    where a function of the user's made the query: it may have written values into it.
+    With `quoted`, it has the first line of an AnalysisException too, which names columns, tables and locations in the
+    query. Pass False where a user's function built the query: it may contain values.
     """
     if isinstance(error, RelayError | psycopg.Error):
         return describe(error)
@@ -54,7 +54,7 @@ def safe_description(error: BaseException, quoted: bool = True) -> str:
 
 @contextmanager
 def of_function(key: str) -> Iterator[None]:
-    """Turn what a function of the user's raises inside into a RelayError that tells the kind of it, and where."""
+    """Turn what a user's function raises in this context into a RelayError with its kind, file and line."""
     try:
         yield
     except RelayError:
@@ -75,7 +75,7 @@ def _spark_error(error: Any) -> str:
 
 
 def _java_error(thrown: Any) -> str:
-    """The class of a Java error, its condition and its causes' classes; nothing where the JVM is gone."""
+    """The class of a Java error, its condition and its causes' classes; "" where the JVM has ended."""
     parts: list[str] = []
     with suppress(Exception):
         text = str(thrown.getMessage())
@@ -97,29 +97,29 @@ def _class_name(thrown: Any) -> str:
 
 
 def _condition(error: Any) -> list[str]:
-    """Spark's error condition and SQLSTATE, of those that have them."""
-    found: list[str] = []
-    # An exception of Java's own has no such method.
+    """Spark's error condition and SQLSTATE, where the error has them."""
+    parts: list[str] = []
+    # Exceptions of Java itself lack these methods.
     with suppress(Exception):
-        found += [str(each) for each in [error.getCondition()] if each]
-        found += [f"sqlstate {each}" for each in [error.getSqlState()] if each]
-    return found
+        parts += [str(each) for each in [error.getCondition()] if each]
+        parts += [f"sqlstate {each}" for each in [error.getSqlState()] if each]
+    return parts
 
 
 def _in_worker(text: str) -> list[str]:
-    """What a Python worker raised, and where, from the traceback in Spark's message."""
-    found = _IN_WORKER.search(text)
-    if not found:
+    """The kind and the location of a Python worker's error, from the traceback in Spark's message."""
+    match = _IN_WORKER.search(text)
+    if not match:
         return []
-    kind = found["kind"].rstrip(".")
+    kind = match["kind"].rstrip(".")
     if kind.startswith("relay.faults."):
-        return [found["line"][:_LINE_LENGTH]]
-    frames = _FRAME.findall(found["frames"])
+        return [match["line"][:_LINE_LENGTH]]
+    frames = _FRAME.findall(match["frames"])
     return [f"{kind} ({frames[-1][0]}:{frames[-1][1]})"] if frames else [kind]
 
 
 def _where(error: BaseException) -> str:
-    """The line of the user's function, or of what it calls, below which only Spark's own are."""
+    """The file and line of the innermost frame outside relay and Spark."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The frame of a batch: the events of a difference that are routed to a sink, read by the executors."""
+"""The DataFrame of a Spark sink's batch: the executors read a difference and keep the events routed to the sink."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 TASK_EVENTS = 10_000
-"""From so many rows on, a batch is read by more than one task."""
+"""The rows of one task: a batch has another task for each as many."""
 _SLOTS = 8
-"""How many tasks a batch has at most where the session does not tell how many it runs at once."""
+"""The most tasks of a batch where the session does not report its Spark slots."""
 _CYCLE = 1 << 32
 _POSTGRES_EPOCH = 946_684_800_000_000
 """2000-01-01 in microseconds since 1970."""
@@ -50,7 +50,7 @@ _TYPES = {
 
 
 def columns(source: SourceSettings) -> tuple[str, ...]:
-    """The columns of a frame: `headers` is there if the source has any."""
+    """The columns of a frame, with `headers` where the source has any."""
     return (*SPARK_COLUMNS, headers.FIELD) if source.headers else SPARK_COLUMNS
 
 
@@ -77,7 +77,10 @@ def frame(
     sink: str,
     batch: OpenBatch,
 ) -> DataFrame:
-    """The frame of a batch: `columns` and `relay_batch`. `conn` is one to the source. Raises psycopg.Error."""
+    """The DataFrame of a batch: `columns` and `relay_batch`.
+
+    `conn` is a connection to the source, `slots` the session's Spark slots. Raises psycopg.Error.
+    """
     from pyspark.sql import functions
 
     contents = batch.contents
@@ -88,20 +91,20 @@ def frame(
         portions = planning.by_xid(conn, _table(settings), between, tasks)
     plain = replace(contents, data=None)
     task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions))
-    # The rows are numbers: what a task reads comes with its function, which plans do not show.
+    # The rows are numbers of portions. The task comes with the function, which query plans do not show.
     numbers = session.range(0, len(portions), 1, max(1, len(portions)))
     schema = ", ".join(f"`{name}` {_TYPES[name]}" for name in columns(settings.source))
-    found = numbers.mapInArrow(partial(_rows, task), schema)
+    rows = numbers.mapInArrow(partial(_rows, task), schema)
     if contents.data is not None:
-        # A batch that was begun before source.headers was set has none.
-        found = found.unionByName(
+        # A batch that was stored before source.headers was set has no such column.
+        rows = rows.unionByName(
             session.createDataFrame(_unpacked(contents.data)), allowMissingColumns=True
         )
-    return found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+    return rows.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
 
 def left_out(table: OutboxTable, contents: Contents) -> sql.Composable | None:
-    """The condition on rows of a batch's difference that the sink has not had before; None where it had none."""
+    """The condition on rows of a batch's difference that the sink has not received yet; None where all are new."""
     offset = sql.Identifier(table.mapping["c_offset"])
     wanted: list[sql.Composable] = []
     if contents.left_out:
@@ -128,7 +131,7 @@ def left_out(table: OutboxTable, contents: Contents) -> sql.Composable | None:
 
 
 def pack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
-    """Rows of a frame's columns as an Arrow stream; times are microseconds since 1970, dates are days."""
+    """Rows of a frame's columns as an Arrow IPC stream. Times are microseconds since 1970, dates days since 1970."""
     import pyarrow as pa
 
     schema = arrow_schema(names)
@@ -158,7 +161,7 @@ def _table(settings: Settings) -> OutboxTable:
 
 @dataclass(frozen=True)
 class _Task:
-    """What the tasks of a batch read; each one a portion. `settings` are pickled: they hold passwords."""
+    """The input of a batch's tasks, each of which reads a portion. `settings`, pickled, hold passwords."""
 
     settings: bytes
     sink: str
@@ -189,7 +192,7 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
 
 class _Routes:
-    """Chooses the rows of a sink, as `relay.pipeline.routing.BatchRouter` does of undecoded ones."""
+    """Chooses the rows of a sink, with the results of `relay.pipeline.routing.BatchRouter`."""
 
     def __init__(self, settings: Settings, sink: str) -> None:
         self._sink = sink
@@ -198,10 +201,11 @@ class _Routes:
         self._is_total = any(not route.match for route in settings.routes)
 
     def chosen(self, reading: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
-        """The rows that go to the sink.
+        """The rows that are routed to the sink.
 
-        A transaction with an event that goes nowhere goes nowhere at all; to know these, a portion is read twice.
-        Raises Unrouted where `unrouted` is `fail`.
+        The sink gets no event of a business transaction that has an unrouted event. To know these transactions, it
+        reads the portion twice, unless a route takes every event or `unrouted` is `ignore`. Raises Unrouted where
+        `unrouted` is `fail`.
         """
         import pyarrow as pa
 
@@ -235,7 +239,7 @@ class _Routes:
 
 
 def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
-    """The business transaction of each row: within a commit by its id or, without one, by host and user."""
+    """The business transaction of each row: its commit with its transaction_id or, without one, its host and user."""
     names = (INSERTED_BY, "transaction_id", "host_id", "user_id")
     columns = (batch.column(name).to_pylist() for name in names)
     return [
@@ -245,7 +249,7 @@ def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
 
 
 def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
-    """A field as PostgreSQL prints it; what only the WAL has is None, as where the outbox is polled."""
+    """A field's values as PostgreSQL prints them; None for a field that only the WAL has, as when polling."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -278,17 +282,17 @@ def _shaped(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 
     schema = arrow_schema(names)
     xids = batch.column(INSERTED_BY)
-    made = {
+    computed = {
         "xid": pc.bit_wise_and(xids, pa.scalar(_CYCLE - 1, pa.int64())),
         "date": pc.floor_temporal(batch.column("event_ts"), unit="day").cast(pa.date32()),
         "host_bucket": batch.column(PARTITION),
     }
     read_as_is = (*FIELDS, headers.FIELD)
-    found = [batch.column(name) if name in read_as_is else made.get(name) for name in names]
+    arrays = [batch.column(name) if name in read_as_is else computed.get(name) for name in names]
     return pa.RecordBatch.from_arrays(
         [
             pa.nulls(len(batch), field.type) if column is None else column
-            for column, field in zip(found, schema, strict=True)
+            for column, field in zip(arrays, schema, strict=True)
         ],
         schema=schema,
     )

@@ -1,7 +1,7 @@
-"""A thread for one sink of `type: spark`: claims it, and writes what the outbox has for it, batch after batch.
+"""The worker thread of one sink of `type: spark`: it claims the sink and writes its events, batch after batch.
 
-A batch is stored before anything of it is written, and the sink's position moves in the same transaction that ends it.
-In between it is written until that has worked, with the same rows under the same id.
+The worker stores a batch in `relay.spark_batches` before it writes any row. It repeats a failed write with the same
+rows under the same id. One transaction removes the stored batch and moves the sink's position past it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import sql
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import TransientFault
 from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.source.differences import Difference, condition, cut
 from relay.source.rows import prepare_reading
-from relay.source.server import durable_position
 from relay.spark import frames, replays
 from relay.spark.faults import safe_description
+from relay.spark.pending import find
 from relay.spark.reading import OutboxTable
 from relay.spark.session import Session
 from relay.spark.transform import Transform
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
-from relay.store import dead_letters, deferred, deferred_due, sinks, spark_batches
+from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import Connection, connect
 from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, SinkState
 from relay.store.spark_batches import Contents, OpenBatch
@@ -45,24 +43,15 @@ log = logging.getLogger(__name__)
 
 
 POLL_SECONDS = 1.0
-"""Seconds between two checks whether a batch is due."""
+"""Seconds between two polls for a batch that is due."""
 CLAIM_SECONDS = 2.0
-"""Seconds between two attempts to claim a sink that another process works."""
+"""Seconds between two attempts to claim a sink that another process has claimed."""
 BUILD_SECONDS = 5.0
-"""Seconds after which `relay status` tells that the sink waits for the Spark session."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingBatch:
-    """What the next batch would have."""
-
-    contents: Contents
-    due: list[deferred_due.Due]
-    is_full: bool
+"""Seconds after which `relay status` shows that the Spark session is still being built."""
 
 
 class SparkWorker:
-    """Works a sink from `start` to `close`. What fails is tried until it works: the events are safe in the outbox."""
+    """Writes the batches of one sink from `start` to `close`. It retries every fault: the outbox keeps the events."""
 
     def __init__(self, name: str, settings: Settings, meter: Meter | None = None) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
@@ -83,21 +72,21 @@ class SparkWorker:
         self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
 
     def start(self, session: Session) -> None:
-        """Begin, with a session that may still have to be started."""
+        """Start the thread. The session may still be unstarted."""
         self._session = session
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the batch in flight. Safe in a signal handler's thread."""
+        """Ask the thread to end after the batch in flight. Safe in a signal handler."""
         self._stopping.set()
         self._woken.set()
 
     def claim(self) -> None:
-        """Another process may have left the sink: try to claim it now."""
+        """Try to claim the sink now: another process may have released it."""
         self._woken.set()
 
     def close(self, timeout: float) -> None:
-        """Stop, and wait for the batch in flight, for so many seconds; else the next process writes it."""
+        """Stop, and wait `timeout` seconds for the batch in flight; after that the next process writes it again."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -113,9 +102,9 @@ class SparkWorker:
                     self.work()
                     wait, last_logged = FIRST_WAIT_SECONDS, ""
             except Moved:
-                log.info("a sink goes on from what is stored", extra={"handler": self._name})
+                log.info("a sink continues from its stored position", extra={"handler": self._name})
             except Exception as error:
-                # A function may have written values into its query.
+                # The user's function may have put values of events into its query.
                 fault = safe_description(error, quoted=not self._transform.has_function)
                 if self._stopping.is_set():
                     break
@@ -136,7 +125,7 @@ class SparkWorker:
             self._woken.clear()
 
     def _fail(self, fault: str) -> None:
-        """Tell a fault, and begin with new connections."""
+        """Store the fault for `relay status`, and close the connections."""
         self._checked = None
         with suppress(psycopg.Error, AssertionError):
             self._claim.note_fault(fault)
@@ -149,7 +138,10 @@ class SparkWorker:
             source.close()
 
     def work(self) -> None:
-        """Write the batch that is begun or due; without one, wait a little. Raises Moved, and whatever fails."""
+        """Write the stored batch, else one that is due; wait a poll interval where there is none.
+
+        Raises Moved where an operator has moved the sink, and every fault of the write.
+        """
         state = self._load()
         batch, tried = None, True
         if not state.paused:
@@ -176,14 +168,14 @@ class SparkWorker:
         return state
 
     def _begun(self, state: SinkState) -> OpenBatch | None:
-        """The batch that is begun for the destination, unless somebody has moved the sink since."""
+        """The stored batch of the destination; None where there is none, or an operator has moved the sink since."""
         conn, group = self._claim.conn, self._settings.group
         batch = spark_batches.begun(conn, group, self._name, self._handler.target)
         if batch is None or batch.epoch == state.epoch:
             return batch
         spark_batches.end(conn, group, self._name, batch.id)
         log.info(
-            "a batch is given up: the sink was moved",
+            "dropped a batch, because the sink was moved",
             extra={"handler": self._name, "batch": batch.number},
         )
         return None
@@ -191,10 +183,14 @@ class SparkWorker:
     # Beginning a batch
 
     def _begin(self, state: SinkState) -> OpenBatch | None:
-        """Begin a batch if one is due. Raises Moved and psycopg.Error."""
-        pending = self._pending(state)
-        if pending is None:
+        """Store a batch if one is due. Raises Moved and psycopg.Error."""
+        pending = find(
+            self._connected(), self._claim.conn, self._settings, self._name, self._table, state
+        )
+        if pending is None or pending.is_empty:
             self._since = None
+            if pending is not None:
+                self._store(state, pending.contents)
             return None
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -211,7 +207,7 @@ class SparkWorker:
             )
         layout = each.partition_by, each.host_buckets
         before = state.position
-        # What is written tells the source's server how far it must be, should it be replaced by another one.
+        # After a failover, recovery compares the new server with the position that was read.
         reading = replace(
             before,
             following=before.following or contents.after,
@@ -223,54 +219,6 @@ class SparkWorker:
             spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
         return spark_batches.begun(conn, group, self._name, each.target)
 
-    def _pending(self, state: SinkState) -> _PendingBatch | None:
-        """What the next batch would have; None if there is nothing. An empty difference is passed at once."""
-        position = state.position
-        if position.snapshot is None:
-            return None
-        conn = self._connected()
-        seen = durable_position(conn)
-        end = position.following or seen.snapshot
-        if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
-            # A standby may lag.
-            return None
-        between, most = Difference(position.snapshot, end), self._handler.max_events
-        after, count = cut(conn, self._table.identifier, between, most)
-        contents = Contents(
-            position.snapshot,
-            after,
-            position.polled_offset if position.following else BEFORE_FIRST,
-            state.done.tolist(),
-            seen.lsn,
-            count,
-        )
-        due = replays.due(self._claim.conn, self._settings, self._name)
-        if count and not self._has_rows(conn, contents):
-            contents = replace(contents, rows=0)
-        if not (contents.rows or due):
-            if count or position.following is not None:
-                self._store(state, contents)
-            return None
-        if not contents.rows and not count:
-            contents = replace(contents, after=position.snapshot, left_out=())
-        is_full = count >= most or position.following is not None
-        return _PendingBatch(contents, due, is_full)
-
-    def _has_rows(self, conn: Connection, contents: Contents) -> bool:
-        """Whether a difference has rows that the sink has not had before."""
-        wanted = frames.left_out(self._table, contents)
-        if wanted is None:
-            return True
-        found = conn.execute(
-            sql.SQL("select from {} where {} and {} limit 1").format(
-                self._table.identifier,
-                condition(Difference(contents.before, contents.after)),
-                wanted,
-            ),
-            prepare=False,
-        )
-        return found.rowcount > 0
-
     def _connected(self) -> Connection:
         if self._source is None or self._source.closed:
             self._source = connect(self._settings.source_dsn, application_name="relay spark")
@@ -280,7 +228,7 @@ class SparkWorker:
     # Writing it
 
     def _write(self, batch: OpenBatch, tried: bool = True) -> None:
-        """Write a batch and move past it; `tried`: an earlier attempt may have written something of it."""
+        """Write a batch and move past it; `tried` says that an earlier attempt may have written some of its rows."""
         session = self._ready_session()
         started = time.monotonic()
         each = self._handler.model_copy(
@@ -297,7 +245,7 @@ class SparkWorker:
             configured = self._handler.partition_by
             if batch.partition_by == configured:
                 raise
-            # It was begun with another query, or with a name that is corrected now.
+            # The batch was stored under another configuration, whose query had the column.
             spark_batches.lay_out(
                 self._claim.conn, self._settings.group, self._name, batch.id, configured
             )
@@ -307,7 +255,7 @@ class SparkWorker:
             self._session.replace_if_dead(session)
             raise
         finally:
-            # What py4j holds of the JVM is in cycles.
+            # py4j's references to objects of the JVM are in cycles.
             gc.collect(1)
         self._finish(batch)
         self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
@@ -319,7 +267,7 @@ class SparkWorker:
 
     @contextmanager
     def _frame(self, session: SparkSession, batch: OpenBatch) -> Iterator[DataFrame]:
-        """The frame that is written."""
+        """The frame to write: the batch's events after `sql` and `transform`."""
         from pyspark.sql import functions
 
         assert self._session is not None  # noqa: S101
@@ -337,19 +285,19 @@ class SparkWorker:
                 f"relay sink {self._name}",
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
-        with self._transform.applied(session, frame) as found:
-            if found is not frame:
-                found = found.withColumn(BATCH_COLUMN, functions.lit(batch.id))
-            yield found
+        with self._transform.applied(session, frame) as transformed:
+            if transformed is not frame:
+                transformed = transformed.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+            yield transformed
 
     def _ready_session(self) -> SparkSession:
         assert self._session is not None  # noqa: S101
         session = self._session.get()
-        began, noted = time.monotonic(), ""
+        started, noted = time.monotonic(), ""
         while session is None:
             if self._stopping.is_set():
                 raise TransientFault("stopping")
-            if time.monotonic() - began >= BUILD_SECONDS:
+            if time.monotonic() - started >= BUILD_SECONDS:
                 why = self._session.fault
                 fault = f"the Spark session is being built{f': {why}' if why else ''}"
                 if fault != noted:
@@ -360,33 +308,33 @@ class SparkWorker:
         return session
 
     def _finish(self, batch: OpenBatch) -> None:
-        """Move the position past a batch that is written. Raises Moved and psycopg.Error."""
+        """Move the position past a written batch. Raises Moved and psycopg.Error."""
         state = self._load()
         if state.epoch != batch.epoch:
             raise Moved
         conn, group = self._claim.conn, self._settings.group
-        taken = batch.contents.deferred
+        retried = batch.contents.deferred
         with conn.transaction():
             self._store(state, batch.contents)
             if not spark_batches.end(conn, group, self._name, batch.id):
                 raise Moved
-            if taken:
-                replayed = spark_batches.dead_transactions(conn, taken)
+            if retried:
+                replayed = spark_batches.dead_transactions(conn, retried)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")
-                deferred.remove(conn, taken)
+                deferred.remove(conn, retried)
             self._claim.note_fault(None)
         log.info(
-            "written with Spark",
+            "wrote a batch with Spark",
             extra={
                 "handler": self._name,
                 "batch": batch.number,
                 "events": batch.contents.rows,
-                "deferred": len(taken),
+                "deferred": len(retried),
             },
         )
 
     def _store(self, state: SinkState, contents: Contents) -> None:
-        """Stand at the end of what was read. Raises Moved and psycopg.Error."""
+        """Move the sink's position to the end of the contents. Raises Moved and psycopg.Error."""
         before = state.position
         is_over = before.following is None or contents.after == before.following
         position = Position(
