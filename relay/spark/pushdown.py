@@ -1,4 +1,4 @@
-"""Turns Spark's filters into conditions of PostgreSQL, where both judge every value alike."""
+"""Turns those of Spark's filters into conditions of PostgreSQL for which both give the same result on every value."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, In, IsNo
 from relay.model.events import SQL_TYPES
 from relay.spark.reading import OutboxTable
 
-# What PostgreSQL compares as Spark does: not jsonb, whose text Spark sees, and not the order of texts, which depends on
-# the collation.
+# Types that PostgreSQL compares as Spark does. Not jsonb: Spark compares its text. Texts only for equality: their order
+# depends on the collation.
 _EQUAL = ("text", "uuid", "bigint", "int")
 _ORDERED = ("bigint", "int")
 
@@ -20,10 +20,14 @@ _ORDERED = ("bigint", "int")
 def condition_of(filters: Iterable[Filter], table: OutboxTable) -> sql.Composable | None:
     """The filters that PostgreSQL can apply, as one condition on the outbox; None without any.
 
-    Spark applies all of them again, so a filter that is left out costs time only.
+    Spark applies all filters again, so a filter that this leaves out costs time only.
     """
-    found = [made for made in (_condition(each, table) for each in filters) if made is not None]
-    return sql.SQL(" and ").join(found) if found else None
+    conditions = [
+        condition
+        for condition in (_condition(each, table) for each in filters)
+        if condition is not None
+    ]
+    return sql.SQL(" and ").join(conditions) if conditions else None
 
 
 def _condition(each: Filter, table: OutboxTable) -> sql.Composable | None:
@@ -50,7 +54,7 @@ def _condition(each: Filter, table: OutboxTable) -> sql.Composable | None:
 def _compared(name: sql.Identifier, kind: str, operator: str, value: Any) -> sql.Composable:
     if kind in _ORDERED:
         return sql.SQL("{} {} {}").format(name, sql.SQL(operator), sql.Literal(int(value)))
-    # As it is printed: a cast to text would take the spaces from the end of a `char`.
+    # Not a cast to text, which removes the trailing spaces of a `char`.
     return sql.SQL("concat({}) = {}").format(name, sql.Literal(_plain(value)))
 
 

@@ -1,4 +1,4 @@
-"""Reads rows of the outbox as Arrow: one COPY for each portion of a difference, in CSV, parsed by pyarrow.
+"""Reads rows of the outbox as Arrow record batches: a COPY in CSV for each portion of a difference, parsed by pyarrow.
 
 Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files".
 """
@@ -35,18 +35,18 @@ A table with headers has a column `headers` too, the last one.
 """
 
 VISIBLE_SECONDS = 30.0
-"""How long a task waits for a replica that does not show yet what the driver has seen."""
+"""How long a task waits for a replica that lags behind the snapshot that the driver read."""
 _BLOCK_BYTES = 1 << 20
 _DELIMITER, _QUOTE = "\x01", "\x02"
-"""Characters that JSON does not have, so that the server quotes no payload and the parser unquotes none."""
+"""Characters that JSON text cannot contain, so that the server quotes no payload and the parser unquotes none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPortion:
-    """Rows of a difference that one task reads.
+    """The rows of a difference that one task reads.
 
-    `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last. `unmarked`
-    tells whether rows without c_xid, from before relay, belong to it. None stands for all.
+    `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last; None stands
+    for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion.
     """
 
     between: Difference
@@ -57,12 +57,12 @@ class TaskPortion:
 
 @dataclass(frozen=True)
 class OutboxTable:
-    """An outbox: schema and name, and the column of each field, headers too; "" for a field that it does not have."""
+    """An outbox: its schema and name, and the column of each field and header; "" for a field without a column."""
 
     name: tuple[str, str]
     mapping: Mapping[str, str]
     named: frozenset[str] = frozenset()
-    """Columns that the user named, which have to be there."""
+    """Columns that the user named: the table must have them."""
 
     @property
     def identifier(self) -> sql.Identifier:
@@ -72,8 +72,8 @@ class OutboxTable:
     @property
     def headers(self) -> tuple[str, ...]:
         """The names of the headers."""
-        found = (name for name in self.mapping if name.startswith(headers.PREFIX))
-        return tuple(name.removeprefix(headers.PREFIX) for name in found)
+        fields = (name for name in self.mapping if name.startswith(headers.PREFIX))
+        return tuple(name.removeprefix(headers.PREFIX) for name in fields)
 
 
 def map_type() -> pa.DataType:
@@ -84,7 +84,7 @@ def map_type() -> pa.DataType:
 
 
 def arrow_schema() -> pa.Schema:
-    """The types of `COLUMNS`: strings, but for numbers and for times, which are microseconds in UTC."""
+    """The schema of `COLUMNS`: strings, integers, and times in UTC microseconds."""
     import pyarrow as pa
 
     types = {
@@ -103,11 +103,12 @@ def read(
     partitions: int,
     conditions: sql.Composable | None,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
+    """Read a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
 
     A table with headers has a map of them as the last column. `partitions` is the modulus of the column `partition`;
-    `conditions` leaves rows out. Raises TransientFault where the server does not show all of the portion yet,
-    psycopg.Error for what passes, and RelayError where the table cannot be read. The connection is closed at the end.
+    only rows for which `conditions` hold are read. Raises TransientFault where the server lags behind the portion's
+    snapshot for VISIBLE_SECONDS, psycopg.Error for a transient fault, RelayError where the table cannot be read. It
+    closes its connection at the end.
     """
     with connect(dsn, application_name="relay spark") as conn:
         pin_text_form(conn)
@@ -116,8 +117,8 @@ def read(
         statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         if encoding is not None:
-            # The server would end the query at the first byte that it cannot convert. A character of a filter that the
-            # encoding does not have is in no row.
+            # With client_encoding UTF8 the query would fail at the first byte that the server cannot convert. A
+            # character of a filter that the server's encoding lacks is in no row.
             statement = statement.decode().encode(encoding.codec, "replace")
             conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         try:
@@ -207,14 +208,14 @@ def _statement(
 
 
 def partition_of(table: OutboxTable, partitions: int) -> sql.Composed:
-    """The partition of a row's host, as the pipeline counts them."""
+    """The partition of a row's host, as the pipeline computes it."""
     return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
         sql.Identifier(table.mapping["host_id"]), sql.Literal(partitions)
     )
 
 
 def expression(field: str, column: str, known: Collection[str]) -> sql.Composable:
-    """A field as a value of the COPY: times that Python does not know are null."""
+    """A field as an expression of the COPY; times outside the years 1 to 9999 are null."""
     if column not in known:
         return sql.SQL("null")
     name = sql.Identifier(column)
@@ -245,7 +246,7 @@ def _parsed(
         block = stored
         if encoding is not None and not stored.isascii():
             block = stored.decode(encoding.codec, "replace").encode()
-        # One block, whatever its size: a row that lies in two blocks cannot be parsed.
+        # One block, whatever its size: the parser rejects a row that spans two blocks.
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False
         )
@@ -254,32 +255,32 @@ def _parsed(
 
 
 def _with_map(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """The batch with its last columns, of which each is a header, as one map."""
+    """The batch with its last columns, one for each header, combined into a map."""
     import pyarrow as pa
 
     count, width = len(batch), len(names)
     fields = batch.select(range(batch.num_columns - width))
     items = pa.concat_arrays(batch.columns[-width:])
     order = np.arange(count * width).reshape(width, count).T.ravel()
-    found = pa.MapArray.from_arrays(
+    maps = pa.MapArray.from_arrays(
         pa.array(range(0, count * width + 1, width), pa.int32()),
         pa.array(list(names) * count, pa.string()),
         items.take(pa.array(order)),
     )
     return pa.RecordBatch.from_arrays(
-        [*fields.columns, found], schema=fields.schema.append(pa.field(headers.FIELD, map_type()))
+        [*fields.columns, maps], schema=fields.schema.append(pa.field(headers.FIELD, map_type()))
     )
 
 
 def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:
     """Rows joined to blocks of at least `_BLOCK_BYTES`: the server sends each row of a COPY as a message of its own."""
-    found: list[Any] = []
+    block: list[Any] = []
     size = 0
     for row in rows:
-        found.append(row)
+        block.append(row)
         size += len(row)
         if size >= _BLOCK_BYTES:
-            yield b"".join(found)
-            found, size = [], 0
-    if found:
-        yield b"".join(found)
+            yield b"".join(block)
+            block, size = [], 0
+    if block:
+        yield b"".join(block)

@@ -1,4 +1,4 @@
-"""The events of transactions that were deferred for a Spark sink, such as replayed dead letters."""
+"""Reads the events of transactions that are deferred for a Spark sink, such as replayed dead letters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from relay.store import deferred_due, deferred_rows, spark_batches
 from relay.store.connections import Connection
 
 AT_ONCE = 1_000
-"""How many deferred transactions a batch takes at most."""
+"""The most deferred transactions in a batch."""
 MAX_BYTES = 64 * 1024 * 1024
-"""How many bytes of them it takes at most, beside the first one: they pass through the driver."""
+"""The most bytes of them in a batch, which may exceed it by its first one: they pass through the driver."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.Due]:
-    """The deferred transactions that the next batch takes. Raises psycopg.Error."""
-    found = deferred_due.heads(conn, settings.group, sink, AT_ONCE)
+    """The due transactions that belong in the next batch. Raises psycopg.Error."""
+    heads = deferred_due.heads(conn, settings.group, sink, AT_ONCE)
     size = 0
-    for number, each in enumerate(found):
+    for number, each in enumerate(heads):
         size += each.size
         if number and size > MAX_BYTES:
-            return found[:number]
-    return found
+            return heads[:number]
+    return heads
 
 
 def packed(
@@ -71,7 +71,7 @@ def _value(event: Event, field: str) -> Any:
 
 
 def _microseconds(text: str | None) -> int | None:
-    """A time since 1970; None for one that Python does not know, as where the outbox is read."""
+    """A time in microseconds since 1970; None outside the years 1 to 9999, as `relay.spark.reading` has it."""
     if text is None:
         return None
     try:

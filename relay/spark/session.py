@@ -1,4 +1,4 @@
-"""The Spark session: built in the background, built again when it dies, ended with its JVM."""
+"""The Spark session: it is built in the background, rebuilt when it dies, and stopped with its JVM."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _DEFAULTS = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.execution.pythonUDF.arrow.enabled": "true",
-    # What every reader of Parquet knows; Spark's default is a format of its own.
+    # The type that every reader of Parquet knows; Spark's default is INT96.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    # Arrow batches go to the executors as they are, each a partition, and do not become rows in the driver's JVM first.
+    # Arrow batches go to the executors as they are, each a partition; the driver's JVM does not convert them to rows.
     "spark.sql.execution.arrow.localRelationThreshold": "0",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    # What the driver remembers of past jobs would grow with every batch.
+    # The defaults keep 1,000 jobs and stages in the driver's memory.
     "spark.ui.retainedJobs": "10",
     "spark.ui.retainedStages": "10",
     "spark.ui.retainedTasks": "100",
@@ -58,7 +58,7 @@ _LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "512m",
-    # Elsewhere the workers write to the executors' logs, not to relay's.
+    # Only here: on a cluster the workers write to the executors' logs, not to relay's.
     "spark.python.daemon.module": "relay.spark.daemon",
 }
 _PROTECTION = {
@@ -75,22 +75,19 @@ _CLASSES = (
     "org.apache.spark.sql.classic.SparkSession",
     "org.apache.spark.sql.execution.python.UserDefinedPythonFunction",
 )
-"""The classes of the JVM that PySpark asks for by name in each job."""
+"""The classes of the JVM that PySpark looks up by name in each job."""
 
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 _COUNT_SECONDS = 1.0
-"""How often the slots are counted, at most."""
+"""The least seconds between two counts of the Spark slots."""
 
 
 class Session:
-    """The one Spark session of this process.
-
-    It starts in the background, so that batches do not wait for the JVM.
-    """
+    """The Spark session of this process, built in a thread so that batches do not wait for the JVM."""
 
     def __init__(self, settings: SparkSettings, tasks: Settings | None = None) -> None:
-        """`tasks` is the configuration whose tasks the executors are made ready for."""
+        """`tasks` is the configuration of the tasks for which executors connect in advance."""
         self._settings = settings
         self._configuration = pickle.dumps(tasks) if tasks else b""
         self._connecting = tasks.partitions if tasks else 0
@@ -105,13 +102,13 @@ class Session:
         self._error: ConfigurationError | None = None
         self._failed_since: float | None = None
         self.fault: str | None = None
-        """Why there is no session yet, where an attempt to build one has failed."""
+        """The error of the last failed attempt to build the session; None when there is a session."""
 
     @property
     def slots(self) -> int | None:
-        """How many tasks it runs side by side, as of a second ago. A Spark Connect server does not tell.
+        """How many tasks the session runs at once, counted at most once a second; None on Spark Connect.
 
-        Where executors come and go by need, one task more, lest a batch fits into those that are there for ever.
+        With dynamic allocation, the cores of one more executor are added, so that Spark has a reason to start it.
         """
         session = self._session
         if session is None or self._settings.remote:
@@ -119,28 +116,28 @@ class Session:
         now = time.monotonic()
         if now - self._counted >= _COUNT_SECONDS:
             self._counted = now
-            # A session that dies meanwhile is found dead by its next job.
+            # Its next job reports a session that has died.
             with suppress(Exception):
                 self._slots = _slots(session)
         return self._slots
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a session. It may have died a moment ago."""
+        """Whether there is a session. It may have died since its last job."""
         return self._session is not None
 
     @property
     def counted_slots(self) -> int | None:
-        """`slots` as they were counted last: asks nobody."""
+        """The last count of `slots`, without a call to the JVM; None while there is no session."""
         return self._slots if self._session is not None else None
 
     @property
     def failed_since(self) -> float | None:
-        """Since when building one fails (monotonic clock, seconds); None while there is one, or none has failed."""
+        """When building the session began to fail (monotonic clock, seconds); None if it does not fail."""
         return self._failed_since
 
     def start(self) -> None:
-        """Begin to build the session unless it is there or under way; returns at once."""
+        """Begin to build the session, unless it exists or is being built; returns at once."""
         with self._starting:
             if self._session or (self._builder is not None and self._builder.is_alive()):
                 return
@@ -149,25 +146,28 @@ class Session:
             self._builder.start()
 
     def get(self, timeout: float = 0.0) -> SparkSession | None:
-        """The session, or None while it is being built. Raises ConfigurationError if there can never be one."""
+        """The session; None if it is still being built after `timeout` seconds.
+
+        Raises ConfigurationError if it can never be built.
+        """
         self._attempted.wait(timeout)
         if self._error is not None:
             raise self._error
         return self._session
 
     def replace_if_dead(self, session: SparkSession) -> None:
-        """Look whether a session has died after a failure; if so, begin to build another."""
+        """Check a session after a failed job; if it has died, discard it and begin to build another."""
         with self._replacing:
-            # Of two jobs that die together, the second finds the session replaced.
+            # Another thread, whose job failed too, may have replaced it.
             if self._session is not session or _alive(session):
                 return
-            log.warning("the Spark session died; building it again")
+            log.warning("the Spark session died; rebuilding it")
             self._discard()
             self.start()
 
     def engine(self, settings: Settings, meter: Meter) -> SparkEngine:
         """The engine that applies the tasks of a group on the executors."""
-        # Most of the time nothing is large enough for Spark, and its libraries take more memory than all the rest.
+        # Few batches are large enough for Spark, and its libraries take more memory than the rest of relay.
         from relay.spark.engine import SparkEngine
 
         return SparkEngine(settings, self, meter)
@@ -176,7 +176,7 @@ class Session:
         """Stop the session and its JVM."""
         self._closing.set()
         if self._builder is not None:
-            # A JVM that is only just starting ends with this process's end of its standard input.
+            # A JVM that is still starting ends when this process closes its standard input.
             self._builder.join(1)
         self._discard()
 
@@ -196,7 +196,7 @@ class Session:
             self._attempted.set()
         except Exception as error:
             log.debug(
-                "gave up building the Spark session", extra={"fault": kind_and_first_line(error)}
+                "stopped building the Spark session", extra={"fault": kind_and_first_line(error)}
             )
 
     def _build(self) -> None:
@@ -212,14 +212,14 @@ class Session:
         if not self._settings.remote:
             self._slots = _slots(session)
             _remember_classes(session)
-        # No batch has more tasks than there are partitions, and so no more executors need a connection.
+        # A batch has no more tasks than partitions, so no more workers need a connection.
         parts = [
             pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
             for number in range(self._slots or 1)
         ]
         rows = session.createDataFrame(pa.Table.from_batches(parts))
-        # Jobs before the first batch find executors that lack relay, start the Python workers and warm the JVM.
-        # Only the last of them connects, lest each connects others.
+        # These jobs detect executors that lack relay, start the Python workers and warm up the JVM. Only the last one
+        # connects: each job may run on other workers.
         for configuration in (*[b""] * (_WARM_UP_JOBS - 1), self._configuration):
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
@@ -277,7 +277,7 @@ def _slots(session: SparkSession) -> int:
 
 
 def _remember_classes(session: SparkSession) -> None:
-    """Look classes up once: a name without a package costs py4j a search of every jar each time, 8 ms a job."""
+    """Look up classes once: py4j searches every jar for a name without a package, 8 ms a job."""
     jvm: Any = session._jvm
     for name in _CLASSES:
         vars(jvm)[name] = getattr(jvm, name)
@@ -286,20 +286,20 @@ def _remember_classes(session: SparkSession) -> None:
 def _classic_conf(spark: SparkSettings) -> dict[str, str]:
     master = spark.master
     os.environ["JAVA_HOME"] = str(java_home())
-    # Where PySpark looks for it: of the configuration, only spark-submit reads it.
+    # PySpark reads this variable; only spark-submit reads the configuration's key.
     python = spark.plain_conf.get("spark.pyspark.python", sys.executable)
     os.environ.setdefault("PYSPARK_PYTHON", python)
     if master.startswith("local"):
-        # Nobody else has to reach this driver.
+        # A local driver needs no address that other machines reach.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     logging_file = Path(__file__).with_name("log4j2.properties")
     options = f"-Dlog4j2.configurationFile={logging_file.as_uri()}"
     if not master.startswith("local"):
         protection = _PROTECTION if spark.authenticates else {}
         return _DEFAULTS | protection | {"spark.driver.extraJavaOptions": options}
-    # Bytes pass through this JVM and little else: the second compiler and the parallel collector take more of the
-    # machine than they give back. Measured on 2 cores: half the CPU time, 1.4 times the rate. G1 leaves arrays of
-    # megabytes where they are; the serial collector copies them, half of the time in full collections.
+    # This JVM does little more than pass bytes on, for which the second compiler and the parallel collector cost more
+    # than they gain. Measured on 2 cores: half the CPU time, 1.4 times the rate. G1 does not move arrays of megabytes;
+    # the serial collector copies them, and spends half of the time in full collections.
     options += " -XX:TieredStopAtLevel=1 -XX:+UseG1GC"
     return _DEFAULTS | _LOCAL | {"spark.driver.extraJavaOptions": options}
 
@@ -312,7 +312,7 @@ def _alive(session: SparkSession) -> bool:
 
 
 def _clear_remains() -> None:
-    """End the JVM of this process, if any, and make PySpark forget it: it keeps a dead gateway for ever."""
+    """End the JVM of this process, if any, and clear PySpark's references to it, which it does not clear itself."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -335,18 +335,18 @@ def _clear_remains() -> None:
     SparkContext._gateway = None
     SparkContext._jvm = None
     SparkContext._active_spark_context = None
-    forgetful: Any = SparkSession
-    forgetful._instantiatedSession = None
+    untyped: Any = SparkSession
+    untyped._instantiatedSession = None
 
 
 def kind_and_first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message, which Spark follows with a page of Java."""
+    """The kind of an error and the first line of its message; Spark's messages continue with Java's stack."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line[:300]}"
 
 
 def _why_not_built(error: BaseException) -> str:
-    """What Java said, where it was Java: no event has been near it yet, so nothing of one can be in its message."""
+    """The cause of a failed build, with Java's message where Java raised it: before a first batch it holds no event."""
     thrown = getattr(error, "java_exception", None)
     if thrown is None:
         return kind_and_first_line(error)

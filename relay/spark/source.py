@@ -1,8 +1,8 @@
-"""The outbox as a data source of Spark: `spark.read.format("outbox")` and `spark.readStream.format("outbox")`.
+"""The outbox as a Spark data source: `spark.read.format("outbox")` and `spark.readStream.format("outbox")`.
 
-A batch reads the difference between two snapshots of the source. The offset of a stream is a snapshot, so a micro-batch
-is a difference too: it has the same rows whenever it is read, and a query that begins again from its checkpoint repeats
-the last one exactly. No replication slot is used, so any number of queries may read.
+A batch query reads the difference between two snapshots of the source. The offset of a stream is a snapshot, so a
+micro-batch is a difference too: it has the same rows each time, and a query that restarts from its checkpoint repeats
+its last micro-batch exactly. Any number of queries may read, because none uses a replication slot.
 
 Source: Spark documentation, "Python Data Source API".
 """
@@ -82,7 +82,7 @@ HEADERS_SCHEMA = StructType(
 
 
 def register(spark: SparkSession) -> None:
-    """Let a session read `format("outbox")`. The executors need relay too, installed or as a file of Python code."""
+    """Register `format("outbox")` in a session. The executors need relay too, installed or as an archive."""
     spark.dataSource.register(OutboxDataSource)
 
 
@@ -106,7 +106,7 @@ class OutboxDataSource(DataSource):
 
 
 class RowsPartition(InputPartition):
-    """What one task reads."""
+    """The input of one task."""
 
     def __init__(self, portion: TaskPortion) -> None:
         super().__init__(None)
@@ -114,7 +114,7 @@ class RowsPartition(InputPartition):
 
 
 class DifferenceReader(DataSourceReader):
-    """Reads one difference, from `fromSnapshot` to `toSnapshot` or to what is visible when the query begins."""
+    """Reads one difference, from `fromSnapshot` to `toSnapshot` or to the snapshot when the query begins."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -147,7 +147,7 @@ class DifferenceReader(DataSourceReader):
 
 
 class FilteringReader(DifferenceReader):
-    """Lets PostgreSQL leave out rows that Spark would leave out."""
+    """Passes Spark's filters on to PostgreSQL, so that it sends fewer rows."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
         self._filter = condition_of(filters, self._options.table)
@@ -155,7 +155,7 @@ class FilteringReader(DifferenceReader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Follows the outbox. Its connection stays open while the query runs and is not sent to executors."""
+    """Reads the outbox as a stream. The driver keeps its connection while the query runs; executors do not get it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -179,13 +179,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
         before = Snapshot.parse(start["snapshot"])
         if not self._noted:
-            # What the query begins with is held too.
+            # Retention must keep the query's first position too.
             self.commit(start)
         seen = self._seen()
         _require_seen(seen, before)
         after = self._target or seen
         if not after.covers(before):
-            # A replica that has not replayed yet what another one had.
+            # A replica that lags behind the one that gave `start`.
             return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         table = self._options.table.identifier
@@ -208,7 +208,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read(options.dsn, options.table, partition.portion, options.partitions, None)
 
     def commit(self, end: dict[str, str]) -> None:
-        """Let retention remove what the query has read, if it has a name."""
+        """Let retention remove the events that a query with a `reader` name has read."""
         if self._options.reader is not None:
             outbox = ".".join(self._options.table.name)
             with _one_line(self._options):
@@ -217,8 +217,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 note_reader(conn, self._options.reader, end["snapshot"], outbox)
             except psycopg.Error as error:
                 raise RelayError(
-                    f"option reader: it cannot be noted how far it is: {first_line(error)}: run `relay init`, read "
-                    "the primary, and with a role that may write relay.readers, as `relay` may"
+                    f"option reader: its position cannot be stored: {first_line(error)}: run `relay init`, and read "
+                    "the primary with a role that may write relay.readers, such as `relay`"
                 ) from None
         self._noted = True
 
@@ -245,7 +245,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 @contextmanager
 def _one_line(options: Options) -> Iterator[None]:
-    """Turn an error of PostgreSQL's into a RelayError: what is wrong, the option, what to do."""
+    """Turn PostgreSQL's errors into a RelayError of one line: the option, what is wrong, what to do."""
     try:
         yield
     except psycopg.Error as error:

@@ -1,4 +1,4 @@
-"""What a sink of `type: spark` does to its events before they are written: `sql`, then `transform`."""
+"""Transforms the events of a sink of `type: spark` before they are written: with `sql`, then with `transform`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Transform:
 
     @property
     def has_function(self) -> bool:
-        """Whether a function of the user takes part, whose errors may quote values."""
+        """Whether the sink has a user's function, whose errors may quote values."""
         return self._function is not None
 
     @contextmanager
     def applied(self, session: SparkSession, frame: DataFrame) -> Iterator[DataFrame]:
         """The frame to write: `frame` itself where the sink has neither a query nor a function.
 
-        Inside the context no other sink of this process gives the view another meaning. Raises ConfigurationError.
+        Inside the context, no other sink of this process replaces the view. Raises ConfigurationError.
         """
         # A Connect server resolves the view only when the frame is written.
         with _view if self._query else nullcontext():
@@ -66,9 +66,9 @@ class Transform:
         assert self._function is not None  # noqa: S101
         key = f"{self._key}.transform"
         with of_function(key):
-            found = self._function(frame)
-        if not isinstance(found, DataFrame):
+            transformed = self._function(frame)
+        if not isinstance(transformed, DataFrame):
             raise ConfigurationError(
-                f"{key}: the function returned {type(found).__name__}, not a DataFrame: let it return the one to write"
+                f"{key}: the function returned {type(transformed).__name__}: return the DataFrame to write"
             )
-        return found
+        return transformed

@@ -196,7 +196,7 @@ def test_the_server_of_spark_connect_is_killed_and_restarted(
         outbox.wait_drained(240)
         outbox.wait_delivered("lake", 240)
         assert service.terminate() == 0
-        assert service.said("the Spark session died; building it again")
+        assert service.said("the Spark session died; rebuilding it")
     outbox.assert_exact()
     ids = sorted(outbox.column("select id::text from outbox_message_t"))
     found = pyarrow.dataset.dataset(lake, format="parquet", partitioning="hive")

@@ -428,7 +428,7 @@ def test_a_fault_tells_where_and_what_and_no_value(
         "syntax": r"handlers.syntax.sql: ParseException: \[PARSE_SYNTAX_ERROR\] .* 'selec'.*\(line 1, pos 0\)",
         "raising": f"handlers.raising.transform: ValueError{line}",
         "quoting": f"handlers.quoting.transform: ParseException: .*{line}",
-        "nothing": "handlers.nothing.transform: the function returned NoneType, not a DataFrame: .*",
+        "nothing": "handlers.nothing.transform: the function returned NoneType: return the DataFrame to write",
         "calling": f"handlers.calling.callable: RuntimeError{line}",
     }
     wrong = {
@@ -905,7 +905,7 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
     for done in range(4):
         with running(file) as service:
             # Sooner and later in the life of a batch, also between its last file and the end that is stored.
-            service.wait_said("written with Spark", 180) if done % 2 else None
+            service.wait_said("wrote a batch with Spark", 180) if done % 2 else None
             wait_until(lambda: bool(begun(outbox)), 180)
             if done:
                 wait_until(lambda: has_files(path), 180)

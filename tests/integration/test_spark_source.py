@@ -213,7 +213,7 @@ def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.M
 
 def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, other_role: str) -> None:
     outbox.conn.execute(f"grant select on outbox_message_t to s_{outbox.slot}")
-    with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, as `relay` may$"):
+    with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, such as `relay`$"):
         planned_stream({"dsn": other_role, "reader": "r"})
     outbox.conn.execute(f"drop owned by s_{outbox.slot}")
 

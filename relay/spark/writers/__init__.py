@@ -1,4 +1,4 @@
-"""Writers of `type: spark` sinks: each writes a batch to its destination exactly once, however often it is called."""
+"""Writers of `type: spark` sinks: each writes a batch exactly once, however often it is called for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BATCH_COLUMN = "relay_batch"
-"""The column of a frame that has the batch's id; files and tables are partitioned by it, last of all."""
+"""The column of a frame that holds the batch's id; it is the last partition column of files and tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchId:
-    """What identifies a batch at its destination.
+    """Identifies a batch at its destination.
 
-    `application` is the UUID of the sink's namespace, made once for each group, sink and target. `number` counts the
-    batches of the application from 1, upwards; one that was given up, since somebody moved the sink, leaves a gap.
-    `id` is the batch's UUID, the value of its frame's `relay_batch`. `tried`: an earlier attempt, perhaps with another
-    query, may have written something of it.
+    `application` is the UUID of the group, sink and target. `number` counts the batches of the application from 1; a
+    batch that was dropped because an operator moved the sink leaves a gap. `id` is the batch's UUID, the value of
+    `relay_batch` in its frame. `tried` says that an earlier attempt, perhaps with another query, may have written some
+    of its rows.
     """
 
     application: str
@@ -32,7 +32,7 @@ class BatchId:
 
 
 class MissingPartition(ConfigurationError):
-    """What is written lacks a column of partition_by, and nothing of the batch is at its destination."""
+    """The frame lacks a column of partition_by, and no row of the batch is at its destination."""
 
 
 class Writer(Protocol):
@@ -44,8 +44,8 @@ class Writer(Protocol):
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Write the frame.
 
-        Called again for the same batch after any failure, with the same rows; the destination has them once. Raises
-        ConfigurationError as `check` does, MissingPartition, and whatever the destination raises.
+        After any failure it is called again for the same batch, with the same rows; the destination has them once.
+        Raises ConfigurationError as `check` does, MissingPartition, and the destination's errors.
         """
 
 

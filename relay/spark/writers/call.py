@@ -1,4 +1,4 @@
-"""Writes batches with a function of the user's own."""
+"""Writes batches with a user's function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CallableWriter:
-    """Calls `function(frame, batch)` until it returns. The function makes a repeated call for a batch harmless."""
+    """Calls `function(frame, batch)` until it returns. The function must tolerate repeated calls for a batch."""
 
     def __init__(self, name: str, path: str) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
@@ -21,9 +21,9 @@ class CallableWriter:
         self._function = load(self._key, path)
 
     def check(self, session: SparkSession) -> None:
-        """What the function needs, it checks itself."""
+        """Check nothing: the function does."""
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Call the function. Raises RelayError that tells the kind and the line of what the function raises."""
+        """Call the function. Raises RelayError with the kind, file and line of the function's error."""
         with of_function(self._key):
             self._function(frame, batch)

@@ -1,4 +1,4 @@
-"""The columns of a frame as Arrow has them, and whether a table takes them."""
+"""The Arrow schema of a frame, and whether a table accepts its columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def arrow_schema(frame: DataFrame) -> pa.Schema:
-    """The frame's schema; every column is nullable, and a timestamp is in UTC microseconds."""
+    """The frame's schema; every column is nullable, and timestamps are UTC microseconds."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     fields = to_arrow_schema(frame.schema, timezone="UTC")
@@ -25,7 +25,7 @@ def arrow_schema(frame: DataFrame) -> pa.Schema:
 def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
     """Raise ConfigurationError, which names `key`, unless the frame can be appended to the table.
 
-    The table has every column of the frame, with its type. What else it has is nullable, and stays null.
+    The table must have every column of the frame, with the same type. Its other columns must be nullable, and are null.
     """
     for field in frame:
         index = table.get_field_index(field.name)
@@ -33,15 +33,16 @@ def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
             raise ConfigurationError(
                 f"{key}: the table has no column {field.name}: add it, or leave it out with `sql`"
             )
-        found, given = _plain(table.field(index).type), _plain(field.type)
-        if found != given:
+        wanted, given = _plain(table.field(index).type), _plain(field.type)
+        if wanted != given:
             raise ConfigurationError(
-                f"{key}: the table's column {field.name} is {found} and the batch's is {given}: cast it with `sql`"
+                f"{key}: the table's column {field.name} is {wanted} and the batch's is {given}: cast it with `sql`"
             )
     for field in table:
         if not field.nullable:
             raise ConfigurationError(
-                f"{key}: the table's column {field.name} is NOT NULL, which no column of a batch is: make it nullable"
+                f"{key}: the table's column {field.name} is NOT NULL, but every column of a batch is nullable: "
+                "drop the constraint"
             )
 
 
@@ -56,7 +57,7 @@ def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without what Arrow's libraries choose differently: the width of offsets, the name of UTC."""
+    """The type without the differences between Arrow's libraries: the width of offsets, the name of UTC."""
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):

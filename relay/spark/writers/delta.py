@@ -1,8 +1,8 @@
 """Writes batches to a Delta table exactly once, without Delta's jar: executors write files, the driver commits them.
 
-Each commit carries the transaction identifier (`txn`) of its application: `relay:` and the application's UUID, with the
-batch's number as the version. A driver that was paused cannot commit a batch that another one has committed since:
-delta-rs refuses a commit if the log has got a `txn` of the same application since the table was loaded.
+Each commit has a transaction identifier (`txn`): the application is `relay:` and the application's UUID, the version is
+the batch's number. A driver that was suspended cannot commit a batch that another one has committed meanwhile: delta-rs
+rejects a commit if another `txn` of the application was committed after the table was loaded.
 
 Source: Delta Transaction Log Protocol, "Transaction Identifiers"; delta-rs 1.6, `create_write_transaction`.
 """
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 _FORGETS_BATCHES = "delta.setTransactionRetentionDuration"
 _UNSAFE_OPTIONS = ("aws_s3_allow_unsafe_rename", "allow_unsafe_rename")
 _RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.start")
-"""Metadata of columns whose values every writer has to compute or check."""
+"""Metadata of columns whose values each writer must compute or check."""
 
 
 class DeltaWriter:
-    """Appends to the Delta table at `path`, which the first batch creates."""
+    """Appends to the Delta table at `path`; the first batch creates it."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:
         """Raises ModuleNotFoundError without the extra `delta`."""
@@ -59,9 +59,9 @@ class DeltaWriter:
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Append the batch unless the table has it.
 
-        Raises ConfigurationError if the table does not take the frame's columns, and deltalake's DeltaError.
+        Raises ConfigurationError if the table does not accept the frame's columns, and deltalake's DeltaError.
         """
-        # The commit is made on what is loaded here, so that it fails if the batch is committed in between.
+        # Loaded before the files are written: the commit then fails if another driver commits the batch meanwhile.
         table = self._load()
         if table is not None and _has(table, batch):
             return
@@ -92,7 +92,7 @@ class DeltaWriter:
         configuration = table.metadata().configuration
         if _FORGETS_BATCHES in configuration:
             raise ConfigurationError(
-                f"{self._key}.path: the table's property {_FORGETS_BATCHES} lets it forget which batches it has: "
+                f"{self._key}.path: the table's property {_FORGETS_BATCHES} removes the record of committed batches: "
                 "unset it"
             )
         mapping = configuration.get("delta.columnMapping.mode", "none")
@@ -107,7 +107,7 @@ class DeltaWriter:
             rules.append("delta.columnMapping.mode")
         if rules:
             raise ConfigurationError(
-                f"{self._key}.path: the table has {', '.join(rules)}, which relay cannot observe: write to a table "
+                f"{self._key}.path: the table has {', '.join(rules)}, which relay does not support: write to a table "
                 "without it"
             )
 
@@ -132,7 +132,7 @@ class DeltaWriter:
         folder = local_path(self._path)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        # Fails if there is a table by now, also one that another driver creates at the same time.
+        # Mode `error` fails if another driver has created the table meanwhile.
         create_table_with_add_actions(
             self._path,
             schema,

@@ -1,4 +1,4 @@
-"""The executors' side of Delta tables: Parquet files, and what the table's log says of each.
+"""The executors' side of Delta tables: writes Parquet files, and describes each for the table's log.
 
 Source: Delta Transaction Log Protocol, "Add File and Remove File", "Per-file Statistics", "Partition Value
 Serialization".
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from relay.spark.writers.tasks import gathered
 
 FACTS = "path string, size bigint, partition_values string, stats string"
-"""What a task tells of each file; the last two are JSON."""
+"""The columns of a task's result, a row for each file; the last two are JSON."""
 _FACTS_SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -33,16 +33,16 @@ _FACTS_SCHEMA = pa.schema(
     ]
 )
 _LONGEST_BOUND = 64
-"""A string that is longer is no bound in the statistics: payloads would make the log as long as the table."""
+"""The longest string, in characters, in a file's statistics: payloads would make the log as large as the table."""
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
 _LONGEST_NAME = 100
-"""How much of a partition value is in its folder's name, which file systems let have 255 bytes."""
+"""The most characters of a partition value in its folder's name, of at most 255 bytes in most file systems."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Where the files of a batch go and what is in them. `options` are deltalake's storage options, and secret."""
+    """The path and schema of a batch's files. `options` are deltalake's storage options, which are secret."""
 
     path: str
     options: Mapping[str, str]
@@ -62,14 +62,14 @@ def local_path(path: str) -> Path | None:
 
 
 def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write a task's rows as files of names that no other attempt uses; gives a row of `FACTS` for each."""
+    """Write a task's rows to files whose names no other attempt uses; yields a row of `FACTS` for each file."""
     store = _store(files)
     for table in gathered(files.schema, batches):
-        found = [
+        written = [
             _write(files, store, values, part)
             for values, part in _partitions(table, files.partition_by)
         ]
-        yield pa.RecordBatch.from_pylist(found, schema=_FACTS_SCHEMA)
+        yield pa.RecordBatch.from_pylist(written, schema=_FACTS_SCHEMA)
 
 
 def _store(files: BatchFiles) -> Any:
@@ -87,7 +87,7 @@ def _store(files: BatchFiles) -> Any:
 def _partitions(
     table: pa.Table, columns: Sequence[str]
 ) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
-    """The rows of each combination of partition values, without these columns."""
+    """The partition values of each combination, with its rows without the partition columns."""
     if not columns:
         yield {}, table
         return
@@ -95,7 +95,7 @@ def _partitions(
     for name in columns:
         encoded = table[name].combine_chunks().dictionary_encode(null_encoding="encode")
         codes = codes * len(encoded.dictionary) + encoded.indices.to_numpy(zero_copy_only=False)
-        # Small numbers again, so that many columns do not overflow.
+        # Renumbered from 0, so that many columns do not overflow.
         codes = np.unique(codes, return_inverse=True)[1]
     order = np.argsort(codes, kind="stable")
     ordered = table.take(pa.array(order))
@@ -107,7 +107,7 @@ def _partitions(
 
 
 def _value(value: Any) -> str | None:
-    """A partition value as the log has it; an empty text means null there, whatever its column's type."""
+    """A partition value in the log's serialization, in which "" means null for every type."""
     if value is None or value == "":
         return None
     if isinstance(value, bool):
@@ -124,7 +124,7 @@ def _write(
         f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value[:_LONGEST_NAME])}"
         for name, value in values.items()
     ]
-    # The log has the values: nobody reads them from a folder's name, which may stand for several.
+    # Readers take the values from the log, so two values may share a folder's name.
     path = "/".join([*folders, f"part-{files.batch}-{uuid4().hex}.zstd.parquet"])
     sink = pa.BufferOutputStream()
     pq.write_table(part, sink, compression="zstd")
@@ -158,7 +158,7 @@ def _stats(part: pa.Table) -> dict[str, Any]:
 
 
 def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
-    """The least and the greatest value as JSON has them; None where there are none, or they are no use to readers."""
+    """The least and the greatest value in JSON's form; None where a column has no bounds that readers can use."""
     kind = column.type
     if not (
         pa.types.is_integer(kind)
@@ -167,11 +167,11 @@ def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
         or (pa.types.is_timestamp(kind) and kind.tz is not None)
     ):
         return None
-    found = pc.min_max(column)
+    bounds = pc.min_max(column)
     try:
-        least, greatest = found["min"].as_py(), found["max"].as_py()
+        least, greatest = bounds["min"].as_py(), bounds["max"].as_py()
     except (ValueError, OverflowError):
-        return None  # a time outside Python's calendar
+        return None  # a time outside the years 1 to 9999
     if least is None:
         return None
     if isinstance(least, str):
@@ -180,5 +180,5 @@ def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
         return least, greatest
     form = "%Y-%m-%dT%H:%M:%S.%fZ" if isinstance(least, datetime) else "%Y-%m-%d"
     if least.year < 1000:
-        return None  # strftime writes such a year with less than four digits
+        return None  # strftime writes such a year with fewer than four digits
     return least.strftime(form), greatest.strftime(form)

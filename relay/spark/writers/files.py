@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 STALE_SECONDS = 7 * 24 * 3600.0
-"""How old the staging folder of an attempt is when it is taken for dead."""
+"""The age at which an attempt's staging folder is removed: its driver has died."""
 
 
 class FilesWriter:
-    """Folders that are partitioned by the batch, last of all: a batch replaces folders that only it has."""
+    """Writes folders whose last partition column is `relay_batch`, so that a batch replaces only its own folders."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:
         assert settings.path is not None  # noqa: S101
@@ -29,7 +29,7 @@ class FilesWriter:
         self._path = settings.path
 
     def check(self, session: SparkSession) -> None:
-        """Remove what attempts that died left long ago. Nothing else is at the path that a batch could replace."""
+        """Remove the staging folders of drivers that died more than STALE_SECONDS ago."""
         folders = _Folders.of(session, self._path)
         if folders is not None:
             folders.remove(".spark-staging-*", STALE_SECONDS)
@@ -38,7 +38,7 @@ class FilesWriter:
         """Replace the batch's own folders. Raises MissingPartition."""
         by = self._settings.partition_by
         if batch.tried:
-            # The query, or another table of it, may have changed since: rows would be in other folders now.
+            # If the query, or a table in it, has changed since, the earlier rows may be in other folders.
             folders = _Folders.of(frame.sparkSession, self._path)
             if folders is not None:
                 folders.remove("*/" * len(by) + f"{BATCH_COLUMN}={batch.id}")
@@ -54,7 +54,7 @@ class FilesWriter:
 
 
 class _Folders:
-    """The folders below a path, through Hadoop's file systems, which know every path that Spark does."""
+    """The folders below a path, through Hadoop's file systems, which resolve every path that Spark accepts."""
 
     def __init__(self, system: Any, path: Any, jvm: Any) -> None:
         self._system = system
@@ -63,7 +63,7 @@ class _Folders:
 
     @classmethod
     def of(cls, session: SparkSession, path: str) -> _Folders | None:
-        """None on a Spark Connect server, whose JVM is out of reach."""
+        """The folders of a path; None on Spark Connect, whose JVM is out of reach."""
         context = getattr(session, "_jsparkSession", None)
         if context is None:
             return None
@@ -72,7 +72,7 @@ class _Folders:
         return cls(folder.getFileSystem(context.sessionState().newHadoopConf()), folder, jvm)
 
     def remove(self, pattern: str, older_than: float = 0.0) -> None:
-        """Remove the folders that match a glob below the path and were not modified for so many seconds."""
+        """Remove the folders below the path that match a glob and were not modified for `older_than` seconds."""
         found = self._system.globStatus(self._jvm.org.apache.hadoop.fs.Path(self._path, pattern))
         for status in found or ():
             if time.time() - status.getModificationTime() / 1000 >= older_than:

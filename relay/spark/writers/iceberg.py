@@ -1,9 +1,9 @@
 """Writes batches to an Iceberg table exactly once, without a jar: executors write files, the driver commits them.
 
-A commit sets the table's property `relay.<application>` to the batch's number together with the snapshot. PyIceberg
-repeats a commit that met another one on top of that one's snapshot; here it first reads the property again, so that a
-driver that was paused does not commit what another has committed since. The catalog asserts that the table's snapshot
-is the one that was read.
+A commit adds a snapshot and sets the table's property `relay.<application>` to the batch's number. The catalog rejects
+it if the table has another snapshot than the one that was read. PyIceberg then repeats the commit on the new snapshot;
+`_Fenced` first reads the property again, so that a driver that was suspended does not commit a batch that another
+driver has committed.
 
 Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceberg 0.12, `commit_transaction`.
 """
@@ -52,13 +52,13 @@ class IcebergWriter:
         self._options = {key: text.get_secret_value() for key, text in settings.options.items()}
 
     def check(self, session: SparkSession) -> None:
-        """Load the table, if there is one. Raises what PyIceberg raises for a catalog that cannot be used."""
+        """Load the table, if it exists. Raises PyIceberg's error for a catalog that cannot be used."""
         self._load(self._catalog())
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Append the batch unless the table has it.
 
-        Raises ConfigurationError if the table does not take the frame's columns, and what PyIceberg raises.
+        Raises ConfigurationError if the table does not accept the frame's columns, and PyIceberg's errors.
         """
         schema = arrow_schema(frame)
         catalog = self._catalog()
@@ -99,7 +99,7 @@ class IcebergWriter:
 
 
 class _Fenced(Table):
-    """A table that raises _Committed when it is read again and has the batch by then."""
+    """A table whose `refresh` raises _Committed if the table has the batch."""
 
     def __init__(self, table: Table, batch: BatchId) -> None:
         super().__init__(
@@ -128,7 +128,7 @@ def _commit(table: Table, files: list[DataFile], batch: BatchId) -> None:
         "relay.number": str(batch.number),
         "relay.batch": batch.id,
     }
-    # Without files too: the assertion that the snapshot is the one that was read comes with a snapshot alone.
+    # A snapshot even without files: only an update of the snapshot makes the catalog compare it.
     with transaction.update_snapshot(snapshot_properties=summary).fast_append() as append:
         for file in files:
             append.append_data_file(file)
@@ -151,12 +151,12 @@ def _table_schema(table: Table) -> pa.Schema:
 
 
 def write_files(target: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write a task's rows as files of names that no other attempt uses; gives each as a pickled DataFile.
+    """Write a task's rows to files whose names no other attempt uses; yields each as a pickled DataFile.
 
-    `target` is pickled: the table's metadata, its FileIO and the Arrow schema of the rows.
+    `target` is a pickled tuple: the table's metadata, its FileIO and the Arrow schema of the rows.
     """
     metadata, io, schema = pickle.loads(target)  # noqa: S301
     for table in gathered(schema, batches):
         files = _dataframe_to_data_files(metadata, table, io, uuid4())
-        found = [pickle.dumps(file) for file in files]
-        yield pa.RecordBatch.from_arrays([pa.array(found, pa.binary())], schema=_FILES_SCHEMA)
+        pickled = [pickle.dumps(file) for file in files]
+        yield pa.RecordBatch.from_arrays([pa.array(pickled, pa.binary())], schema=_FILES_SCHEMA)

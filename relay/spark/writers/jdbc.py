@@ -1,9 +1,9 @@
 """Writes batches to a table of a PostgreSQL database exactly once, without a jar: executors copy, the driver commits.
 
-Each attempt has a staging table of its own, which the tasks copy into. The driver then moves the rows of those task
-attempts whose results it has got, in one transaction with a row of the ledger `relay_batches`, whose primary key is the
-application and the batch's number. Of several drivers that write the same batch one inserts that row, and the others
-move nothing.
+The tasks of each attempt copy into a staging table of their own. The driver then moves the rows of the task attempts
+whose results it received, in one transaction with a row of the ledger `relay_batches`, whose primary key is the
+application and the batch's number. Where several drivers write the same batch, one inserts that row and the others move
+nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _COUNTS = "attempt string, number bigint"
 _COUNTS_SCHEMA = pa.schema([("attempt", pa.string()), ("number", pa.int64())])
 _ATTEMPT = "relay_attempt"
-"""The staging table's column that tells which attempt of which task copied a row."""
+"""The staging table's column with the UUID of the task attempt that copied the row."""
 _LEDGER = "relay_batches"
-_DROP_PATIENTLY = "1s"
+_DROP_LOCK_TIMEOUT = "1s"
 """How long a drop waits for a task of an earlier attempt that still copies."""
 
 _FIND_TABLE = """
@@ -73,7 +73,7 @@ _MOVE = """
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The table that the tasks of one attempt copy into. `dsn` is secret."""
+    """The staging table of one attempt, into which its tasks copy. `dsn` is secret."""
 
     dsn: str
     schema_name: str
@@ -90,7 +90,7 @@ class Staging:
 
 
 class JdbcWriter:
-    """Appends to a table that exists, beside which it keeps the ledger `relay_batches`."""
+    """Appends to an existing table; the ledger `relay_batches` is in the same schema."""
 
     def __init__(self, name: str, settings: handlers.JdbcSettings) -> None:
         self._key = f"handlers.{name}.jdbc.table"
@@ -98,15 +98,15 @@ class JdbcWriter:
         self._table = settings.table
 
     def check(self, session: SparkSession) -> None:
-        """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be asked."""
+        """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be queried."""
         with connect(self._dsn) as conn:
             self._find(conn)
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Insert the batch unless the ledger has it.
 
-        Raises ConfigurationError if the table lacks a column of the frame, TransientFault if staged rows are gone, and
-        psycopg.Error.
+        Raises ConfigurationError if the table lacks a column of the frame, TransientFault if staged rows are missing,
+        and psycopg.Error.
         """
         with connect(self._dsn) as conn:
             schema_name, table = self._find(conn)
@@ -128,9 +128,9 @@ class JdbcWriter:
             }
             conn.execute(sql.SQL(_CREATE_STAGING).format(**names))
             try:
-                chosen = frame.select(*schema.names)
-                found = chosen.mapInArrow(partial(copy_rows, staging), _COUNTS).collect()
-                _move(conn, names, ledger, batch, {row.attempt: row.number for row in found})
+                selected = frame.select(*schema.names)
+                counts = selected.mapInArrow(partial(copy_rows, staging), _COUNTS).collect()
+                _move(conn, names, ledger, batch, {row.attempt: row.number for row in counts})
             finally:
                 _drop(conn, staging.name)
 
@@ -147,7 +147,7 @@ class JdbcWriter:
         return row[0], row[1]
 
     def _columns(self, conn: psycopg.Connection[Any], frame: pa.Schema) -> pa.Schema:
-        """The frame's columns that are inserted: all, but `relay_batch` only where the table has it."""
+        """The frame's columns that the table has: all, or all but `relay_batch`."""
         known = {name for (name,) in conn.execute(_COLUMNS, [self._table])}
         for field in frame:
             if field.name not in known and field.name != "relay_batch":
@@ -156,8 +156,8 @@ class JdbcWriter:
                 )
             if pa.types.is_nested(field.type) or pa.types.is_binary(field.type):
                 raise ConfigurationError(
-                    f"{self._key}: the batch's column {field.name} is {field.type}: make it text, such as with "
-                    "to_json or hex, with `sql`"
+                    f"{self._key}: the batch's column {field.name} is {field.type}: convert it to text with `sql`, "
+                    "such as with to_json or hex"
                 )
         return pa.schema([field for field in frame if field.name in known])
 
@@ -174,7 +174,10 @@ def _move(
     batch: BatchId,
     counts: dict[str, int],
 ) -> None:
-    """Insert the rows of the task attempts, which map to how many each copied, with the batch's row of the ledger."""
+    """Insert the rows of the task attempts and the batch's row of the ledger, in one transaction.
+
+    `counts` has the rows that each attempt copied, by its UUID.
+    """
     with conn.transaction():
         claim = sql.SQL(_CLAIM).format(ledger=ledger)
         claimed = conn.execute(claim, [batch.application, batch.number, batch.id])
@@ -183,20 +186,20 @@ def _move(
         attempts = [UUID(attempt) for attempt in counts]
         moved = conn.execute(sql.SQL(_MOVE).format(**names), [attempts])
         if moved.rowcount != sum(counts.values()):
-            # An unlogged table is empty after the server has crashed.
+            # An unlogged table is empty after a crash of the server.
             raise TransientFault(f"{moved.rowcount} of {sum(counts.values())} rows are staged")
 
 
 def _drop_stale(conn: psycopg.Connection[Any], schema_name: str, prefix: str) -> None:
-    """Drop what attempts that died have left; a driver that still uses it cannot commit any more, nor should it."""
+    """Drop the staging tables of earlier attempts; a driver that still uses one can no longer commit."""
     for (table,) in conn.execute(_STAGING_TABLES, [schema_name, prefix]).fetchall():
         _drop(conn, sql.Identifier(schema_name, table))
 
 
 def _drop(conn: psycopg.Connection[Any], table: sql.Identifier) -> None:
-    """Drop a staging table; one that is in use, or a connection that is lost, leaves it to the next batch."""
+    """Drop a staging table; if a task uses it or the connection is lost, the next batch drops it."""
     with suppress(psycopg.errors.LockNotAvailable, psycopg.OperationalError), conn.transaction():
-        conn.execute(sql.SQL("set local lock_timeout = {}").format(_DROP_PATIENTLY))
+        conn.execute(sql.SQL("set local lock_timeout = {}").format(_DROP_LOCK_TIMEOUT))
         conn.execute(sql.SQL("drop table if exists {}").format(table))
 
 
@@ -204,7 +207,7 @@ def _drop(conn: psycopg.Connection[Any], table: sql.Identifier) -> None:
 
 
 def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Copy a task's rows, in one transaction; gives this attempt's UUID and how many rows."""
+    """Copy a task's rows in one transaction; yields a row with the attempt's UUID and the count."""
     attempt, number = str(uuid4()), 0
     columns = sql.SQL(", ").join(map(sql.Identifier, [*staging.schema.names, _ATTEMPT]))
     statement = sql.SQL("copy {} ({}) from stdin (format csv)").format(staging.name, columns)
@@ -217,7 +220,7 @@ def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[p
 
 
 def _send(copy: psycopg.Copy, table: pa.Table, attempt: str) -> int:
-    """Send rows as CSV, in which a null is nothing and an empty text is quoted; returns how many."""
+    """Send rows as CSV, in which null is an empty field and "" is quoted; returns how many."""
     import pyarrow.csv
 
     marks = pa.repeat(pa.scalar(attempt), table.num_rows)

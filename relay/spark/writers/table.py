@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TableWriter:
-    """A table that is partitioned by the batch, last of all: a batch replaces partitions that only it has."""
+    """Writes to a table whose last partition column is `relay_batch`, so that a batch replaces only its partitions."""
 
     def __init__(self, name: str, settings: SparkHandler, table: str) -> None:
         self._name = name
@@ -27,41 +27,44 @@ class TableWriter:
         self._options = {name: value.get_secret_value() for name, value in settings.options.items()}
 
     def check(self, session: SparkSession) -> None:
-        """Raise ConfigurationError where the table exists and is not partitioned by the batch."""
+        """Raise ConfigurationError where the table exists and is not partitioned by `relay_batch`."""
         if session.catalog.tableExists(self._table):
             self._require_partitions(session)
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Replace the batch's own partitions. Raises ConfigurationError; MissingPartition if there is no table yet."""
+        """Replace the batch's own partitions, in a table that the first batch creates.
+
+        Raises ConfigurationError, and MissingPartition if the table does not exist yet.
+        """
         session = frame.sparkSession
         if not session.catalog.tableExists(self._table):
             key = f"handlers.{self._name}"
             by = [*self._settings.partition_by, BATCH_COLUMN]
-            # Spark takes a name in any case.
+            # Spark's column names are case-insensitive.
             known = {name.lower() for name in frame.columns}
             unknown = [name for name in by if name.lower() not in known]
             require_partition_columns(key, unknown, frame.columns)
             empty = frame.limit(0).write
             empty.saveAsTable(self._table, self._settings.format, "ignore", by, **self._options)
         self._require_partitions(session)
-        # Here, not where the session is made: on a Connect server, or with a `conf` of the user, the whole table would
-        # go.
+        # Set for each batch: where a Connect server or the user's `conf` has `static`, the insert would replace the
+        # whole table.
         session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
         columns = session.table(self._table).columns
         missing = sorted(set(columns) ^ set(frame.columns))
         if missing:
             raise ConfigurationError(
-                f"{self._key}: {self._table} and what is written differ in the columns {', '.join(missing)}: name "
-                "another table, or change sql or transform"
+                f"{self._key}: {self._table} and the batch differ in the columns {', '.join(missing)}: name another "
+                "table, or change sql or transform"
             )
         if batch.tried:
-            # The query, or another table of it, may have changed since: rows would be in other partitions now.
+            # If the query, or a table in it, has changed since, the earlier rows may be in other partitions.
             self._empty(session, batch)
         ordered = frame.select(*columns).write.options(**self._options)
         ordered.insertInto(self._table, overwrite=True)
 
     def _empty(self, session: SparkSession, batch: BatchId) -> None:
-        """Empty the batch's partitions, also of a table whose files the catalog does not remove."""
+        """Empty the batch's partitions. An overwrite also works where the catalog does not remove a table's files."""
         by = [each.name for each in session.catalog.listColumns(self._table) if each.isPartition]
         table = session.table(self._table)
         texts = [table[name].cast("string").alias(name) for name in by]
@@ -80,7 +83,7 @@ class TableWriter:
     def _require_partitions(self, session: SparkSession) -> None:
         columns = session.catalog.listColumns(self._table)
         if BATCH_COLUMN not in {each.name for each in columns if each.isPartition}:
-            # What is overwritten in it would be more than a batch of relay's.
+            # An overwrite would replace rows that are not the batch's.
             raise ConfigurationError(
                 f"{self._key}: {self._table} is not partitioned by {BATCH_COLUMN}, so relay did not create it, and "
                 "writing to it would replace its rows: name another table, which relay creates, or append with a "

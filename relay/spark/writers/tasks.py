@@ -1,4 +1,4 @@
-"""What the executors' tasks of all writers do with the Arrow batches of a frame."""
+"""Gathers the Arrow batches of a frame in the executors' tasks of all writers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 FILE_BYTES = 64 << 20
-"""How much Arrow memory a task gathers before it writes a file, or a file for each partition value."""
+"""The bytes of Arrow memory that a task gathers before it writes a file, or a file for each partition value."""
 
 
 def gathered(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The rows of a task as tables of about `FILE_BYTES`, cast to the schema; a task without rows gives none."""
+    """Yield the rows of a task as tables of about `FILE_BYTES`, cast to the schema; none for a task without rows."""
     held: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
