@@ -1,1 +1,1 @@
-"""The configuration: its settings, and how they name fields of events, templates and code."""
+"""The configuration: settings, references to fields of events, templates, and references to code."""

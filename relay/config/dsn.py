@@ -1,4 +1,4 @@
-"""PostgreSQL connection strings that are checked before they are used, and never shown."""
+"""Checks PostgreSQL connection strings without showing them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _UNESCAPED = "is not a PostgreSQL connection string; in a URI, write %40 for an 
 
 
 def check_dsn(value: str) -> str:
-    """Return the connection string as it is. Raises ValueError with a text that quotes nothing of it.
+    """Return the connection string unchanged. Raises ValueError, whose text quotes nothing of it.
 
-    libpq ends the password of a URI at the first @, and takes a URI with a / before it for one without a password. The
-    rest of the password is then a host, a port or a database, which error messages name: such strings are refused.
+    libpq ends the password of a URI at the first @, and reads a URI with a / before it as one without a password. It
+    takes the rest of the password for a host, port or database, which error messages name. This function rejects such
+    strings.
     """
     if not value.strip():
         raise ValueError(f"is empty; {_MALFORMED.partition('; ')[2]}")
@@ -40,7 +41,7 @@ def _are_ports(text: str) -> bool:
 
 
 def _has_bare_at(value: str) -> bool:
-    """Whether a URI has an @ in its host or its database that is not written as %40."""
+    """Whether the host or the database of a URI has an @ that is not written as %40."""
     if not value.startswith(_URI):
         return False
     fields = conninfo_to_dict(value.replace("%40", "%01"))
@@ -50,7 +51,7 @@ def _has_bare_at(value: str) -> bool:
 def administrator_dsn(dsn: str | None, file: Path | None, option: str) -> str | None:
     """An administrator's connection string, from an option (or its variable) or a file; None without either.
 
-    Raises ConfigurationError, which names the option and quotes nothing.
+    Raises ConfigurationError, which names the option and quotes nothing of the string.
     """
     if dsn is not None and file is not None:
         raise ConfigurationError(f"{option}: is given twice, as a text and as a file: give one")

@@ -1,7 +1,6 @@
-"""What of a configuration decides the effects of a group: the same events must meet the same rules at every instance.
+"""The keys of a configuration that decide the effects of a group, which all its instances must have alike.
 
-Left out is what may differ between instances: how work is done (sizes, retries, limits), how databases and brokers are
-reached, and secrets.
+Instances may differ in sizes, retries and limits, in the addresses of databases and brokers, and in secrets.
 """
 
 from __future__ import annotations
@@ -22,49 +21,49 @@ _LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
     *("compress_above", "max_length", "max_events", "every", "bootstrap", "start"),
 }
-"""Keys of handlers that do not decide what an event leads to."""
+"""Keys of handlers that do not decide effects."""
 _LONGEST = 60
-"""Longer values are kept as their digest."""
+"""The digest of a longer value replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """The keys that decide effects, such as `handlers.orders.statement`, with their values or the digests of these."""
+    """The keys that decide effects, such as `handlers.orders.statement`, with their values or digests."""
 
     values: Mapping[str, str]
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Those of a configuration."""
-        found: dict[str, Any] = {
+        """The effects of a configuration."""
+        values: dict[str, Any] = {
             "partitions": settings.partitions,
             "unrouted": settings.unrouted,
             "source.table": settings.source.table,
-            # They run in this order.
+            # Handlers run in this order.
             "handlers": list(settings.handlers),
         }
         if settings.source.message_prefix is not None:
-            found["source.message_prefix"] = settings.source.message_prefix
+            values["source.message_prefix"] = settings.source.message_prefix
         for field, column in settings.source.columns.items():
-            found[f"source.columns.{field}"] = column
+            values[f"source.columns.{field}"] = column
         for field, kind in settings.source.types.items():
             if kind != SQL_TYPES[field]:
-                found[f"source.types.{field}"] = kind
+                values[f"source.types.{field}"] = kind
         for name, column in settings.source.headers.items():
-            found[f"source.headers.{name}"] = column
+            values[f"source.headers.{name}"] = column
         for name, handler in settings.handlers.items():
-            # A key that a later version adds makes no difference until somebody sets it.
+            # Without defaults, so that a key that a later version adds makes no difference until it is set.
             given = handler.model_dump(exclude=_LEFT_OUT, exclude_defaults=True)
             for key, value in given.items():
-                found[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
+                values[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
         if isinstance(settings.events, str):
-            found["events"] = settings.events
+            values["events"] = settings.events
         else:
             for name, each in settings.events.items():
-                found[f"events.{name}"] = each.model_dump(exclude_defaults=True)
-        for position, route in enumerate(settings.routes):
-            found[f"routes.{position}"] = route.model_dump(by_alias=True, exclude_defaults=True)
-        return cls({key: _shown(value) for key, value in found.items() if not _omitted(value)})
+                values[f"events.{name}"] = each.model_dump(exclude_defaults=True)
+        for index, route in enumerate(settings.routes):
+            values[f"routes.{index}"] = route.model_dump(by_alias=True, exclude_defaults=True)
+        return cls({key: _shown(value) for key, value in values.items() if not _omitted(value)})
 
     @property
     def digest(self) -> str:
@@ -72,7 +71,7 @@ class Effects:
         return _digest(json.dumps(dict(self.values), sort_keys=True))
 
     def difference(self, other: Mapping[str, str]) -> str:
-        """Name the keys that differ from another configuration's, which is named first: `partitions (8, here 4)`."""
+        """Describe the keys that differ, the other configuration's value first: `partitions (8, here 4)`."""
         here, there = handlers_of(self.values), handlers_of(other)
         named = [f"handlers.{name} (only here)" for name in sorted(here - there)]
         named += [f"handlers.{name} (not here)" for name in sorted(there - here)]
@@ -115,7 +114,7 @@ def _is_secret(value: Any) -> bool:
 
 
 def _address(url: Any) -> Any:
-    """An address without the credentials and the query, which may hold a token; a secret one stays a secret."""
+    """An address without its credentials and its query, which may hold a token; a SecretStr is returned unchanged."""
     if not isinstance(url, str):
         return url
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""The configuration's `events`: the types in the file itself, or the name of a registry in code."""
+"""The section `events`: event types in the file itself, or the name of a registry in code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from relay.config.fields import JSON_FIELDS, is_name
 from relay.config.types import Number, Section
 
 VERSION_FROM = "metadata.version"
-"""Where an event says which version it has, unless something else is configured."""
+"""The default path of an event's version."""
 
 
 def check_version_from(path: str) -> str:
-    """The path itself. Raises ValueError if it does not lead into payload or metadata."""
+    """Return the path unchanged. Raises ValueError if it does not lead into payload or metadata."""
     if not is_name(path) or path in JSON_FIELDS or path.partition(".")[0] not in JSON_FIELDS:
-        raise ValueError(f"{path!r} is no path into payload or metadata, such as {VERSION_FROM}")
+        raise ValueError(f"{path!r} is not a path into payload or metadata, such as {VERSION_FROM}")
     return path
 
 
@@ -32,20 +32,20 @@ Version = Annotated[PositiveInt, Number]
 
 
 class EventTypeSettings(Section):
-    """A type of events: its current version, the model of that, and the upcasters by the version that they take."""
+    """An event type: its current version, the model of that version, and the upcasters from older versions."""
 
     version: Version | None = None
-    """The current version; null: the one after the last upcaster, else 1."""
+    """The current version; null: the one after the last upcaster's, else 1."""
     model: Path | None = None
     """`module:name` of a pydantic model of the current version's payload."""
     upcast: dict[Version, Path] = Field(default_factory=dict)
-    """For each older version `module:function`, which takes its payload and returns that of the next version."""
+    """`module:function` for each older version: it takes the version's payload and returns the next version's."""
     version_from: Annotated[str, AfterValidator(check_version_from)] = VERSION_FROM
-    """The path into payload or metadata where an event has its version; without a value there it has version 1."""
+    """The path to an event's version in payload or metadata; an event without a value there has version 1."""
 
 
 TYPES, REGISTRY = "types", "registry"
-"""What pydantic names the two forms in the location of a fault."""
+"""The names of the two forms in the location of a pydantic error."""
 
 
 def _form(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How configuration names a value of an event: a field, or a path into payload or metadata. No I/O."""
+"""References to a value of an event in the configuration: a field, or a path into payload or metadata. No I/O."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEY = re.compile(r"[A-Za-z_][\w-]{0,62}", re.ASCII)
 
 
 def safe_key(key: str) -> str:
-    """A key of an object for a log: `*` for one that does not look like a field's name, which may be a value."""
+    """A JSON object's key as logs show it: `*` for one that does not look like a field's name and may be a value."""
     return key if _KEY.fullmatch(key) else "*"
 
 
 def split(name: str) -> tuple[str, list[str]]:
-    """The field that a name begins with, and the path into its JSON; each header is a field."""
+    """The field and the path into its JSON that a name refers to; each header is a field."""
     if name.startswith(headers.PREFIX):
         return name, []
     head, *path = name.split(".")
@@ -28,12 +28,12 @@ def split(name: str) -> tuple[str, list[str]]:
 
 
 def is_header(name: str) -> bool:
-    """Whether this is the field of a header, such as `headers.region`."""
+    """Whether a name is a header's field, such as `headers.region`."""
     return name.startswith(headers.PREFIX) and headers.is_name(name.removeprefix(headers.PREFIX))
 
 
 def is_name(name: str) -> bool:
-    """Whether this is a field, such as `headers.region`, or a path such as `payload.customer.id`."""
+    """Whether a name is a field, such as `headers.region`, or a path such as `payload.customer.id`."""
     if is_header(name):
         return True
     head, path = split(name)
@@ -41,7 +41,7 @@ def is_name(name: str) -> bool:
 
 
 def dig(value: Any, path: Sequence[str]) -> tuple[bool, Any]:
-    """The value at a path of object keys and array positions, and whether there is one."""
+    """Whether there is a value at a path of object keys and array indices, and the value."""
     for step in path:
         if isinstance(value, dict) and step in value:
             value = value[step]

@@ -1,4 +1,4 @@
-"""The configurations of one command: which files they are in, and whether one process can relay all of them."""
+"""The configurations of one command: finds their files, and checks that one process can run them together."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _LOCAL = frozenset({"", "127.0.0.1", "::1", "localhost"})
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One group's settings and the file that they are in; None where the environment has all of them."""
+    """One group's settings and their file; None where they are all in the environment."""
 
     file: Path | None
     settings: Settings
 
     @property
     def name(self) -> str:
-        """The file, for a person."""
+        """The file's name in messages."""
         return "environment" if self.file is None else str(self.file)
 
 
 def load(paths: Sequence[Path] | None) -> Settings:
-    """The one configuration of a command that takes no more. Raises ConfigurationError."""
+    """The configuration of a command that takes a single one. Raises ConfigurationError."""
     files = _files(paths)
     if len(files) > 1:
         raise ConfigurationError(
@@ -48,10 +48,10 @@ def load(paths: Sequence[Path] | None) -> Settings:
 
 
 def load_all(paths: Sequence[Path] | None) -> list[Configuration]:
-    """The configurations of a command, in the order in which they are given.
+    """The configurations of a command, in the given order.
 
     Without `paths`, `RELAY_CONFIG` names the files, else `relay.yaml` is read where it exists. A folder stands for its
-    *.yaml, by name. Raises ConfigurationError.
+    *.yaml files, in order of their names. Raises ConfigurationError.
     """
     files = _files(paths)
     if len(files) < 2:
@@ -61,7 +61,7 @@ def load_all(paths: Sequence[Path] | None) -> list[Configuration]:
 
 
 def require_apart(configurations: Sequence[Configuration]) -> None:
-    """Raise ConfigurationError, with a line for each pair of files, if one process cannot relay all of them."""
+    """Raise ConfigurationError, with a line for each conflict of two files, if one process cannot run all of them."""
     lines = [
         f"{one.name} and {other.name}: {fault}"
         for one, other in combinations(configurations, 2)
@@ -72,7 +72,7 @@ def require_apart(configurations: Sequence[Configuration]) -> None:
 
 
 def observed(configurations: Sequence[Configuration]) -> ObserveSettings:
-    """The section `observe` of the process: what any of the files has."""
+    """The process's section `observe`: each key from the first file that sets it."""
     sections = [each.settings.observe for each in configurations]
     return ObserveSettings(
         listen=next((each.listen for each in sections if each.listen), None),
@@ -82,12 +82,12 @@ def observed(configurations: Sequence[Configuration]) -> ObserveSettings:
 
 
 def require_one(configurations: Sequence[Configuration], side: Side, option: str) -> None:
-    """Raise ConfigurationError if there are several sources or targets, of which an option can name one only."""
-    found = {
+    """Raise ConfigurationError if there are several sources or targets: an option names only one."""
+    databases = {
         _database(each.settings.source_dsn if side == "source" else each.settings.target_dsn)
         for each in configurations
     }
-    if len(found) > 1:
+    if len(databases) > 1:
         raise ConfigurationError(
             f"{option}: the configurations have several {side}s: run the command for each of them, with one --config"
         )
@@ -96,15 +96,16 @@ def require_one(configurations: Sequence[Configuration], side: Side, option: str
 def for_each(
     paths: Sequence[Path] | None, run: Callable[[Settings], T], heading: bool = True
 ) -> list[T]:
-    """Run a command for each of its configurations, with a heading where there are several; returns the results.
+    """Run a command for each of its configurations, and return the results.
 
-    Raises what the first raises that fails, with the file in each line where there are several.
+    With several, it prints a heading for each, and each line of an error names its group and file. It stops at the
+    first error and raises it.
     """
-    found = load_all(paths)
-    if len(found) == 1:
-        return [run(found[0].settings)]
-    require_apart(found)
-    return [_run_named(each, run, heading) for each in found]
+    configurations = load_all(paths)
+    if len(configurations) == 1:
+        return [run(configurations[0].settings)]
+    require_apart(configurations)
+    return [_run_named(each, run, heading) for each in configurations]
 
 
 def _run_named(configuration: Configuration, run: Callable[[Settings], T], heading: bool) -> T:
@@ -119,19 +120,19 @@ def _run_named(configuration: Configuration, run: Callable[[Settings], T], headi
 
 
 def _files(paths: Sequence[Path] | None) -> list[Path]:
-    """The files that are named, each once. Raises ConfigurationError for a folder without any."""
+    """The configuration files, each once. Raises ConfigurationError for a folder without any."""
     named = os.environ.get(_VARIABLE)
     if not paths:
         paths = [Path(text) for text in (named or "").split(os.pathsep) if text]
-    found = [file for path in paths for file in (_in_folder(path) if path.is_dir() else [path])]
-    return list(dict.fromkeys(found))
+    files = [file for path in paths for file in (_in_folder(path) if path.is_dir() else [path])]
+    return list(dict.fromkeys(files))
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.yaml"))
-    if not found:
+    files = sorted(folder.glob("*.yaml"))
+    if not files:
         raise ConfigurationError(f"{folder}: has no file *.yaml; give --config FILE")
-    return found
+    return files
 
 
 def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
@@ -139,8 +140,8 @@ def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
         yield f"group: both have {one.group!r} in the same target: name another group in one of them"
     elif one.group == other.group and (one.observe.observes or other.observe.observes):
         yield (
-            f"group: both have {one.group!r}, and what is observed tells groups by their names: name another group in "
-            "one of them"
+            f"group: both have {one.group!r}, and metrics, health and the console tell groups apart by name: name "
+            "another group in one of them"
         )
     streams = "poll" not in (one.source.mode, other.source.mode)
     # A slot's name is unique in the whole server.
@@ -149,11 +150,11 @@ def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
         yield f"source.slot: both have {one.source.slot!r} on the same server: name another slot in one of them"
     if one.needs_spark and other.needs_spark:
         for key in _different_spark(one.spark, other.spark):
-            yield f"{key}: differs, and a process has one Spark session: give both the same"
+            yield f"{key}: differs, and a process has one Spark session: set the same value in both"
     for key in ("listen", "console"):
         values = getattr(one.observe, key), getattr(other.observe, key)
         if None not in values and values[0] != values[1]:
-            yield f"observe.{key}: differs, and a process has one: take it out of one of them"
+            yield f"observe.{key}: differs, and a process has one: remove it from one of them"
 
 
 def _different_spark(one: SparkSettings, other: SparkSettings) -> Iterator[str]:
@@ -167,7 +168,7 @@ def _different_spark(one: SparkSettings, other: SparkSettings) -> Iterator[str]:
 
 
 def _database(dsn: str) -> tuple[str, str, str]:
-    """What a connection string says of host, port and database; other words for the same need not be equal."""
+    """The host, port and database of a connection string; two names of one server may differ."""
     given = conninfo_to_dict(dsn)
 
     def of(key: str, variable: str, default: str) -> str:

@@ -1,6 +1,6 @@
-"""The configuration of handlers: a model for each kind, and what all of them have.
+"""The settings of handlers: a model for each type, and the models that they inherit from.
 
-Long because each key has the sentence that docs/reference/settings.md prints; the models refine each other.
+Long because each key has the sentence that docs/reference/settings.md prints, and the models inherit from each other.
 """
 
 from __future__ import annotations
@@ -30,62 +30,64 @@ from relay.model.events import EVENT_FIELDS
 
 
 class RetrySettings(Section):
-    """How often, and after how many seconds, a transaction that met a transient fault is tried again.
+    """How often, and after how many seconds, a transaction is retried after a transient fault.
 
-    The wait doubles from `wait` up to `max_wait`, with up to `jitter` seconds more. Waits that fit into `defer_after`
-    seconds are waited in place; beyond, the transaction is deferred. `attempts` and `max_elapsed` seconds end it.
+    The wait doubles from `wait` up to `max_wait`, with up to `jitter` seconds more. A sink makes the attempts of the
+    first `defer_after` seconds without deferring the transaction. After `attempts` attempts or `max_elapsed` seconds,
+    the transaction is dead-lettered.
     """
 
     attempts: Annotated[PositiveInt, Number] | None = None
-    """The transaction is dead-lettered after so many attempts; null: after any number."""
+    """The attempts after which the transaction is dead-lettered; null: no limit."""
     wait: Seconds = 1.0
     """The wait before the second attempt, in seconds; it doubles with each attempt."""
     max_wait: Seconds = 300.0
     """The longest wait, in seconds."""
     jitter: SecondsOrZero = 0.5
-    """Up to so many seconds are added to each wait, at random."""
+    """The most seconds that are added to each wait, at random."""
     max_elapsed: Seconds | None = None
-    """The transaction is dead-lettered when the next attempt would come more than so many seconds after the first
-    failure; null: never."""
+    """The transaction is dead-lettered if its next attempt would begin more than this many seconds after the first
+    failure; null: no limit."""
     defer_after: SecondsOrZero = 0.5
-    """Attempts within so many seconds are made at once, without deferring the transaction; of sinks only."""
+    """Sinks only: the seconds within which attempts are made without deferring the transaction."""
 
 
 class CircuitBreaker(Section):
-    """After so many failures in a row the sink stops where it is in the log: nothing is copied, no attempt is spent.
+    """Stops a sink at its position after `failures` failed attempts in a row, so that no delivery uses up its attempts.
 
-    One delivery at a time tries whether its destination is back, first soon, later every `cool_down` seconds.
+    One delivery at a time then tests whether the destination is back, at first soon, later every `cool_down` seconds.
     """
 
     failures: Annotated[PositiveInt, Number] = 5
-    """So many attempts in a row must fail before the sink stops."""
+    """The failed attempts in a row after which the sink stops."""
     cool_down: Seconds = 30.0
     """The longest time between two trials of a stopped sink, in seconds."""
 
 
 _PARTITIONED_FORMATS = ("parquet", "orc", "json", "csv", "avro", "delta")
-"""Of which a DataFrame writer can replace single partitions; others would replace everything below a path."""
+"""Formats in which a DataFrame writer can replace single partitions; others would replace all files of a path."""
 
 SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
-"""The columns of a Spark sink's frame, besides `headers`: `date` is that of `event_ts` in UTC."""
+"""The columns of a Spark sink's frame, besides `headers`; `date` is the date of `event_ts` in UTC."""
 
 
 class _HandlerSettings(Section):
     reliable: bool = True
-    """`false`: what fails is logged and dropped, and blocks nothing."""
+    """`false`: a transaction that fails is logged and dropped, and blocks nothing."""
     order_by: Literal["host", "user", "aggregate", "none"] = "host"
-    """What stays in order when a transaction is deferred: events of a host, a user, an aggregate, or nothing."""
+    """The key of order when a transaction is deferred: events of a host, a user or an aggregate stay in order, or
+    none."""
     on_exhausted: Literal["dead_letter", "block_key"] = "dead_letter"
     """`block_key`: a dead transaction holds its keys until it is replayed or discarded."""
 
     @property
     def blocks_key(self) -> bool:
-        """Whether a dead transaction goes on holding its keys."""
+        """Whether a dead transaction still holds its keys."""
         return self.on_exhausted == "block_key"
 
     @property
     def templates(self) -> dict[str, Template]:
-        """The keys whose values are names made of an event's fields."""
+        """The keys whose values are templates over an event's fields."""
         return {}
 
 
@@ -112,16 +114,16 @@ class PythonHandler(_HandlerSettings):
     callable: Annotated[str, BeforeValidator(_callable)]
     """`module:function`, called with (transaction, cursor)."""
     retry: RetrySettings = Field(default_factory=RetrySettings)
-    """How a transaction that raised RetryLater is tried again."""
+    """How a transaction is retried after RetryLater."""
 
 
 class JdbcSettings(Section):
-    """A table of a PostgreSQL database, with its schema if that is not found without."""
+    """A table of a PostgreSQL database."""
 
     dsn: Secret
     """The connection string of the database."""
     table: Annotated[str, Field(min_length=1)]
-    """The table, with its schema if it is not found without."""
+    """The table, with its schema unless that is in the search_path."""
 
     @field_validator("dsn")
     @classmethod
@@ -131,10 +133,10 @@ class JdbcSettings(Section):
 
 
 class SinkHandler(_HandlerSettings):
-    """A handler that has a position in the log of its own."""
+    """A handler with its own position in the log."""
 
     start: Literal["now", "beginning"] = "now"
-    """Where a sink that the group has not had begins: with what is not applied yet, or with the oldest row of the
+    """Where a new sink of the group begins: with the events that are not applied yet, or with the oldest row of the
     outbox."""
 
 
@@ -158,23 +160,23 @@ class SparkHandler(SinkHandler):
     transform: Annotated[str, BeforeValidator(_callable)] | None = None
     """`module:function(frame)`, which returns the frame to write; after `sql` where both are set."""
     format: str = "parquet"
-    """With `path`: parquet, orc, json, csv, avro or delta. With `table`: one of the session's, or iceberg."""
+    """With `path`: parquet, orc, json, csv, avro or delta. With `table`: a format of the session, or iceberg."""
     options: dict[str, Secret] = Field(default_factory=dict)
     """Options of the writer."""
     partition_by: list[str] = Field(default_factory=lambda: ["date", "host_bucket"])
     """The columns that files are partitioned by, before `relay_batch`; with `sql` or `transform` none by default."""
     host_buckets: Annotated[PositiveInt, Number] = 8
-    """How many values the column `host_bucket` has."""
+    """The number of values of the column `host_bucket`."""
     max_events: Annotated[PositiveInt, Number] = 100_000
-    """A batch has at most so many events, and up to a transaction more."""
+    """The most events of a batch, which its last transaction may exceed."""
     every: Seconds = 60.0
-    """A batch is begun after so many seconds at the latest, while there are events."""
+    """The seconds after which a batch begins that is not full."""
 
     @property
     def target(self) -> str:
-        """What tells destinations apart, without secrets."""
+        """The text that identifies the destination, without secrets."""
         if self.jdbc is not None:
-            # Of the connection string only what tells databases apart.
+            # A new role or password does not make it another destination.
             fields = conninfo_to_dict(self.jdbc.dsn.get_secret_value())
             named = [str(fields.get(key) or "") for key in ("host", "port", "dbname")]
             return f"jdbc {':'.join(named)} {self.jdbc.table}"
@@ -195,7 +197,7 @@ class SparkHandler(SinkHandler):
         changes = info.data.get("sql") is not None or info.data.get("transform") is not None
         for name in value:
             if name not in SPARK_COLUMNS and not changes:
-                raise ValueError(f"{name!r} is no column: one of {', '.join(SPARK_COLUMNS)}")
+                raise ValueError(f"{name!r} is not one of the columns {', '.join(SPARK_COLUMNS)}")
         return value
 
     @model_validator(mode="after")
@@ -222,12 +224,12 @@ class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
     retry: RetrySettings = Field(default_factory=RetrySettings)
-    """How a transaction that met a transient fault is tried again."""
+    """How a transaction is retried after a transient fault."""
     timeout: Seconds = 10.0
     """HTTP: seconds for a whole request, to the last byte of the response. Brokers: seconds to connect, and to confirm
     a message."""
     rate_limit: Annotated[PositiveFloat, Number] | None = None
-    """The most attempts in a second; null: any number."""
+    """The most attempts in a second; null: no limit."""
     concurrency: Annotated[PositiveInt, Number] = 16
     """The most transactions that are delivered at once."""
     circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
@@ -235,33 +237,33 @@ class DeliveryHandler(SinkHandler):
 
 
 class TlsSettings(Section):
-    """How an endpoint's certificate is verified, and the one that relay shows."""
+    """How an endpoint's certificate is verified, and the certificate that relay presents."""
 
     verify: bool = True
     """Verify the certificate of the server."""
     ca_file: Path | None = None
     """The certificates that are trusted, in PEM; null: those of the system."""
     cert_file: Path | None = None
-    """The certificate that relay shows, in PEM."""
+    """The certificate that relay presents, in PEM."""
     key_file: Path | None = None
     """Its private key, in PEM."""
 
 
-# RFC 9110, "Field Names" and "Field Values", of ASCII.
+# RFC 9110, "Field Names" and "Field Values", restricted to ASCII.
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"([!-~]([ \t!-~]*[!-~])?)?")
 
 
 def _split(address: str) -> SplitResult:
-    """The parts of an address. Raises ValueError, which quotes nothing: an address may hold a password."""
+    """The parts of an address. Raises ValueError, whose text quotes nothing: an address may hold a password."""
     try:
         return urlsplit(address)
     except ValueError:
-        raise ValueError("is no address that can be read") from None
+        raise ValueError("is not a valid address") from None
 
 
 def _require_port(parts: SplitResult) -> None:
-    """Raise ValueError, which quotes nothing, if an address has a port that cannot be one."""
+    """Raise ValueError, whose text quotes nothing, if the port of an address is invalid."""
     try:
         port = parts.port
     except ValueError:
@@ -271,7 +273,7 @@ def _require_port(parts: SplitResult) -> None:
 
 
 class HttpHandler(DeliveryHandler):
-    """An endpoint that CloudEvents are posted to."""
+    """An endpoint to which relay posts CloudEvents."""
 
     type: Literal["http"]
     url: str
@@ -279,17 +281,17 @@ class HttpHandler(DeliveryHandler):
     each: Literal["event", "transaction"] = "event"
     """Post each event, or all events of a transaction in one request."""
     mode: Literal["structured", "binary", "batch"] | None = None
-    """How CloudEvents are carried; null: structured, and a transaction as a batch."""
+    """The content mode of the CloudEvents; null: structured, or batch for a transaction."""
     source: str = "relay"
     """The attribute `source` of the CloudEvents."""
     headers: dict[str, Secret] = Field(default_factory=dict)
     """Headers of each request."""
     signing_secret: Secret | None = None
-    """The secret that requests are signed with, as Standard Webhooks; null: they are not signed."""
+    """The secret that signs requests, as Standard Webhooks describes; null: requests are not signed."""
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """How certificates are verified."""
     compress_above: Annotated[PositiveInt, Number] | None = None
-    """Bodies of more bytes are compressed with gzip; null: none is."""
+    """The bytes above which a body is compressed with gzip; null: no compression."""
 
     @field_validator("url")
     @classmethod
@@ -305,10 +307,10 @@ class HttpHandler(DeliveryHandler):
     def _valid_headers(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
         for name, text in value.items():
             if not _HEADER_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a header: letters, digits and -")
+                raise ValueError(f"{name!r} is not the name of a header: use letters, digits and -")
             if not _HEADER_VALUE.fullmatch(text.get_secret_value()):
                 raise ValueError(
-                    f"{name} has a value that no header can have: printable ASCII on one line"
+                    f"{name} has a value that a header cannot have: use printable ASCII on one line"
                 )
         return value
 
@@ -316,13 +318,15 @@ class HttpHandler(DeliveryHandler):
     @classmethod
     def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not value.get_secret_value().strip().removeprefix("whsec_"):
-            raise ValueError("is empty, so anybody could sign: set a secret, or leave the key out")
+            raise ValueError("is empty, so anyone could sign: set a secret, or remove the key")
         return value
 
     @model_validator(mode="after")
     def _one_body(self) -> HttpHandler:
         if self.each == "transaction" and self.mode not in (None, "batch"):
-            raise ValueError(f"each: transaction is posted as a batch, and mode says {self.mode}")
+            raise ValueError(
+                f"each: transaction needs mode: batch, and mode is {self.mode}: remove one of the two"
+            )
         return self
 
 
@@ -332,7 +336,7 @@ def _template(value: str) -> str:
 
 
 Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
-"""A name made of an event's fields; see `relay.config.templates`."""
+"""A template over an event's fields; see `relay.config.templates`."""
 
 
 def _address(*schemes: str) -> AfterValidator:
@@ -347,7 +351,7 @@ def _address(*schemes: str) -> AfterValidator:
 
 
 class BrokerHandler(DeliveryHandler):
-    """What is said of every broker: how an event becomes a message, and where it goes."""
+    """The settings of every broker: how an event becomes a message, and its destination."""
 
     concurrency: Annotated[PositiveInt, Number] = 64
     """The most transactions that are delivered at once."""
@@ -360,7 +364,7 @@ class BrokerHandler(DeliveryHandler):
 
     @property
     def templates(self) -> dict[str, Template]:
-        """The keys whose values are names made of an event's fields."""
+        """The keys whose values are templates over an event's fields."""
         return {"topic": Template(self.topic)}
 
 
@@ -371,7 +375,7 @@ class RedisHandler(BrokerHandler):
     url: Annotated[Secret, _address("redis", "rediss", "unix")]
     """The server, an address of redis, rediss or unix."""
     max_length: Annotated[PositiveInt, Number] | None = None
-    """How many messages a stream keeps, about; null: all."""
+    """The approximate number of messages that a stream keeps; null: all."""
 
 
 class NatsHandler(BrokerHandler):
@@ -383,32 +387,32 @@ class NatsHandler(BrokerHandler):
     ]
     """The servers: addresses of nats, tls, ws or wss."""
     tls: TlsSettings = Field(default_factory=TlsSettings)
-    """How certificates are verified; where the section is set, `nats://` is encrypted too."""
+    """How certificates are verified; if the section is set, `nats://` is encrypted too."""
     tls_first: bool = False
-    """Begin TLS before the server sends anything, for a server that is set up for `handshake_first`."""
+    """Begin TLS before the server sends anything, for a server with `handshake_first`."""
 
     @model_validator(mode="after")
     def _encrypted_where_asked(self) -> NatsHandler:
         if not self.tls_first and "tls" not in self.model_fields_set:
             return self
         if any(urlsplit(server.get_secret_value()).scheme == "ws" for server in self.servers):
-            raise ValueError("servers: ws:// is not encrypted, which tls asks for; write wss://")
+            raise ValueError("servers: ws:// is not encrypted, but tls is set: write wss://")
         return self
 
 
 class RabbitmqHandler(BrokerHandler):
-    """RabbitMQ; `topic` is the routing key, and with the exchange "" the queue."""
+    """RabbitMQ; `topic` is the routing key, or the queue with the exchange ""."""
 
     type: Literal["rabbitmq"]
     url: Annotated[Secret, _address("amqp", "amqps")]
     """The server, an address of amqp or amqps."""
     exchange: str = ""
-    """The exchange; with the empty text the topic names a queue."""
+    """The exchange; with "" the topic names a queue."""
 
 
 def _servers(value: str) -> str:
     for server in value.split(","):
-        # With or without a protocol.
+        # librdkafka accepts a server with or without a protocol.
         parts = _split(server if "://" in server else f"//{server}")
         if not parts.hostname:
             raise ValueError("must be a server such as kafka.example:9092")
@@ -423,13 +427,13 @@ class KafkaHandler(BrokerHandler):
     bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]
     """The bootstrap servers, as host:port."""
     key: Named = "{host_id}"
-    """A template over the event's fields: the message's key, which decides the partition."""
+    """A template over the event's fields: the message's key, which determines the partition."""
     conf: dict[str, Secret] = Field(default_factory=dict)
     """More settings of librdkafka."""
 
     @property
     def templates(self) -> dict[str, Template]:
-        """The keys whose values are names made of an event's fields."""
+        """The keys whose values are templates over an event's fields."""
         return {**super().templates, "key": Template(self.key)}
 
 

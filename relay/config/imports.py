@@ -1,4 +1,4 @@
-"""Functions and classes that the configuration names as `module:name`."""
+"""Imports the functions and classes that the configuration names as `module:name`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from relay.faults import ConfigurationError
 
 
 def load(key: str, path: str) -> Callable[..., Any]:
-    """The callable that a key of the configuration names. Raises ConfigurationError if there is none."""
-    found = find(key, path)
-    if not callable(found):
+    """Import the callable that a key of the configuration names. Raises ConfigurationError."""
+    function = find(key, path)
+    if not callable(function):
         raise ConfigurationError(f"{key}: {path!r} is not callable")
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(function):
         raise ConfigurationError(f"{key}: {path!r} is async; relay calls plain functions")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def find(key: str, path: str) -> Any:
-    """What a key of the configuration names as `module:name`. Raises ConfigurationError if it cannot be imported."""
+    """Import the object that a key of the configuration names as `module:name`. Raises ConfigurationError."""
     module_name, _, attribute = path.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        # As with `python -m`: a module beside the configuration is found without installing it.
+        # As with `python -m`: a module in the current folder needs no installation.
         sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
@@ -45,12 +45,12 @@ def find(key: str, path: str) -> Any:
 
 
 def _search_path_text() -> str:
-    """The folders that may hold a user's modules: all but the standard library's."""
+    """The end of an error about a missing module: the folders of sys.path but the standard library's, and a hint."""
     library = sysconfig.get_path("stdlib")
     folders = [
         folder or str(Path.cwd())
         for folder in sys.path
         if folder != library and not folder.endswith((".zip", "lib-dynload"))
     ]
-    found = ", ".join(dict.fromkeys(folders))
-    return f": looked for in {found}: start relay in the folder of the module, name that in PYTHONPATH, or install it"
+    listed = ", ".join(dict.fromkeys(folders))
+    return f": not found in {listed}: start relay in the module's folder, add that to PYTHONPATH, or install the module"

@@ -1,4 +1,4 @@
-"""Reads the YAML file and the `RELAY_*` variables, validates them whole, and says of each fault where it is."""
+"""Reads the YAML file and the `RELAY_*` variables, and validates them; an error has a line for each fault."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from relay.config.settings import ENV_PREFIX, Settings
 from relay.config.suggestions import keys_at, nearest
 from relay.faults import ConfigurationError
 
-_UNKNOWN = "unknown key; see docs/reference/settings.md for the keys there are"
+_UNKNOWN = "unknown key; see docs/reference/settings.md for all keys"
 DEFAULT_PATH = Path("relay.yaml")
 
 
 def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
     """Read and validate the configuration.
 
-    Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` where it exists, else only the environment counts.
-    Variables that only a file of `beside` takes (`{env: NAME}`) are not reported.
-    Raises ConfigurationError with one line a fault: what is wrong, where (file and key), what to do; also if there is
-    neither a file nor a setting in the environment.
+    Without a path, `RELAY_CONFIG` names the file, else `relay.yaml` is read where it exists, else only the environment.
+    A variable that a file of `beside` references (`{env: NAME}`) is not reported as unknown. Raises ConfigurationError
+    with one line for each fault (the file and key, what is wrong, what to do), also if there is neither a file nor a
+    setting in the environment.
     """
     file = path or _default_file()
     if file is None and not environment.settings(Settings):
         raise ConfigurationError(
             f"there is no configuration: {Path.cwd() / DEFAULT_PATH} does not exist, and neither --config nor "
-            f"{ENV_PREFIX}CONFIG names a file: write one (config/relay.yaml of the project has every key), or set "
+            f"{ENV_PREFIX}CONFIG names a file: write one (the project's config/relay.yaml has every key), or set "
             f"{ENV_PREFIX}SOURCE__DSN"
         )
     content = {} if file is None else _read(file)
-    taken = [content, *map(_read, beside)]
-    if unrecognised := list(environment.unknown_variables(Settings, taken)):
+    contents = [content, *map(_read, beside)]
+    if unrecognised := list(environment.unknown_variables(Settings, contents)):
         raise ConfigurationError("\n".join(unrecognised))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:
-        # pydantic-settings would take these for arguments of its own.
+        # pydantic-settings would take these for its own arguments.
         raise ConfigurationError(f"{file}: {unknown[0]}: {_unknown(unknown[:1])}")
     try:
         return Settings(**content)
@@ -57,7 +57,7 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
     except SettingsError as error:
         key = re.search(r'field "(\w+)"', str(error))
         raise ConfigurationError(
-            f"environment: {key[1] if key else ENV_PREFIX}: is not JSON, as a whole section in a variable must be"
+            f"environment: {key[1] if key else ENV_PREFIX}: is not JSON: write a whole section in a variable as JSON"
         ) from None
 
 
@@ -74,14 +74,14 @@ def _default_file() -> Path | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that a mapping has twice, instead of taking the last one silently."""
+    """A YAML loader that rejects a duplicate key of a mapping; PyYAML's silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    problem = f"the key {key.value!r} stands twice"
+                    problem = f"the key {key.value!r} is given twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -134,14 +134,14 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
         yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
 
 
-# Members of unions that pydantic adds to the location of a fault, and that no user wrote.
+# Members of unions that pydantic adds to the location of a fault; the user did not write them.
 _INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
 _KIND_DEPTH = 2
 """The index at which pydantic names the kind of a handler: (handlers, its name, its kind, …)."""
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where the fault is in the file, without the form of `events` that pydantic inserts."""
+    """The location of a fault in the file, without the form of `events` that pydantic inserts."""
     if len(location) > 1 and location[0] == "events" and location[1] in (TYPES, REGISTRY):
         return (location[0], *location[2:])
     return location
@@ -160,7 +160,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 
 def _in_environment(location: tuple[int | str, ...]) -> bool:
-    """Whether a variable gives the value at a location, or the section that it is in."""
+    """Whether a variable sets the value at a location, or a section that contains it."""
     given = {name.upper() for name in os.environ}
     parts = [str(part).upper() for part in location]
     return any(ENV_PREFIX + "__".join(parts[:depth]) in given for depth in range(1, len(parts) + 1))

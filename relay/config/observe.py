@@ -1,4 +1,4 @@
-"""The section `observe` of the configuration: where relay shows what it does."""
+"""The section `observe`: metrics, health, traces and the console."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from relay.config.types import Seconds, Secret, Section
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _MOST_PORT = 65_535
 _LEAST_TOKEN = 16
-"""Characters: a shorter token can be guessed."""
+"""The least characters of a token: a shorter one can be guessed."""
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """The address at which a server listens."""
 
     host: str
     port: int
 
 
 def address(value: Any) -> Address:
-    """An address such as `127.0.0.1:9464` or `[::1]:9464`; port 0 takes a free one. Raises ValueError."""
+    """Parse an address such as `127.0.0.1:9464` or `[::1]:9464`; port 0 takes a free port. Raises ValueError."""
     if isinstance(value, Address):
         return value
     found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
@@ -38,23 +38,23 @@ Listen = Annotated[Address, BeforeValidator(address)]
 class ConsoleSettings(Section):
     """The console and its HTTP API.
 
-    Whoever sends `token` may use them. With `user_header` a reverse proxy says who it is, in this header: nothing else
-    may then reach the address.
+    `token` gives access to both. With `user_header`, a reverse proxy names the user in this header; only the proxy may
+    then reach the address.
     """
 
     listen: Listen
-    """Where the console is served; plain HTTP."""
+    """The address of the console; plain HTTP."""
     token: Secret | None = None
-    """What gives access: 16 characters or more. This or `user_header` is required."""
+    """The token that gives access: 16 characters or more. This or `user_header` is required."""
     user_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,100}$")] | None = None
-    """The header in which a reverse proxy names the user; with a `token`, it counts only beside that."""
+    """The header in which a reverse proxy names the user; with a `token`, it counts only together with that."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ConsoleSettings:
         if self.token is None and self.user_header is None:
             raise ValueError(
-                "needs a token, or the user_header of a reverse proxy: without one, whoever reaches the address could "
-                "replay and discard events"
+                "needs a token, or the user_header of a reverse proxy: without one, anyone who reaches the address "
+                "could replay and discard events"
             )
         return self
 
@@ -68,22 +68,22 @@ class ConsoleSettings(Section):
 class ObserveSettings(Section):
     """Metrics and health at `listen`, traces, and the console. Everything is off by default.
 
-    For `/livez`, relay hangs if a thread shows no sign of life for `stall_seconds`, or works on one thing for
+    `/livez` reports that relay hangs if a thread has no heartbeat for `stall_seconds`, or one operation of it takes
     `busy_seconds`.
     """
 
     listen: Listen | None = None
-    """Where /metrics, /livez, /readyz and /healthz are served; null: nowhere."""
+    """The address of /metrics, /livez, /readyz and /healthz; null: off."""
     traces: bool = False
-    """Send traces of OpenTelemetry, as its OTEL_* variables say."""
+    """Send OpenTelemetry traces, as the OTEL_* variables say."""
     console: ConsoleSettings | None = None
     """The console and its HTTP API; null: off."""
     stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
-    """/livez is bad if a thread, or a handler, shows no sign of life for so many seconds."""
+    """The seconds without a heartbeat of a thread or a handler after which /livez fails."""
     busy_seconds: Annotated[Seconds, Field(ge=30)] = 900.0
-    """/livez is bad if a thread or a handler works on one thing of its own for so many seconds."""
+    """The seconds that one operation of a thread or a handler may take before /livez fails."""
 
     @property
     def observes(self) -> bool:
-        """Whether anybody looks at a running relay."""
+        """Whether relay serves metrics, health or the console."""
         return self.listen is not None or self.console is not None

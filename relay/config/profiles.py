@@ -1,4 +1,4 @@
-"""The tables of other outboxes: which column holds each field, and of what type its ids are. No I/O.
+"""The outbox tables of other tools: the column of each field, and the types of ids. No I/O.
 
 Sources: Debezium documentation, "Outbox Event Router" (basic outbox table); the setup scripts of
 pg-transactional-outbox; Blumchen's `MessageTableOptions.cs`.
@@ -36,14 +36,14 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "types": {"id": "bigint", "host_id": "text"},
     },
 }
-"""What `source.profile` stands for: values of the section `source`."""
+"""The values of the section `source` that each `source.profile` stands for."""
 
 
 def expanded(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with what its profile gives, where it does not say otherwise; single columns and types too."""
+    """The section with its profile's values; the section's own values, columns and types override them."""
     given = PROFILES.get(str(source.get("profile", "relay")), {})
-    found = {**given, **source}
+    values = {**given, **source}
     for key in ("columns", "types"):
         if isinstance(own := source.get(key), Mapping):
-            found[key] = {**given.get(key, {}), **own}
-    return found
+            values[key] = {**given.get(key, {}), **own}
+    return values

@@ -1,4 +1,4 @@
-"""The configuration as pydantic models: every key but those of the source, of handlers and of `observe`."""
+"""The configuration as pydantic models. Long sections, such as `source` and `handlers`, have modules of their own."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def _patterns(value: Any) -> list[Scalar]:
 
 
 Patterns = Annotated[Any, BeforeValidator(_patterns)]
-"""Values and globs, of which one must match."""
+"""A list of values and globs; one of them must match."""
 
 
 def _switch(value: Any) -> Any:
-    """`on` and `off`, which YAML reads as booleans."""
+    """`on` or `off` for the boolean that YAML makes of it."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -57,7 +57,7 @@ class TargetSettings(Section):
     dsn: Dsn | None = None
     """The connection string of the database for effects, dead letters and offsets; null: that of the source."""
     synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"
-    """`off`: commits do not wait for the target's disk; relay confirms a position only when the target's WAL is
+    """`off`: commits do not wait for the target's disk; relay still confirms a position only after the target's WAL is
     flushed."""
 
     @property
@@ -67,16 +67,16 @@ class TargetSettings(Section):
 
 
 class PollSettings(Section):
-    """How the polling path reads."""
+    """How relay polls the outbox."""
 
     wait_period_ms: Annotated[PositiveInt, Number] = 1_000
-    """The longest wait between polls, in milliseconds: it doubles from 10 while no events come."""
+    """The longest wait between polls, in milliseconds; it doubles from 10 while there are no events."""
     batch_size: Annotated[PositiveInt, Number] = 1_000
-    """Events of a poll at the head of the outbox, about."""
+    """The approximate number of events in a poll at the head of the outbox."""
     listen: bool = False
-    """Publishers send NOTIFY, which wakes polling at once, and commit one after the other."""
+    """Publishers send NOTIFY, which starts a poll at once; their commits are then serialised."""
     partition_ids: list[Annotated[NonNegativeInt, Number]] | None = None
-    """With `mode: poll`, the partitions of this instance; null: any that are free."""
+    """With `mode: poll`, the partitions of this instance; null: any free ones."""
 
 
 class BatchLimits(Section):
@@ -85,27 +85,27 @@ class BatchLimits(Section):
     max_events: Annotated[PositiveInt, Number] = 10_000
     """The most events of a batch."""
     max_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
-    """The most bytes of a batch; a larger commit goes through a file."""
+    """The most bytes of a batch; a larger commit is spooled to a file."""
     inline_max_events: Annotated[NonNegativeInt, Number] = 1_000
-    """Batches up to this size run in this process, larger ones on Spark; 0 sends all to Spark."""
+    """The most events of a batch that runs in this process; a larger one runs on Spark, with 0 every one."""
     inline_workers: Annotated[PositiveInt, Number] = 2
     """Threads, each with a connection, for the tasks of an inline batch."""
     spool_directory: Path | None = None
-    """Where commits larger than memory are written; null: the system's folder for temporary files."""
+    """The folder for commits that are too large for memory; null: the system's folder for temporary files."""
 
 
 _SPARK_SECRET = "spark.authenticate.secret"  # noqa: S105 the name of a key
 
 
 class SparkSettings(Section):
-    """The Spark session that runs large batches."""
+    """The Spark session for large batches and Spark sinks."""
 
     master: str = "local[*]"
     """The master of the Spark session."""
     remote: Secret | None = None
     """A Spark Connect server, `sc://host`, in place of `master`."""
     eager: bool = False
-    """Start the session with relay, not with the first large batch."""
+    """Start the session when relay starts, not with the first large batch."""
     conf: dict[str, Secret] = Field(default_factory=dict)
     """More Spark configuration, such as `spark.driver.memory`."""
 
@@ -122,8 +122,8 @@ class SparkSettings(Section):
             return self
         if self.authenticates and _SPARK_SECRET not in self.conf:
             raise ValueError(
-                f"conf: {_SPARK_SECRET} is missing, the secret that the cluster's master and workers have: "
-                "set it, or spark.authenticate: false on a network that you trust"
+                f"conf: {_SPARK_SECRET}, the secret of the cluster's master and workers, is missing: set it, or "
+                "spark.authenticate: false on a network that you trust"
             )
         return self
 
@@ -139,22 +139,22 @@ class SparkSettings(Section):
 
 
 class SinksSettings(Section):
-    """How long the WAL waits for a sink, which then polls: so many seconds for a commit, so many bytes of them."""
+    """How long relay keeps the WAL for a sink, and how many bytes of its events, before the sink polls instead."""
 
     attach_seconds: Seconds = 5.0
-    """How long the WAL of a commit is kept for a sink that has not delivered it, in seconds; then the sink polls."""
+    """The seconds for which relay keeps the WAL of a commit that a sink has not delivered; then the sink polls."""
     attach_bytes: Annotated[int, Field(ge=65536), Number] = 8 * 1024 * 1024
-    """How many bytes of a sink's events are buffered from the stream; beyond that the sink polls."""
+    """The most bytes of a sink's events that are buffered from the stream; beyond that the sink polls."""
 
 
 class DeadLetterLimits(Section):
-    """How many transactions in a row a handler may let die of one kind of fault; 0 or null: any number."""
+    """When a handler that dead-letters one transaction after another is stopped."""
 
     brake: Annotated[NonNegativeInt, Number] | None = 100
-    """How many transactions in a row a handler may dead-letter for one kind of fault before it is stopped; 0 or null:
-    any number."""
+    """The transactions in a row that a handler may dead-letter for one kind of fault before it is stopped; 0 or null:
+    no limit."""
     brake_of: dict[str, Annotated[NonNegativeInt, Number]] = Field(default_factory=dict)
-    """The same for single handlers, by their names."""
+    """The brake of single handlers, by name."""
 
 
 def _plain(value: Any) -> Any:
@@ -169,9 +169,9 @@ class Route(Section):
     match: dict[str, Patterns] = Field(default_factory=dict)
     """Values, globs or lists of them, by field or path into payload and metadata; every key must match."""
     handlers: Annotated[list[str], Field(min_length=1)]
-    """The names of the handlers that get the event."""
+    """The names of the handlers that receive the event."""
     continue_: bool = Field(default=False, alias="continue")
-    """Look at the following routes as well."""
+    """Apply the following routes too."""
 
     @field_validator("match")
     @classmethod
@@ -196,61 +196,61 @@ class Settings(BaseSettings):
     target: TargetSettings = Field(default_factory=TargetSettings)
     """Where effects, dead letters and offsets are written."""
     group: Name = "default"
-    """The consumer group: progress is kept for each group."""
+    """The group: instances with the same name share offsets."""
     partitions: Annotated[int, Field(ge=1, le=1024), Number] = 8
-    """Into how many partitions the hosts are split; fixed once the group is initialised."""
+    """The number of partitions into which hosts are split; fixed once the group is initialised."""
     poll: PollSettings = Field(default_factory=PollSettings)
     """How relay polls the outbox."""
     batch: BatchLimits = Field(default_factory=BatchLimits)
     """How much work is done at once."""
     spark: SparkSettings = Field(default_factory=SparkSettings)
-    """The Spark session that runs large batches."""
+    """The Spark session for large batches and Spark sinks."""
     handlers: dict[str, HandlerSettings] = Field(default_factory=dict)
-    """What is done with events: a mapping of names to handlers."""
+    """The handlers, by name."""
     events: EventsSettings = Field(default_factory=dict)
-    """Types of events with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
+    """Event types with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
     routes: list[Route] = Field(default_factory=list)
-    """Which events go to which handlers: a list, of which the first route that matches wins."""
+    """Which events go to which handlers: a list, in which the first route that matches applies."""
     sinks: SinksSettings = Field(default_factory=SinksSettings)
-    """How long the WAL waits for a sink."""
+    """How long relay keeps the WAL for a sink."""
     dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
-    """How many transactions may be dead-lettered in a row."""
+    """When a handler that dead-letters one transaction after another is stopped."""
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     """How long events stay."""
     observe: ObserveSettings = Field(default_factory=ObserveSettings)
     """Metrics, health, traces and the console."""
     crash_limit: Annotated[PositiveInt, Number] = 3
-    """After so many deaths of a process over one transaction the transaction is dead-lettered."""
+    """The crashes of a process on one transaction after which the transaction is dead-lettered."""
     unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
-    """What happens to an event that no route matches: its transaction is dead-lettered, the event is ignored, or relay
-    stops."""
+    """What happens with an event that no route matches: its transaction is dead-lettered, the event is ignored, or
+    relay stops."""
     shutdown_timeout: Seconds = 20.0
-    """How long a stop may wait for the batch in flight, in seconds; for deliveries half of that."""
+    """The seconds that relay waits for the batch in flight when it stops; half of that for deliveries."""
 
     @field_validator("handlers")
     @classmethod
     def _handlers_have_names(cls, value: dict[str, HandlerSettings]) -> dict[str, HandlerSettings]:
         if "" in value:
-            # Which stands for the target where something belongs to a sink or to the target.
-            raise ValueError("there is a handler without a name")
+            # In relay's tables, "" stands for the target.
+            raise ValueError("a handler has the name ''; give it another one")
         return value
 
     @model_validator(mode="after")
     def _handlers_exist(self) -> Settings:
-        for position, route in enumerate(self.routes):
+        for index, route in enumerate(self.routes):
             for name in route.handlers:
                 if name not in self.handlers:
                     known = ", ".join(self.handlers) or "none"
                     raise ValueError(
-                        f"routes.{position}.handlers: there is no handler {name!r} (handlers: {known})"
+                        f"routes.{index}.handlers: there is no handler {name!r} (handlers: {known})"
                     )
         return self
 
     @model_validator(mode="after")
     def _headers_exist(self) -> Settings:
         named = [
-            (f"routes.{position}.match", name)
-            for position, route in enumerate(self.routes)
+            (f"routes.{index}.match", name)
+            for index, route in enumerate(self.routes)
             for name in route.match
         ]
         named += [
@@ -281,7 +281,9 @@ class Settings(BaseSettings):
         if pinned is None:
             return self
         if self.source.mode != "poll":
-            raise ValueError("poll.partition_ids: needs source.mode: poll; the WAL is read by one")
+            raise ValueError(
+                "poll.partition_ids: needs source.mode: poll; only one instance reads the WAL"
+            )
         wrong = [number for number in pinned if number >= self.partitions]
         if wrong or not pinned:
             raise ValueError(
@@ -293,7 +295,7 @@ class Settings(BaseSettings):
     def _listens_while_it_polls(self) -> Settings:
         if self.poll.listen and self.source.mode == "wal":
             raise ValueError(
-                "poll.listen: needs source.mode: auto or poll; mode wal has no use for notifications"
+                "poll.listen: needs source.mode: auto or poll; mode wal ignores notifications"
             )
         return self
 
@@ -302,8 +304,8 @@ class Settings(BaseSettings):
         for name in self.spark_handlers:
             if self.source.mode == "wal":
                 raise ValueError(
-                    f"handlers.{name}.type: spark reads the outbox as a table, which source.mode: wal rules out: set "
-                    "the mode to auto"
+                    f"handlers.{name}.type: spark polls the outbox, which source.mode: wal excludes: set the mode to "
+                    "auto"
                 )
         return self
 
@@ -312,8 +314,8 @@ class Settings(BaseSettings):
         for name, handler in self.sink_handlers.items():
             if handler.start == "beginning" and self.source.mode == "wal":
                 raise ValueError(
-                    f"handlers.{name}.start: source.mode: wal has nothing older than the slot: set it to now, or the "
-                    "mode to auto"
+                    f"handlers.{name}.start: source.mode: wal reads nothing older than the slot: set start to now, or "
+                    "the mode to auto"
                 )
         return self
 
@@ -323,7 +325,7 @@ class Settings(BaseSettings):
         if name is not None and name not in self.spark_handlers:
             known = ", ".join(self.spark_handlers) or "none"
             raise ValueError(
-                f"retention.archive: {name!r} is no handler of type: spark (such handlers: {known})"
+                f"retention.archive: {name!r} is not a handler of type: spark (such handlers: {known})"
             )
         return self
 
@@ -331,7 +333,7 @@ class Settings(BaseSettings):
     def _what_is_read_is_known(self) -> Settings:
         if self.retention.keep and self.source.mode == "wal" and not self.source.owns_table:
             raise ValueError(
-                "retention.keep: source.mode: wal leaves a table of yours untouched: set the mode to auto"
+                "retention.keep: source.mode: wal does not change your own table: set the mode to auto"
             )
         return self
 
@@ -339,7 +341,7 @@ class Settings(BaseSettings):
     def _addresses_differ(self) -> Settings:
         of = self.observe
         if of.listen and of.console and of.listen.port and of.listen == of.console.listen:
-            raise ValueError("observe.console.listen: is observe.listen too: give another port")
+            raise ValueError("observe.console.listen: is the same as observe.listen: name another")
         return self
 
     @property
@@ -351,18 +353,18 @@ class Settings(BaseSettings):
 
     @property
     def source_dsn(self) -> str:
-        """The source's connection string, password included: for connecting only."""
+        """The source's connection string with its password: only for connecting, never for a message."""
         return self.source.dsn.get_secret_value()
 
     @property
     def target_dsn(self) -> str:
-        """The target's connection string; the source's where none is given."""
+        """The target's connection string; the source's where the target has none."""
         dsn = self.target.dsn
         return self.source_dsn if dsn is None else dsn.get_secret_value()
 
     @property
     def needs_spark(self) -> bool:
-        """Whether a batch can be too large for this process, or a handler writes with Spark."""
+        """Whether a batch may exceed `batch.inline_max_events`, or a handler writes with Spark."""
         return self.batch.inline_max_events < self.batch.max_events or bool(self.spark_handlers)
 
     @property
@@ -374,12 +376,12 @@ class Settings(BaseSettings):
 
     @property
     def sink_handlers(self) -> dict[str, SinkHandler]:
-        """The handlers that have a position of their own in the log, by name."""
+        """The handlers with their own position in the log, by name."""
         return {name: each for name, each in self.handlers.items() if isinstance(each, SinkHandler)}
 
     @property
     def one_database(self) -> bool:
-        """Whether effects are written to the database that the events come from."""
+        """Whether the source is also the target."""
         return self.target_dsn == self.source_dsn
 
     @classmethod
@@ -391,5 +393,5 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment goes before the file, which arrives as keyword arguments."""
+        """The environment overrides the file, whose values are keyword arguments."""
         return env_settings, init_settings

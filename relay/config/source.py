@@ -1,4 +1,4 @@
-"""`source`: the database that has the outbox, and how the outbox is laid out there."""
+"""The section `source`: the database of the outbox, and the outbox's columns and types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relay.model import headers as header_fields
 from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
 
 OWN_OUTBOX = "public.outbox_message_t"
-"""The outbox that `relay init` makes, and that `relay.publish` inserts into."""
+"""The outbox that `relay init` creates and `relay.publish` inserts into."""
 
 
 def _bigint(text: str) -> str:
@@ -44,33 +44,32 @@ class SourceSettings(Section):
     """Where events come from."""
 
     dsn: Dsn = SecretStr("postgresql:///")
-    """The connection string of the database that has the outbox; libpq's PG* variables give what it lacks."""
+    """The connection string of the database of the outbox; libpq's PG* variables complete it."""
     profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
-    """Whose table the outbox is: gives `table`, `columns` and `types` where they are not set."""
+    """The tool whose table the outbox is: sets the defaults of `table`, `columns` and `types`."""
     table: str = OWN_OUTBOX
     """The outbox, as schema.table."""
     columns: dict[str, str | None] = Field(default_factory=dict)
     """The column of each field, where the names differ; null where the outbox has no such column."""
     types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
-    """The type of `id`, `host_id`, `user_id` and `transaction_id`, where it is not uuid."""
+    """The types of `id`, `host_id`, `user_id` and `transaction_id`, where they are not uuid."""
     headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
         default_factory=dict
     )
-    """Extra columns of the outbox as fields `headers.*`: the column of each; a list where they have the columns'
-    names."""
+    """Extra columns of the outbox, which become fields `headers.*`: a mapping of names to columns, or a list of
+    columns."""
     message_prefix: Name | None = None
-    """The prefix of the messages of pg_logical_emit_message that are the outbox, in place of a table; needs `mode:
-    wal`."""
+    """The prefix of the pg_logical_emit_message messages that are events, in place of a table; needs `mode: wal`."""
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
     """The replication slot; each group has its own."""
     publication: Name = "relay"
     """The publication that the slot is read with."""
     mode: Literal["auto", "wal", "poll"] = "auto"
-    """`auto` streams the WAL and polls for what the slot does not have; `wal` only streams; `poll` only polls."""
+    """`auto` streams the WAL and polls events that the slot does not have; `wal` only streams; `poll` only polls."""
     offsets: Literal["sequence", "gapless"] = "sequence"
-    """Where `c_offset` comes from: a sequence, or a counter without gaps at which publishers take turns."""
+    """The source of `c_offset`: a sequence, or a counter without gaps, which one publisher at a time locks."""
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
-    """How much may be received before it is durable in the target, in bytes."""
+    """The most bytes of the stream in memory that are not yet durable in the target."""
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
     """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
 
@@ -104,7 +103,7 @@ class SourceSettings(Section):
         for name in value:
             if name not in ID_FIELDS:
                 raise ValueError(
-                    f"{name!r} has one type only; those to choose are of {', '.join(ID_FIELDS)}"
+                    f"{name!r} has a fixed type: set those of {', '.join(ID_FIELDS)} only"
                 )
         return value
 
@@ -120,7 +119,7 @@ class SourceSettings(Section):
             return self
         if self.mode != "wal":
             raise ValueError(
-                f"message_prefix: messages are in the WAL only, and mode says {self.mode}: set source.mode: wal"
+                f"message_prefix: messages are in the WAL only, and mode is {self.mode}: set source.mode: wal"
             )
         given = {
             "table": self.table != OWN_OUTBOX,
@@ -131,36 +130,35 @@ class SourceSettings(Section):
         }
         for name in (key for key, is_given in given.items() if is_given):
             raise ValueError(
-                f"message_prefix: the outbox is messages and no table, so {name} means nothing: leave one of the two "
-                "out"
+                f"message_prefix: the outbox is not a table, so {name} has no meaning: remove one of the two"
             )
         return self
 
     @property
     def sql_types(self) -> Mapping[str, LiteralString]:
-        """The PostgreSQL type of each event field, of `headers` too where there are any."""
-        found: dict[str, LiteralString] = {**SQL_TYPES, **self.types}
-        return {**found, header_fields.FIELD: "jsonb"} if self.headers else found
+        """The PostgreSQL type of each event field, with `headers` where the source has any."""
+        types: dict[str, LiteralString] = {**SQL_TYPES, **self.types}
+        return {**types, header_fields.FIELD: "jsonb"} if self.headers else types
 
     def printed_id(self, field: str, value: str, option: str) -> str:
-        """An id that an option of a command names, as PostgreSQL prints it.
+        """The id in a command's option, as PostgreSQL prints it.
 
-        Raises ConfigurationError if it is not of its field's type.
+        Raises ConfigurationError if it does not have its field's type.
         """
         kind = self.types.get(field, "uuid")
         try:
             return _PRINTED[kind](value)
         except ValueError:
-            raise ConfigurationError(f"{option}: {value!r} is no {kind}") from None
+            raise ConfigurationError(f"{option}: {value!r} is not of type {kind}") from None
 
     @property
     def owns_table(self) -> bool:
-        """Whether the outbox is relay's own, which `relay init` makes, and not one that was there before."""
+        """Whether the outbox is the table that `relay init` creates, not a table of the user's."""
         return self.message_prefix is None and self.table == OWN_OUTBOX
 
     @property
     def outbox(self) -> str:
-        """What holds the events, in words."""
+        """The table or the messages of the outbox, for messages to users."""
         prefix = self.message_prefix
         return self.table if prefix is None else f"messages with the prefix {prefix!r}"
 
@@ -172,10 +170,7 @@ class SourceSettings(Section):
 
     @property
     def mapping(self) -> dict[str, str]:
-        """The outbox's column for each field; "", which names no column, for one that is left out.
-
-        Each header is a field of its own, such as `headers.region`.
-        """
+        """The column of each field and header, such as `headers.region`; "" for a field without a column."""
         fields = {name: self.columns.get(name, name) or "" for name in FIELDS}
         return {
             **fields,

@@ -1,4 +1,4 @@
-"""What somebody may have meant: the keys that there are where an unknown one stands, and the one that is nearest."""
+"""Suggests a known key in place of an unknown one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import BaseModel
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most like another, if one is."""
+    """The known word that is most similar to a word; None if none is similar."""
     by_lower_case = {each.lower(): each for each in known}
-    found = get_close_matches(word.lower(), by_lower_case, n=1)
-    return by_lower_case[found[0]] if found else None
+    matches = get_close_matches(word.lower(), by_lower_case, n=1)
+    return by_lower_case[matches[0]] if matches else None
 
 
 def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of a mapping in the configuration; `location` leads to it, as pydantic tells it."""
+    """The keys of the mapping at a location in the configuration; `location` is in pydantic's form."""
     kinds: list[Any] = [model]
     for part in location:
         kinds = [below for kind in kinds for below in _below(kind, part)]
@@ -32,7 +32,7 @@ def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
 
 
 def paths(model: type[BaseModel], joint: str) -> Iterator[str]:
-    """Every key with those above it, such as `source.dsn`; below mappings with keys of the user's there are none."""
+    """Yield the path of every key, such as `source.dsn`, except below mappings whose keys the user chooses."""
     for name, field in model.model_fields.items():
         yield name
         for member in _members(field.annotation):
@@ -45,7 +45,7 @@ def _below(kind: Any, part: int | str) -> Iterator[Any]:
         if _is_model(member):
             fields: Mapping[str, Any] = member.model_fields
             yield from (f.annotation for name, f in fields.items() if part in (name, f.alias))
-            # Of a union pydantic names the member by its type.
+            # In a union, pydantic's location names the member by its type.
             if "type" in fields and part in get_args(fields["type"].annotation):
                 yield member
         elif get_origin(member) in (dict, list):
@@ -53,7 +53,7 @@ def _below(kind: Any, part: int | str) -> Iterator[Any]:
 
 
 def _members(kind: Any) -> Iterator[Any]:
-    """The types that a value may have, without what only describes them."""
+    """The types that a value may have, without Annotated and unions."""
     if get_origin(kind) is Annotated:
         yield from _members(get_args(kind)[0])
     elif get_origin(kind) in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""Names that are made of an event's fields: topics, subjects, keys. No I/O."""
+"""Templates over an event's fields, for topics, subjects and keys. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relay.model.events import Event
 class Template:
     """A text with fields in braces, such as `orders.{event_type}` or `{payload.customer.id}`; `{{` is a brace.
 
-    Raises ValueError for what is not a field of an event.
+    Raises ValueError for a name that is not a field of an event or a path into one.
     """
 
     def __init__(self, text: str) -> None:
@@ -27,20 +27,20 @@ class Template:
             self._parts.append((literal, field))
 
     def fill(self, event: Event) -> str:
-        """The text for an event. Raises Rejected where it lacks a value."""
+        """The text for an event. Raises Rejected if the event lacks a value of the template."""
         return "".join(
             literal + (_value(event, field) if field else "") for literal, field in self._parts
         )
 
     @property
     def names(self) -> list[str]:
-        """The fields and paths in it."""
+        """The fields and paths in the template."""
         return [field for _, field in self._parts if field]
 
 
 def _value(event: Event, name: str) -> str:
     head, path = split(name)
-    _, found = dig(getattr(event, head) if path else event.text(head), path)
-    if found is None or isinstance(found, dict | list):
-        raise Rejected(f"the event has no {name} for a name")
-    return found if isinstance(found, str) else json.dumps(found)
+    _, value = dig(getattr(event, head) if path else event.text(head), path)
+    if value is None or isinstance(value, dict | list):
+        raise Rejected(f"the event has no text or number at {name}, which a template needs")
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of."""
+"""The types of values in the configuration's sections."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 
 class Section(BaseModel):
-    """A mapping of known keys; whoever has one cannot change it."""
+    """A mapping with known keys; it is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _no_boolean(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("must be a number")  # which YAML's yes would become
+        raise ValueError("must be a number")  # pydantic would convert YAML's `yes` to 1
     return value
 
 
 Number = BeforeValidator(_no_boolean)
 _MOST_SECONDS = 1e9
-"""A bound that keeps every time that relay computes within those that PostgreSQL and Python have."""
+"""With this bound, every time that relay computes is in the range of PostgreSQL and of Python."""
 Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS), Number]
 SecondsOrZero = Annotated[float, Field(ge=0, le=_MOST_SECONDS), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
 
 
 def read_secret_file(path: str) -> str:
-    """The text of a file without the white space around it. Raises ValueError."""
+    """The text of a file, without leading and trailing white space. Raises ValueError."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +38,7 @@ def read_secret_file(path: str) -> str:
 
 
 def resolve_secret(value: Any) -> Any:
-    """The text that a value, `{env: NAME}` or `{file: PATH}` stands for. Raises ValueError."""
+    """The text of a value: the value itself, or what `{env: NAME}` or `{file: PATH}` refers to. Raises ValueError."""
     if not isinstance(value, dict):
         return str(value) if isinstance(value, int | float) else value
     if len(value) != 1 or not isinstance(next(iter(value.values())), str):
@@ -54,4 +54,4 @@ def resolve_secret(value: Any) -> Any:
 
 
 Secret = Annotated[SecretStr, BeforeValidator(resolve_secret)]
-"""A value that is not to be shown. It is resolved here, since executors have neither the environment nor the files."""
+"""A secret value. It is resolved in the driver, because executors have neither its environment nor its files."""

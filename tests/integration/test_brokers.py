@@ -80,7 +80,7 @@ def test_what_a_broker_refuses_is_dead_lettered(outbox: Outbox, tmp_path: Path) 
     ).fetchall()
     assert [amount for amount, _ in letters] == [13, None]
     assert "WRONGTYPE" in letters[0][1]
-    assert "the event has no payload.amount for a name" in letters[1][1]
+    assert "the event has no text or number at payload.amount" in letters[1][1]
 
 
 def test_messages_in_rabbitmq_that_no_queue_takes_wait(outbox: Outbox, tmp_path: Path) -> None:

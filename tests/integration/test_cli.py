@@ -191,8 +191,8 @@ def test_import_error(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml", **python_handler("no.such.module:f"))
     line = refused(config)
     assert "handlers.h.callable: importing 'no.such.module' failed: ModuleNotFoundError" in line
-    assert str(ROOT) in line.split("looked for in ")[1]
-    assert "name that in PYTHONPATH" in line
+    assert str(ROOT) in line.split("not found in ")[1]
+    assert "add that to PYTHONPATH" in line
 
 
 def test_no_configuration_at_all(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_groups_of_one_name_have_one_set_of_series() -> None:
     """They would be told twice, and a scrape with a series twice is not taken."""
     other = PAYMENTS.replace("group: payments", "group: orders").replace("/views", "/other_views")
     (line,) = refused(ORDERS + "\nobserve: {listen: '127.0.0.1:9464'}\n", other)
-    assert "what is observed tells groups by their names" in line
+    assert "metrics, health and the console tell groups apart by name" in line
 
 
 def test_spark_may_differ_where_it_is_not_needed() -> None:

@@ -127,7 +127,7 @@ def test_attempts_and_time_exhaust() -> None:
     [
         ({"url": "shop.example/events"}, "must be an address such as"),
         ({"url": "ftp://x"}, "must be an address such as"),
-        ({"each": "transaction", "mode": "binary"}, "is posted as a batch"),
+        ({"each": "transaction", "mode": "binary"}, "needs mode: batch"),
         ({"headers": {"x": {"env": "RELAY_NOT_THERE"}}}, "no variable RELAY_NOT_THERE"),
         ({"headers": {"x": {"file": "/not/there"}}}, "/not/there cannot be read"),
         ({"headers": {"x": {"vault": "a"}}}, r"must be a text, \{env: NAME\}"),

@@ -261,8 +261,8 @@ def test_a_large_commit_of_messages_goes_through_a_file() -> None:
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({}, "messages are in the WAL only, and mode says auto"),
-        ({"mode": "poll"}, "messages are in the WAL only, and mode says poll"),
+        ({}, "messages are in the WAL only, and mode is auto"),
+        ({"mode": "poll"}, "messages are in the WAL only, and mode is poll"),
         ({"mode": "wal", "table": "a.b"}, "so table means nothing"),
         ({"mode": "wal", "profile": "debezium"}, "so table means nothing"),
         ({"mode": "wal", "columns": {"payload": "body"}}, "so columns means nothing"),

@@ -330,7 +330,7 @@ def test_a_registry_refuses_what_is_there_twice() -> None:
         types.upcast("a", from_version=1)
     with pytest.raises(ValueError, match="a: 0 is no version: count from 1"):
         types.upcast("a", from_version=0)
-    with pytest.raises(ValueError, match="'host_id' is no path into payload or metadata"):
+    with pytest.raises(ValueError, match="'host_id' is not a path into payload or metadata"):
         relay.EventTypes(version_from="host_id")
 
 
@@ -353,7 +353,7 @@ def test_file_and_code_give_the_same_types() -> None:
         ),
         (
             "a: {version_from: id}",
-            "events.a.version_from: 'id' is no path into payload or metadata, such as metadata.version",
+            "events.a.version_from: 'id' is not a path into payload or metadata, such as metadata.version",
         ),
         (
             "a: {upcast: {1: 2}}",

@@ -48,7 +48,7 @@ def test_ranges_begin_at_midnight_in_utc_whatever_the_clocks_do() -> None:
 
 
 def test_an_archive_is_a_spark_sink() -> None:
-    with pytest.raises(ValidationError, match=r"'lake' is no handler of type: spark"):
+    with pytest.raises(ValidationError, match=r"'lake' is not a handler of type: spark"):
         Settings.model_validate({"retention": {"archive": "lake"}})
 
 

@@ -35,7 +35,7 @@ def test_a_name_has_the_event_s_values(text: str, name: str) -> None:
 )
 def test_an_event_without_the_value_is_refused(text: str) -> None:
     one = event(payload='{"customer": {"id": 7}, "n": null}')
-    with pytest.raises(Rejected, match="for a name"):
+    with pytest.raises(Rejected, match="which a template needs"):
         Template(text).fill(one)
 
 
