@@ -1,1 +1,1 @@
-"""What flows through relay: events, business transactions as columns, batches, and how rows are encoded."""
+"""The data that flows through relay: events, business transactions as columns, batches, and the encoding of rows."""

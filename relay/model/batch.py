@@ -1,4 +1,4 @@
-"""Batches, the tasks that they are split into, and their outcomes. No I/O."""
+"""Batches, the tasks into which they are split, and their outcomes. No I/O."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relay.model.transactions import Int64Array, Transactions
 class Share:
     """Transactions of a difference that touch the same partitions, in order of their positions.
 
-    `xids` and `positions` are int64, one element for each transaction. With `unmarked` they are rows from before the
-    outbox had c_xid, and `xids` has the c_offset of each.
+    `xids` and `positions` are int64, one element for each transaction. With `unmarked`, the elements stand for rows
+    that were inserted before the outbox had c_xid, and `xids` has their c_offset.
     """
 
     partitions: tuple[int, ...]
@@ -29,9 +29,9 @@ class Share:
 class Window:
     """The transactions of a difference after one position and up to another, `upto`.
 
-    The difference begins at the group's snapshot `snapshot_id`. `lower_bounds` are positions that partitions must have
-    reached before. `left` counts the events of the difference after
-    the window. `by_reference` are c_offsets of rows that are too large to be read.
+    The difference begins at the group's snapshot `snapshot_id`. `lower_bounds` are positions that partitions must
+    already have reached. `left` counts the events of the difference after the window. `by_reference` are the c_offsets
+    of rows that are too large to be read.
     """
 
     snapshot_id: int
@@ -44,10 +44,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Whole commits in commit order. `end` may be acknowledged when every transaction is durable.
+    """Whole commits in commit order. relay may confirm `end` when every transaction is durable.
 
-    A polled batch has a `window` instead of transactions: its tasks read their rows themselves. `source_epoch` is the
-    group's epoch when the batch was received, and `next_xid` about the transaction id that the source gave next.
+    A polled batch has a `window` instead of transactions: its tasks read their rows. `size` is in bytes. `source_epoch`
+    is the group's epoch when the batch was received, and `next_xid` approximately the source's next transaction id.
     """
 
     number: int
@@ -63,12 +63,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """The transactions of a batch that one database transaction of the target applies, and the partitions they touch.
+    """The transactions of a batch that one commit of the target applies, and the partitions that they touch.
 
-    `touched[i]` are the partitions of `transactions.hosts[i]`, none where no transaction has these hosts.
-    `lower_bounds` is the applied_lsn that partitions must have, of those that the target could have forgotten in a
-    crash; `source_epoch` and `next_xid` are the batch's. `after` is the applied_lsn that the batch before gives to
-    partitions, if that one is still in flight: until they have it, the task is busy.
+    `touched[i]` are the partitions of `transactions.hosts[i]`, empty where no transaction has these hosts.
+    `lower_bounds` is the applied_lsn that partitions must have, for those whose offsets the target may have lost in a
+    crash; `source_epoch` and `next_xid` are the batch's. `after` is the applied_lsn that partitions get from the
+    previous batch, if that is in flight: until they have it, the task is busy.
     """
 
     partitions: tuple[int, ...]
@@ -81,16 +81,16 @@ class Task:
 
     @property
     def events(self) -> int:
-        """How many events the task holds."""
+        """The number of events of the task."""
         return self.transactions.events
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """The shares of a window that one database transaction of the target applies; the task reads their rows itself.
+    """The shares of a window that one commit of the target applies; the task reads their rows from the source.
 
-    `events` is how many there were when the range was planned; the other fields are as in Window. Of rows with an
-    offset in `by_reference`, payload and metadata are not read, and their transactions are dead-lettered.
+    `events` is their number when the range was planned; the other fields are as in Window. Payload and metadata of rows
+    with a c_offset in `by_reference` are not read, and the transactions of these rows are dead-lettered.
     """
 
     partitions: tuple[int, ...]
@@ -103,12 +103,12 @@ class Range:
 
 
 Work = Task | Range
-"""What one database transaction of the target applies."""
+"""The input of a task: what one commit of the target applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobName:
-    """How an engine names the job that applies a batch: `group` for all attempts, `description` for one of them."""
+    """The names of the job that applies a batch: `group` for all attempts, `description` for one of them."""
 
     group: str
     description: str
@@ -117,7 +117,7 @@ class JobName:
     def of(cls, consumer: str, batch: Batch, attempt: int) -> JobName:
         """The name of an attempt, counted from 1, such as `batch 17: 12,345 events, 0/16B3748–0/16B9000, attempt 1`.
 
-        `consumer` is the group whose batch it is: groups may share a Spark session.
+        `consumer` is the group of the batch: groups may share a Spark session.
         """
         if batch.window:
             span = f"c_offset up to {batch.window.upto}"
@@ -131,9 +131,9 @@ class JobName:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered:
-    """A business transaction that went to the dead letters; `fault` and its `kind` are safe in a log.
+    """A business transaction that was dead-lettered; `fault` and its `kind` are safe in a log.
 
-    `trace_id` is the publisher's trace, sampled or not.
+    `trace_id` is the id of the publisher's trace, sampled or not.
     """
 
     transaction_id: str | None
@@ -146,7 +146,7 @@ class DeadLettered:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The fields of a log line about it."""
+        """The fields of its log line."""
         return {
             "transaction_id": self.transaction_id,
             "lsn": str(self.end_lsn),
@@ -159,14 +159,14 @@ class DeadLettered:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What became of one task's events.
+    """The outcome of one task.
 
-    `applied` counts the events of transactions that were applied, `deferred` those of deferred ones. `busy` says that
-    nothing was done: another instance holds the partitions of a range, a difference is open in those of a task, or they
-    have not reached its `after`. `braked` has a line for each handler that the task has stopped. `reached` is the
-    applied_lsn that a task gave to its partitions, if the target may still lose the commit. `trace_record` is there
-    only with `observe.traces`. `transactions` counts the business transactions that were not skipped; `seconds` is how
-    long each handler took.
+    `applied` counts the events of applied transactions, `skipped` the events that the target already had, `deferred`
+    those of deferred transactions. `busy` says that the task did nothing: another instance holds the
+    partitions of a range, a difference is open in those of a task, or they have not reached its `after`. `braked` has a
+    line for each handler that the task stopped. `reached` is the applied_lsn of the task's partitions, if the target
+    may still lose the commit. `trace_record` is set only with `observe.traces`. `transactions` counts the business
+    transactions that were not skipped; `seconds` has the seconds that each handler took.
     """
 
     partitions: tuple[int, ...]
@@ -184,7 +184,7 @@ class TaskOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch, task by task; the engine that ran it, and the reason for that engine."""
+    """The outcome of a batch: those of its tasks, the engine that ran it, and the reason for that engine."""
 
     engine: str
     tasks: Sequence[TaskOutcome]
@@ -192,22 +192,22 @@ class Outcome:
 
     @property
     def deferred(self) -> int:
-        """How many events were deferred with their transactions."""
+        """The number of events of deferred transactions."""
         return sum(task.deferred for task in self.tasks)
 
     @property
     def applied(self) -> int:
-        """How many events were applied."""
+        """The number of applied events."""
         return sum(task.applied for task in self.tasks)
 
     @property
     def skipped(self) -> int:
-        """How many events the target had already."""
+        """The number of events that the target already had."""
         return sum(task.skipped for task in self.tasks)
 
     @property
     def busy(self) -> bool:
-        """Whether a task did nothing."""
+        """Whether a task was busy."""
         return any(task.busy for task in self.tasks)
 
     @property

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from relay.config.handlers import RetrySettings
 
 LONGEST_ASKED_SECONDS = 86_400.0
-"""The longest wait that a fault may ask for: an endpoint's Retry-After must not hold a key for ever."""
+"""The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """The earlier attempts to apply a transaction: how many, and when the first was made (seconds since 1970)."""
+    """The earlier attempts to apply a transaction: their number, and the time of the first (seconds since 1970)."""
 
     attempts: int = 0
     since: float | None = None
@@ -106,13 +106,13 @@ def judge(
 
 
 def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int) -> float:
-    """The seconds from the failure of an attempt to the next one: what the fault asks for, if that is more."""
+    """The seconds from a failed attempt to the next one: the backoff, or what the fault asks for, if that is more."""
     state = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
     state.attempt_number = max(1, attempts)
     backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
     jitter = wait_random(0, retry.jitter)
     asked = error.after if isinstance(error, TransientFault) else None
-    # An endpoint may ask for any number, also NaN, for which every comparison is false.
+    # An endpoint may ask for NaN, for which every comparison is false.
     asked = min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
     return max(backoff(state) + jitter(state), asked)
 

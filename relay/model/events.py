@@ -30,22 +30,22 @@ FIELDS = (
     "transaction_count",
     "deliver_at",
 )
-"""The columns of the outbox that relay understands, by relay's own names."""
+"""The fields of an event that are columns of the outbox."""
 
 NEEDED_FIELDS = ("id", "host_id", "event_type", "payload", "c_offset")
-"""Fields that cannot be left out where the outbox has a column for them."""
+"""Fields whose columns an outbox must have."""
 
 ID_FIELDS = ("id", "host_id", "user_id", "transaction_id")
 """Fields whose columns may be of the type uuid, text or bigint."""
 
 INSERTED_BY = "c_xid"
-"""The outbox's column that tells which transaction inserted a row: updates and moves leave it as it is."""
+"""The outbox's column with the id of the transaction that inserted the row; updates and moves do not change it."""
 
 NOTE = "relay: undecodable"
-"""A column that rows of a source in another encoding than UTF-8 get: which bytes could not be decoded, or null."""
+"""A column that relay adds to rows of a source whose encoding is not UTF-8: the undecodable bytes, or null."""
 
 COMMIT_FIELDS = ("commit_lsn", "commit_ts", "xid")
-"""The fields that the commit adds to each of its events."""
+"""The fields that an event gets from its commit."""
 
 EVENT_FIELDS = FIELDS + COMMIT_FIELDS
 """Every field that a statement, a `batch` relation or a route may name."""
@@ -70,20 +70,19 @@ SQL_TYPES: Mapping[str, LiteralString] = {
     "commit_ts": "timestamptz",
     "xid": "bigint",
 }
-"""The PostgreSQL type of each event field; that of ID_FIELDS where the configuration does not say otherwise."""
+"""The PostgreSQL type of each event field; for ID_FIELDS the default, which `source.types` overrides."""
 
 Row = tuple[str | None, ...]
 """One event as PostgreSQL's text output, in the order of `EVENT_FIELDS`."""
 
 Headers = Mapping[str, str | None]
-"""The values of extra columns by the names that the configuration gives them."""
+"""The values of extra columns, by their names in `source.headers`."""
 _NO_HEADERS: Headers = MappingProxyType({})
 
-_INDEX = {name: position for position, name in enumerate(EVENT_FIELDS)}
-
+_INDEX = {name: index for index, name in enumerate(EVENT_FIELDS)}
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
-"""A UUID as PostgreSQL prints it, so that its text is the value's."""
+"""A UUID in the form that PostgreSQL prints."""
 _LSN = re.compile(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", re.ASCII)
 
 
@@ -115,8 +114,8 @@ POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 class Commit(NamedTuple):
     """A commit of the source: its position in the WAL and its time.
 
-    `ts` is in microseconds since POSTGRES_EPOCH, within Python's calendar. Rows that were read from the table have only
-    the xid, and those from before there was `c_xid` not even that; what is not known is 0.
+    `ts` is in microseconds since POSTGRES_EPOCH, in the years 1 to 9999. Polled rows have only the xid, and rows that
+    were inserted before the outbox had `c_xid` not even that; unknown values are 0.
     """
 
     lsn: Lsn
@@ -134,7 +133,7 @@ class Commit(NamedTuple):
 
 
 def timestamp(microseconds: int) -> str:
-    """A time since POSTGRES_EPOCH as PostgreSQL prints it in UTC. Raises OverflowError outside Python's calendar."""
+    """A time since POSTGRES_EPOCH as PostgreSQL prints it in UTC. Raises OverflowError outside the years 1 to 9999."""
     moment = POSTGRES_EPOCH + timedelta(microseconds=microseconds)
     text = str(moment).removesuffix("+00:00")
     return f"{text.rstrip('0') if moment.microsecond else text}+00"
@@ -146,7 +145,7 @@ def microseconds(moment: datetime) -> int:
 
 
 class Event:
-    """One row of the outbox. Values are parsed when they are asked for, so that unread ones cost nothing."""
+    """One row of the outbox. Properties parse their value at each access, so that unread ones cost nothing."""
 
     __slots__ = ("_headers", "row")
 
@@ -157,7 +156,7 @@ class Event:
     def text(self, name: str) -> str | None:
         """The field as PostgreSQL prints it, or None; raises KeyError for an unknown field.
 
-        `headers` is the text of a JSON object, and `headers.NAME` that of one column.
+        `headers` is the text of a JSON object, `headers.NAME` the text of one column.
         """
         try:
             return self.row[_INDEX[name]]
@@ -182,7 +181,7 @@ class Event:
         )
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Row:
-        """The event's row with the texts of some fields, which are no headers, replaced."""
+        """The event's row with the texts of some fields replaced; headers cannot be."""
         row = list(self.row)
         for name, text in texts.items():
             row[_INDEX[name]] = text
@@ -206,17 +205,17 @@ class Event:
 
     @property
     def id(self) -> UUID | str | None:
-        """The event's own id: the idempotency key. A UUID where it is written as one, else its text, as of a bigint."""
+        """The event's id, the idempotency key: a UUID, or the text of an id of another type, such as bigint."""
         return self._id("id")
 
     @property
     def host_id(self) -> UUID | str | None:
-        """The host (tenant): events of one host are applied in commit order. As `id`, a UUID or a text."""
+        """The host (tenant), as a UUID or a text. Events of one host are applied in commit order."""
         return self._id("host_id")
 
     @property
     def user_id(self) -> UUID | str | None:
-        """The user on whose behalf the event was published. As `id`, a UUID or a text."""
+        """The user on whose behalf the event was published, as a UUID or a text."""
         return self._id("user_id")
 
     @property
@@ -231,17 +230,17 @@ class Event:
 
     @property
     def aggregate_type(self) -> str | None:
-        """The kind of aggregate."""
+        """The type of the aggregate."""
         return self.text("aggregate_type")
 
     @property
     def event_type(self) -> str | None:
-        """The kind of event."""
+        """The type of the event."""
         return self.text("event_type")
 
     @property
     def event_ts(self) -> datetime | None:
-        """When the publisher says it happened. Raises ValueError outside Python's years 1 to 9999."""
+        """The publisher's time of the event. Raises ValueError outside Python's years 1 to 9999."""
         return self._timestamp("event_ts")
 
     @property
@@ -256,7 +255,7 @@ class Event:
 
     @property
     def headers(self) -> Headers:
-        """The extra columns that `source.headers` names, by these names, each as PostgreSQL prints it."""
+        """The extra columns of `source.headers`, by their names there, each as PostgreSQL prints it."""
         return _NO_HEADERS if self._headers is None else MappingProxyType(self._headers)
 
     @property
@@ -266,7 +265,7 @@ class Event:
 
     @property
     def transaction_id(self) -> UUID | str | None:
-        """The business transaction. As `id`, a UUID or a text."""
+        """The id of the business transaction, as a UUID or a text."""
         return self._id("transaction_id")
 
     @property
@@ -276,12 +275,12 @@ class Event:
 
     @property
     def transaction_count(self) -> int | None:
-        """How many events the business transaction has."""
+        """The number of events of the business transaction."""
         return self._int("transaction_count")
 
     @property
     def deliver_at(self) -> datetime | None:
-        """When the event is to be delivered, if not at once. Raises ValueError outside Python's years 1 to 9999."""
+        """The earliest time of delivery; None for at once. Raises ValueError outside Python's years 1 to 9999."""
         return self._timestamp("deliver_at")
 
     @property
@@ -292,7 +291,7 @@ class Event:
 
     @property
     def commit_ts(self) -> datetime | None:
-        """When the source committed."""
+        """The time of the source's commit."""
         return self._timestamp("commit_ts")
 
     @property
@@ -314,7 +313,7 @@ class Event:
         return hash(self.row)
 
     def __repr__(self) -> str:
-        # Never the payload: an event may end up in a log or in a traceback.
+        # Without the payload: logs and tracebacks may show it.
         return f"Event(id={self.text('id')}, event_type={self.text('event_type')!r}, c_offset={self.text('c_offset')})"
 
 
@@ -351,8 +350,7 @@ class Decoder(Protocol):
 class Events:
     """The events of a transaction, in order.
 
-    They are decoded each time they are read: unread ones cost nothing, and a large transaction is never wholly in
-    memory.
+    Each iteration decodes them: unread events cost nothing, and a large transaction is never in memory as a whole.
     """
 
     __slots__ = ("commit", "decoder", "tuples")
@@ -373,7 +371,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """A business transaction as a handler sees it: the events that were routed to it, in order."""
+    """A business transaction for a handler: the events that are routed to the handler, in order."""
 
     transaction_id: str | None
     commit: Commit

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 FIELD = "headers"
-"""All headers of an event: an object of texts and nulls in SQL, a mapping in Python, a map in Spark."""
+"""The field of all headers of an event: a JSON object in SQL, a mapping in Python, a map in Spark."""
 PREFIX = f"{FIELD}."
-"""What the field of a single header begins with, such as `headers.region`."""
+"""The prefix of a single header's field, such as `headers.region`."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}", re.ASCII)
 
@@ -25,44 +25,45 @@ ATTRIBUTES = frozenset(
         *("transactionid", "transactionordinal", "transactioncount"),
     }
 )
-"""The attributes of a CloudEvent that the specification or relay gives a meaning."""
+"""The attributes of a CloudEvent that the specification or relay defines."""
 
 
 def is_name(name: str) -> bool:
-    """Whether a header may have this name."""
+    """Whether a name is valid for a header."""
     return _NAME.fullmatch(name) is not None
 
 
 def attribute(name: str) -> str:
-    """The CloudEvents extension attribute of a header: names of attributes have no underscores."""
+    """The CloudEvents extension attribute of a header: the name without underscores, which attributes cannot have."""
     return name.replace("_", "")
 
 
 def named(value: Any) -> Any:
-    """The column of each header. A list names columns whose headers have the same name."""
+    """The column of each header, from a mapping or a list of columns, whose headers have the columns' names."""
     return {name: name for name in value} if isinstance(value, list) else value
 
 
 def require_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that no header may have, or whose extension attribute is in use."""
-    taken: dict[str, str] = {}
+    """Raise ValueError for an invalid header name, or one whose extension attribute is in use."""
+    used: dict[str, str] = {}
     for name in names:
         if not is_name(name):
             raise ValueError(
-                f"{name!r} is no name of a header: write lower-case letters, digits and _, a letter first, at most 63; "
-                "{name: column} gives a column another name"
+                f"{name!r} is not the name of a header: write lower-case letters, digits and _, a letter first, at "
+                "most 63; {name: column} gives a column another name"
             )
-        found = attribute(name)
-        if found in ATTRIBUTES:
+        extension = attribute(name)
+        if extension in ATTRIBUTES:
             raise ValueError(
-                f"{name!r} would be the CloudEvents attribute {found}, which has a meaning of its own: choose another "
+                f"{name!r} would be the CloudEvents attribute {extension}, which is already defined: choose another "
                 "name"
             )
-        if found in taken:
+        if extension in used:
             raise ValueError(
-                f"{name!r} and {taken[found]!r} would both be the CloudEvents attribute {found}: choose another name"
+                f"{name!r} and {used[extension]!r} would both be the CloudEvents attribute {extension}: choose "
+                "another name"
             )
-        taken[found] = name
+        used[extension] = name
 
 
 def as_json(headers: Mapping[str, str | None]) -> str:
@@ -71,8 +72,8 @@ def as_json(headers: Mapping[str, str | None]) -> str:
 
 
 def from_json(text: str | None) -> dict[str, str | None]:
-    """Headers as `as_json` has written them; none where the text is something else."""
-    found = None if text is None else json.loads(text)
-    if not isinstance(found, dict):
+    """The headers in a text of `as_json`; empty for any other JSON."""
+    value = None if text is None else json.loads(text)
+    if not isinstance(value, dict):
         return {}
-    return {name: value for name, value in found.items() if value is None or isinstance(value, str)}
+    return {name: each for name, each in value.items() if each is None or isinstance(each, str)}

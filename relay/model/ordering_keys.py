@@ -1,4 +1,4 @@
-"""Ordering keys as text: the host, then what is ordered within it. No I/O."""
+"""Ordering keys as text: the host, then the user or aggregate within it. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hashlib import sha256
 from relay.model.events import Event
 
 LONGEST = 1_000
-"""In bytes, of either part of a key. An index of PostgreSQL holds at most 2,704 bytes, group and sink included."""
+"""The most bytes of each part of a key: an index entry of PostgreSQL, with group and sink, has at most 2,704 bytes."""
 _BYTES_OF_CHARACTER = 4
 
 
@@ -26,7 +26,7 @@ def of_host(host: str) -> str:
 
 
 def of_event(kind: str, event: Event, fields: Iterable[str]) -> str:
-    """The key of an event's host and of some more fields."""
+    """The key of an event's host, a kind of key such as `user`, and some fields."""
     within = " ".join((kind, *(event.text(field) or "" for field in fields)))
     octets = within.encode("utf-8", "surrogateescape")
     if len(octets) > LONGEST:

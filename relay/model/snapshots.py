@@ -1,4 +1,4 @@
-"""Snapshots: which transactions of the source are visible at a moment. They are the positions of polling. No I/O."""
+"""Snapshots: the transactions of the source that are visible at a moment, which is a position of polling. No I/O."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Xids = NDArray[np.int64]
-"""Full transaction ids, with their epoch."""
+"""Full transaction ids, with their epoch, int64."""
 
 _CYCLE = 1 << 32
-"""The WAL has transaction ids modulo this."""
+"""Transaction ids in the WAL are modulo this number."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What PostgreSQL's `pg_snapshot` says: which transactions had ended when it was taken.
+    """A value of PostgreSQL's type `pg_snapshot`: the transactions that had ended when it was taken.
 
-    Those below `xmin` had, those from `xmax` on had not, of those between, all but `in_progress` had.
+    All transactions below `xmin` had ended, none from `xmax` on, and those in between except `in_progress`.
 
     Source: PostgreSQL documentation, "Transaction ID and Snapshot Information Functions".
     """
@@ -30,7 +30,7 @@ class Snapshot:
 
     @classmethod
     def parse(cls, text: str) -> Snapshot:
-        """Read `xmin:xmax:xid,xid`. Raises ValueError for anything else."""
+        """Parse `xmin:xmax:xid,xid`. Raises ValueError for any other text."""
         xmin, xmax, between = text.split(":")
         return cls(int(xmin), int(xmax), tuple(map(int, between.split(","))) if between else ())
 
@@ -39,22 +39,22 @@ class Snapshot:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it sees nothing at all."""
+        """Whether no transaction is visible."""
         return self.xmax <= BEGINNING.xmax
 
     def certain(self) -> Snapshot:
-        """The part of a hot standby's snapshot that is certain: it does not list what is in progress above `xmin`."""
+        """A hot standby's snapshot up to `xmin`: it does not list transactions in progress above that."""
         return Snapshot(self.xmin, self.xmin)
 
     def sees(self, xids: Xids) -> NDArray[np.bool_]:
-        """Which of some transactions are visible if they were committed; a bool for each element of `xids`."""
+        """Whether each transaction is visible, if it was committed; bool, one element for each of `xids`."""
         visible: NDArray[np.bool_] = xids < self.xmax
         if self.in_progress and bool((xids[visible] >= self.xmin).any()):
             visible &= ~np.isin(xids, self._between)
         return visible
 
     def covers(self, other: Snapshot) -> bool:
-        """Whether this snapshot sees everything that another one sees."""
+        """Whether every transaction that is visible in another snapshot is visible in this one."""
         later = sum(xid >= self.xmax for xid in other.in_progress)
         return other.xmax - self.xmax <= later and not bool(other.sees(self._between).any())
 
@@ -64,13 +64,13 @@ class Snapshot:
 
 
 BEGINNING = Snapshot(1, 1)
-"""Sees nothing: the first transaction of a cluster is 3."""
+"""A snapshot in which no transaction is visible: the first one of a cluster is 3."""
 
 
 def full_xids(xids: NDArray[np.int64] | NDArray[np.uint32], next_xid: int) -> Xids:
     """Add the epoch to transaction ids of the WAL: each becomes the full id that is nearest to `next_xid`.
 
-    PostgreSQL gives no id that is further than half a cycle from the oldest one that a slot has still to read.
+    PostgreSQL assigns no id that is more than half a cycle past the oldest one that a slot still has to read.
     """
     near = next_xid & ~(_CYCLE - 1) | np.asarray(xids, np.int64)
     near -= np.where(near - next_xid > _CYCLE // 2, _CYCLE, 0)

@@ -1,4 +1,4 @@
-"""A transaction too large for memory, on disk: rows are appended once and read as often as needed."""
+"""The spool: a temporary file for the rows of a commit that is too large for memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WRITE = 1 << 20
 
 
 class Spool:
-    """An unnamed temporary file of rows; the operating system removes it when the last reader is gone."""
+    """An unnamed temporary file of rows; the operating system removes it when no reader references it."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=_WRITE)  # noqa: SIM115
         self._end = 0
 
     def append(self, row: bytes, to: SpooledTuples) -> None:
-        """Append a row to the file, and to the rows of its business transaction."""
+        """Append a row to the file, and its location to the rows of its business transaction, `to`."""
         self._file.write(_LENGTH.pack(len(row)))
         self._file.write(row)
         start = self._end
@@ -31,11 +31,14 @@ class Spool:
         to.extend(start, self._end)
 
     def seal(self) -> None:
-        """Make everything written readable."""
+        """Flush the file, so that all rows can be read."""
         self._file.flush()
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
-        """The rows between two positions. Positions are given with each read, so readers may run side by side."""
+        """Yield the rows between two byte offsets of the file. Several readers may run at once.
+
+        Raises OSError if the file is shorter.
+        """
         while start < end:
             buffer = os.pread(self._file.fileno(), min(_READ, end - start), start)
             at = 0
@@ -47,22 +50,22 @@ class Spool:
                 yield buffer[at + _LENGTH.size : after]
                 at = after
             if not at:
-                # A row longer than the buffer is read by itself, so that it is copied only once.
+                # A row that is longer than the buffer is read alone, so that it is copied only once.
                 (length,) = _LENGTH.unpack(self._exactly(start, _LENGTH.size))
                 yield self._exactly(start + _LENGTH.size, length)
                 at = _LENGTH.size + length
             start += at
 
     def _exactly(self, start: int, size: int) -> bytes:
-        """Read `size` bytes from a position. Raises OSError if the file ends before."""
+        """Read `size` bytes from a byte offset. Raises OSError if the file ends before."""
         data = os.pread(self._file.fileno(), size, start)
         if len(data) < size:
-            raise OSError(errno.EIO, "the spool file of a large transaction was cut short")
+            raise OSError(errno.EIO, "the spool file of a large transaction was truncated")
         return data
 
 
 class SpooledTuples:
-    """The rows of one business transaction in a spool: a list of runs, a single one where nothing interleaves."""
+    """The rows of one business transaction in a spool, as a list of runs: one, if no other transaction interleaves."""
 
     __slots__ = ("_count", "_ends", "_spool", "_starts")
 
@@ -73,7 +76,7 @@ class SpooledTuples:
         self._count = 0
 
     def extend(self, start: int, end: int) -> None:
-        """Add a row, which lies between two positions of the file."""
+        """Add the row between two byte offsets of the file."""
         self._count += 1
         if self._ends and self._ends[-1] == start:
             self._ends[-1] = end

@@ -1,6 +1,6 @@
-"""The W3C trace context that publishers put into the metadata of events. No I/O, and nothing of OpenTelemetry.
+"""The W3C trace context that publishers put into the metadata of events. No I/O, and no use of OpenTelemetry.
 
-Source: W3C Recommendation "Trace Context", 2. The fields are also those of `relay.client`.
+Source: W3C Recommendation "Trace Context", 2. `relay.client` writes the same fields.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import NamedTuple
 from relay.model.events import Event
 
 MOST_BYTES = 64 * 1024
-"""Metadata above so many bytes are not parsed."""
+"""Metadata of more bytes are not parsed."""
 MOST_STATE = 512
-"""Characters of a `tracestate`: a longer one is left out."""
+"""A `tracestate` of more characters is dropped."""
 
 _FIELD = "traceparent"
 _PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII
 )
 _STATE = re.compile(r"[\x20-\x7e]*", re.ASCII)
-"""Characters that a header may have: no line ends."""
+"""A text of characters that a header may have, which excludes line ends."""
 
 
 Headers = Mapping[str, str]
 
 
 class TraceContext(NamedTuple):
-    """The span in which an event was published: ids in hexadecimal, and `tracestate`, empty where there is none."""
+    """The span in which an event was published: ids in hexadecimal, flags, and `tracestate`, "" where there is none."""
 
     trace_id: str
     span_id: str
@@ -48,23 +48,23 @@ class TraceContext(NamedTuple):
     @property
     def headers(self) -> Headers:
         """The headers `traceparent` and `tracestate` of HTTP requests and of messages."""
-        found = {_FIELD: f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"}
-        return found | {"tracestate": self.state} if self.state else found
+        parent = {_FIELD: f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"}
+        return parent | {"tracestate": self.state} if self.state else parent
 
 
 def parse(metadata: str | bytes | None) -> TraceContext | None:
-    """The context in an event's metadata, which is JSON; None where there is none, or none that is valid."""
+    """The context in an event's metadata, which is JSON; None if there is no valid one."""
     if metadata is None or len(metadata) > MOST_BYTES:
         return None
     if not (_FIELD in metadata if isinstance(metadata, str) else _FIELD.encode() in metadata):
         return None
     try:
-        found = json.loads(metadata)
+        value = json.loads(metadata)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         return None
-    parent, state = found.get(_FIELD), found.get("tracestate")
+    parent, state = value.get(_FIELD), value.get("tracestate")
     match = _PARENT.fullmatch(parent) if isinstance(parent, str) else None
     if match is None:
         return None
@@ -74,15 +74,15 @@ def parse(metadata: str | bytes | None) -> TraceContext | None:
 
 
 def trace_id(events: Iterable[Event]) -> str | None:
-    """The trace in which the first of some events was published, sampled or not; None where there is none."""
+    """The id of the trace in which the first of some events was published, sampled or not; None if it has none."""
     for event in islice(events, 1):
-        found = parse(event.text("metadata"))
-        return found.trace_id if found else None
+        context = parse(event.text("metadata"))
+        return context.trace_id if context else None
     return None
 
 
 class PublishOrigin(NamedTuple):
-    """The span in which events of a business transaction were published: how many, and the id of the first."""
+    """The span in which events of a business transaction were published, their number, and the id of the first."""
 
     context: TraceContext
     events: int
@@ -90,11 +90,11 @@ class PublishOrigin(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A business transaction with events of sampled traces, and what became of it.
+    """A business transaction with events of sampled traces, and its disposition.
 
-    `disposition` is `applied`, `deferred` or `dead`; `handlers` are the transactional ones that got events of it.
-    `committed` is the time of the source's commit, in microseconds since POSTGRES_EPOCH, 0 where that is not known.
-    `attempts` counts those before this one.
+    `disposition` is `applied`, `deferred` or `dead`; `handlers` are the transactional handlers that got events of it.
+    `committed` is the time of the source's commit, in microseconds since POSTGRES_EPOCH, 0 where it is not known.
+    `attempts` counts the earlier attempts.
     """
 
     origins: tuple[PublishOrigin, ...]
@@ -108,10 +108,10 @@ class Traced(NamedTuple):
 
 
 class TraceRecord(NamedTuple):
-    """The traced transactions that one database transaction of the target applied, and its times.
+    """The traced transactions that one commit of the target applied, and when that began and was committed.
 
-    Times are in nanoseconds since 1970, by the clock of the process that applied.
-    `left_out` counts transactions above the limit.
+    Times are in nanoseconds since 1970, by the clock of the process that applied them. `left_out` counts the traced
+    transactions above the limit.
     """
 
     traced: tuple[Traced, ...]
@@ -120,7 +120,7 @@ class TraceRecord(NamedTuple):
     committed: int = 0
 
     def since(self, began: int) -> TraceRecord:
-        """The same record, begun at a time and committed now."""
+        """The same record with this beginning, committed now."""
         return self._replace(began=began, committed=time.time_ns())
 
 
@@ -130,14 +130,14 @@ _headers: ContextVar[Callable[[Event], Headers] | None] = ContextVar("trace head
 
 
 def headers(event: Event) -> Headers:
-    """`traceparent` and `tracestate` for the message that carries an event; empty if its trace is not recorded."""
+    """The headers `traceparent` and `tracestate` for an event's message; empty if its trace is not recorded."""
     of = _headers.get()
     return _NONE if of is None else of(event)
 
 
 @contextmanager
 def carrying(of: Callable[[Event], Headers]) -> Iterator[None]:
-    """Let `headers` call a function, in the current task."""
+    """Make `headers` call a function, in the current asyncio task or thread."""
     token = _headers.set(of)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Business transactions as columns: undecoded rows in one buffer, and an array for each fact about them. No I/O."""
+"""Business transactions as columns: undecoded rows in one buffer, and arrays of facts about transactions. No I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTS = np.dtype(
     ]
 )
 """The dtype of `Transactions.facts`: the commit, the least and the greatest c_offset (both 0 where there is none), the
-number of events, their bytes, and the index of the transaction's hosts in `Transactions.hosts`."""
+number of events, their size in bytes, and the index of the transaction's hosts in `Transactions.hosts`."""
 
 
 def text(value: bytes) -> str:
@@ -43,18 +43,18 @@ def text(value: bytes) -> str:
 
 
 _PORTION_BYTES = 1024 * 1024
-"""Size of a pickled block: a stream that compresses holds as much; blocks of this size go back to the system."""
+"""Bytes of a pickled block: a compressing stream buffers as much, and malloc returns blocks of this size at once."""
 PADDING = bytes(32)
-"""Follows the last row or message of a buffer, so that reads of several octets at once stay within the buffer."""
+"""Follows the last row or message in a buffer, so that reads of several octets at once stay within the buffer."""
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
-    """A view of `data` that has, for each octet, the value of dtype `form` that begins there. Nothing is copied.
+    """A view of `data` in which element i is the value of dtype `form` at octet i: values in `data` are not aligned.
 
-    Values in the stream are not aligned. The view's shape is (len(data) - form.itemsize + 1,).
+    Its shape is (len(data) - form.itemsize + 1,). It shares the memory of `data`.
     """
     return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
 
@@ -62,9 +62,9 @@ def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
 class Rows:
     """Rows of TupleData in one buffer.
 
-    Row i is `data[starts[i]:ends[i]]`. `starts` and `ends` are int64, one element a row, in the order of the events;
-    rows need not lie side by side, nor cover the buffer. `data` ends in PADDING, after the last row. Parts share the
-    buffer and the arrays of the whole: nobody writes to them.
+    Row i is `data[starts[i]:ends[i]]`. `starts` and `ends` are int64, one element a row, in the order of the events.
+    There may be gaps between rows. `data` ends with PADDING, after the last row. Parts share the buffer and the arrays
+    of the whole, so these are read-only.
     """
 
     __slots__ = ("data", "ends", "starts")
@@ -83,9 +83,9 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: list[Rows]) -> Rows:
-        """Concatenate parts, in whose buffers rows are in ascending order.
+        """Concatenate parts whose rows are in ascending order in their buffers.
 
-        Empties the list while it copies, so that hardly anything is in memory twice.
+        It removes each part from the list when it has copied it, so that only one part is in memory twice.
         """
         if len(parts) == 1:
             return parts.pop()
@@ -112,7 +112,7 @@ class Rows:
         return (data[start:end] for start, end in spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only these rows are pickled, not the whole buffer, in blocks: one object a row takes more memory.
+        # Pickles only these rows, not the whole buffer, in blocks: an object for each row takes more memory.
         portions = self.portions(len(self), _PORTION_BYTES)
         return _rows_of_portions, ([b"".join(each) for each in portions], self.sizes)
 
@@ -128,23 +128,23 @@ class Rows:
         return int(self.sizes.sum())
 
     def part(self, first: int, last: int) -> Rows:
-        """The rows from index `first` up to, and without, `last`; a view."""
+        """The rows from index `first` up to, but not including, `last`; a view."""
         return Rows(self.data, self.starts[first:last], self.ends[first:last])
 
     def take(self, chosen: Int64Array | Mask) -> Rows:
-        """The rows at some indices, in their order, or those that a mask marks. The buffer is shared."""
+        """The rows at some indices, in the order of `chosen`, or those of a mask. The result shares the buffer."""
         return Rows(self.data, self.starts[chosen], self.ends[chosen])
 
     def without_header(self, header: int) -> Rows:
-        """The rows without their first `header` bytes. The buffer is shared."""
+        """The rows without their first `header` bytes. The result shares the buffer."""
         return Rows(self.data, self.starts + header, self.ends)
 
     def compact(self) -> Rows:
-        """The same rows, copied into a buffer of their own if they fill less than half of this one."""
+        """The same rows, copied into a new buffer if they fill less than half of this one."""
         return self if self.size * 2 >= len(self.data) - len(PADDING) else Rows.of(list(self))
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
-        """Cut the rows, in order, into portions of `count` rows, or fewer that reach `size` bytes."""
+        """Yield the rows, in order, in portions of `count` rows, or of fewer rows with at least `size` bytes."""
         cumulative = np.cumsum(self.sizes)
         first = 0
         while first < len(self):
@@ -160,7 +160,7 @@ def _rows_of_portions(portions: Sequence[bytes], sizes: Int64Array) -> Rows:
 
 
 def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
-    """Collect rows, which need not all fit into memory, into portions of `count` rows or `size` bytes."""
+    """Yield rows in portions of `count` rows, or of fewer rows with at least `size` bytes."""
     some: list[bytes] = []
     held = 0
     for row in rows:
@@ -174,11 +174,11 @@ def portions(rows: Iterable[bytes], count: int, size: int) -> Iterator[Rows]:
 
 
 class Undecoded(NamedTuple):
-    """A business transaction inside one commit, undecoded: the unit of planning.
+    """A business transaction in one commit, undecoded: the unit of planning.
 
-    `tuples` are pgoutput TupleData messages whose columns are named by `columns`, in the order of the table.
-    `hosts` are the distinct host_ids as text; `first_offset` and `last_offset` are the least and the greatest c_offset,
-    both 0 where there is none.
+    `tuples` are pgoutput TupleData with the table's `columns`, in its order. `hosts` are the distinct host_ids as text;
+    `first_offset` and `last_offset` are the least and the greatest c_offset, both 0 where there is none; `size` is in
+    bytes.
     """
 
     commit: Commit
@@ -196,9 +196,9 @@ class Transactions:
     """Business transactions in commit order, of one table layout, as columns.
 
     `facts` has one element of dtype FACTS for each transaction, and `ids` its transaction_id, undecoded. `hosts` has
-    the distinct sets of host_ids, as text: `hosts[facts["hosts"][i]]` are those of transaction i. The events are in
-    memory: `facts["events"][i]` elements of `rows` for each transaction, one transaction after the other; or in a file:
-    then `rows` is empty, and `spooled[i]` has those of transaction i. Parts share arrays: nobody writes to them.
+    the distinct sets of host_ids, as text; `hosts[facts["hosts"][i]]` are those of transaction i. The events are in
+    memory: `rows` has `facts["events"][i]` elements for transaction i, one transaction after the other. Or they are in
+    a file: then `rows` is empty, and `spooled[i]` has those of transaction i. Parts share arrays, which are read-only.
     """
 
     columns: tuple[str, ...]
@@ -210,12 +210,12 @@ class Transactions:
 
     @classmethod
     def none(cls) -> Self:
-        """No transactions at all."""
+        """An empty instance."""
         return cls((), np.zeros(0, FACTS), (), (), Rows.of([]))
 
     @classmethod
     def joined(cls, parts: list[Transactions]) -> Transactions:
-        """Concatenate parts, which are of one layout and in memory. Empties the list."""
+        """Concatenate parts, which have one table layout and are in memory. Empties the list."""
         if len(parts) == 1:
             return parts.pop()
         known: dict[tuple[str, ...], int] = {}
@@ -234,7 +234,7 @@ class Transactions:
         return cls(columns, facts, ids, tuple(known), Rows.joined(rows))
 
     def joins(self, other: Transactions) -> bool:
-        """Whether the other transactions may follow in the same batch: of the same layout, and both in memory."""
+        """Whether other transactions may follow in the same batch: both have one table layout and are in memory."""
         return self.spooled is other.spooled is None and self.columns == other.columns
 
     def __len__(self) -> int:
@@ -266,17 +266,17 @@ class Transactions:
 
     @property
     def events(self) -> int:
-        """How many events they have."""
+        """The number of events."""
         return int(self.facts["events"].sum())
 
     @property
     def held(self) -> int:
-        """How many bytes of rows they hold in memory."""
+        """The bytes of rows in memory."""
         return 0 if self.spooled is not None else int(self.facts["size"].sum())
 
     @property
     def touching(self) -> list[int]:
-        """The indices in `hosts` that these transactions use: a part keeps the hosts of the whole."""
+        """The indices in `hosts` that these transactions use, each once: a part shares the `hosts` of the whole."""
         return list(dict.fromkeys(self.facts["hosts"].tolist()))
 
     @property
@@ -286,11 +286,11 @@ class Transactions:
 
     @property
     def end(self) -> Lsn:
-        """Where the last commit ends."""
+        """The end position of the last commit."""
         return Lsn(self.facts["end_lsn"][-1])
 
     def part(self, first: int, last: int) -> Transactions:
-        """The transactions from index `first` up to, and without, `last`; a view."""
+        """The transactions from index `first` up to, but not including, `last`; a view."""
         events = self.facts["events"]
         start = int(events[:first].sum())
         return Transactions(
@@ -310,13 +310,13 @@ class Transactions:
     def take(self, chosen: Int64Array | Sequence[int]) -> Transactions:
         """The transactions at some indices, in the order of `chosen`.
 
-        With 2, 3 and 1 events, take([2, 0]) picks the rows 5, 0 and 1: `wanted` is [1, 2], the first rows 5 and 0 stand
-        at 0 and 1 of the result, so `shift` is [5, -1]; repeated, [5, -1, -1] + [0, 1, 2].
+        With 2, 3 and 1 events, take([2, 0]) picks the rows 5, 0 and 1: `wanted` is [1, 2]. The transactions' first rows
+        are 5 and 0 here, and 0 and 1 in the result, so `shift` is [5, -1]; the rows are [5, -1, -1] + [0, 1, 2].
         """
         indices = np.asarray(chosen, np.int64)
         events = self.facts["events"]
         wanted = events[indices]
-        # From a row's index in the result to its index here, the same for all rows of a transaction.
+        # The difference between a row's index here and in the result is the same for all rows of a transaction.
         shift = (np.cumsum(events) - events)[indices] - (np.cumsum(wanted) - wanted)
         return Transactions(
             self.columns,
@@ -330,9 +330,9 @@ class Transactions:
         )
 
     def where(self, chosen: Mask) -> Transactions:
-        """The transactions with the rows that a mask marks, one element a row; those without any are left out.
+        """The transactions with only the rows of a mask (bool, one element a row), without those that have none.
 
-        The rows are in memory.
+        The rows must be in memory.
         """
         events = self.facts["events"]
         starts = np.cumsum(events) - events
@@ -349,13 +349,13 @@ class Transactions:
         )
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
-        """Cut all rows, in order, into portions of `count` rows or `size` bytes; a file is read portion by portion."""
+        """Yield all rows, in order, in portions as `Rows.portions` does; a file is read portion by portion."""
         if self.spooled is None:
             return self.rows.portions(count, size)
         return portions(chain.from_iterable(self.spooled), count, size)
 
     def fitting(self, events: int, size: int) -> int:
-        """How many of the first transactions fit within both limits, without cutting a commit."""
+        """The number of first transactions that fit within both limits, in whole commits; `size` is in bytes."""
         facts = self.facts
         if facts["events"].sum() <= events and facts["size"].sum() <= size:
             return len(facts)
@@ -364,21 +364,21 @@ class Transactions:
         return int(np.flatnonzero(facts["end_lsn"] == facts["end_lsn"][beyond])[0])
 
     def first_commit(self) -> int:
-        """How many transactions the first commit has."""
+        """The number of transactions of the first commit."""
         ends = self.facts["end_lsn"]
         return int((ends == ends[0]).sum())
 
 
 class ColumnDecoder(Decoder, Protocol):
-    """Decodes undecoded rows one by one, and some columns of many."""
+    """Decodes single rows, and some columns of many rows."""
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
-        """The values of some of FIELDS in many rows, undecoded, field by field."""
+        """The undecoded values of some of FIELDS in many rows, a sequence for each field."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """The transactions and events that go to one handler, as the handler sees them, in order."""
+    """The transactions and events that are routed to one handler, in order."""
 
     transactions: Transactions
     decoder: ColumnDecoder
@@ -393,5 +393,5 @@ class Routed:
 
     @property
     def events(self) -> int:
-        """How many events there are."""
+        """The number of events."""
         return self.transactions.events

@@ -1,4 +1,4 @@
-"""Decodes TupleData: the values of some columns of many rows, and whole rows as events. No I/O.
+"""Decodes TupleData: the values of some columns in many rows, and whole rows as events. No I/O.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats", TupleData.
 """
@@ -18,16 +18,16 @@ from relay.model.events import FIELDS, NOTE, Event, Row
 from relay.model.transactions import Int64Array, Mask, Rows, Values, at_each_octet, text
 
 FEW_ROWS = 40
-"""Fewer rows are walked one by one: an array operation costs as much as walking several of them."""
+"""Fewer rows are walked one by one: an array operation costs as much as the walk over several rows."""
 _U16 = Struct(">H")
 _U32 = Struct(">I")
 _LENGTH = np.dtype(">u4")
 _EIGHT = np.dtype(np.uint64)
 _WORD = _EIGHT.itemsize
 _EVEN_BYTES = 64
-"""Values of one length, as ids are, up to this many bytes are copied together; longer ones one by one, only once."""
+"""Up to this length in bytes, values of equal length, such as ids, are copied in one array operation."""
 _DIGITS = 18
-"""So many decimal digits fit into 64 bits. PADDING has more octets than that."""
+"""The most decimal digits that always fit into 64 bits. PADDING has more octets than that."""
 _ZERO = ord("0")
 _UTC = b"+00"
 NULL = ord("n")
@@ -35,11 +35,11 @@ TEXT = ord("t")
 
 
 class ProtocolError(Exception):
-    """The stream is not one of pgoutput, protocol version 1."""
+    """The stream is not valid pgoutput, protocol version 1."""
 
 
 def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:
-    """The values of the columns at some indices, by index. Raises ProtocolError for a row that is cut short."""
+    """The values of the columns at some indices, by index. Raises ProtocolError for a truncated row."""
     wanted = sorted(set(indices))
     if not len(rows) or not wanted:
         return {index: [] for index in wanted}
@@ -50,19 +50,22 @@ def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:
 
 
 def columns(rows: Rows, indices: Sequence[int | None]) -> list[Values]:
-    """The values of the columns at some indices, in their order; for an index None, a column of nulls."""
-    found = values(rows, [index for index in indices if index is not None])
-    nothing: Values = [None] * len(rows)
-    return [nothing if index is None else found[index] for index in indices]
+    """The values of the columns at some indices, in the order of `indices`; None stands for a column of nulls.
+
+    Raises ProtocolError for a truncated row.
+    """
+    by_index = values(rows, [index for index in indices if index is not None])
+    nulls: Values = [None] * len(rows)
+    return [nulls if index is None else by_index[index] for index in indices]
 
 
 def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
-    found = [_peek(row, wanted) for row in rows]
-    return dict(zip(wanted, zip(*found, strict=True), strict=True))
+    peeked = [_peek(row, wanted) for row in rows]
+    return dict(zip(wanted, zip(*peeked, strict=True), strict=True))
 
 
 def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
-    """The values of one row at ascending column indices; the row is not read after the last of them."""
+    """The values of one row at ascending column indices; the columns after the last are not read."""
     found: list[bytes | None] = []
     at = 2
     column = 0
@@ -77,7 +80,7 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
                 end = start + unpack(data, at + 1)[0]
                 found.append(data[start:end])
                 if end > len(data):
-                    raise ProtocolError("column value cut short")
+                    raise ProtocolError("truncated column value")
             else:
                 found.append(None)
     except (IndexError, struct.error) as error:
@@ -86,9 +89,10 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
 
 
 def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
-    """Append the zone UTC to each time in the columns at some indices, as if these were of the type `timestamptz`.
+    """The rows, copied, with the time zone UTC appended to each value of the columns at some indices.
 
-    Returns None for few rows, and where a value does not end in a digit, as infinity and times BC do not.
+    The columns then have the form of `timestamptz`. Returns None for fewer than FEW_ROWS rows, and if a value does not
+    end in a digit, such as infinity and times BC.
     """
     if len(rows) < FEW_ROWS:
         return None
@@ -112,16 +116,16 @@ def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
 
 
 class Walked:
-    """Finds the values of some columns in all rows at once: array operations column by column, not a loop over rows.
+    """Locates the values of some columns in all rows, with array operations column by column instead of row by row.
 
     For each wanted column it keeps three arrays with one element a row: the start and the end of the value in
-    `rows.data` (int64), and whether there is a value (bool; start equals end where there is none). The columns before
-    the last wanted one are walked too, since each value's length says where the next begins. Raises ProtocolError where
-    a row is cut short.
+    `rows.data` (int64), and whether there is a value (bool; start equals end where there is none). It also walks the
+    columns before, because each value's length determines where the next value begins. Raises ProtocolError for a
+    truncated row.
 
     Two rows with the columns ("7", null) and ("12", "x") are the octets
 
-        0002 t 00000001 37 n            start of row 0, column 0 at 7, column 1 has no value
+        0002 t 00000001 37 n                    column 0 starts at octet 7, column 1 has no value
         0002 t 00000002 3132 t 00000001 78
     """
 
@@ -138,13 +142,13 @@ class Walked:
             start = at + np.where(present, 5, 1)
             stop = start + np.where(present, lengths[at + 1], 0)
             if (stop > rows.ends).any():
-                raise ProtocolError("column value cut short")
+                raise ProtocolError("truncated column value")
             if index in wanted:
                 self._spans[index] = (start, stop, present)
             at = stop
 
     def values(self, index: int) -> list[bytes | None]:
-        """The values of a column, undecoded, row by row."""
+        """The undecoded values of a column, one a row; None for null."""
         start, stop, present = self._spans[index]
         if not present.any():
             return [None] * len(present)
@@ -166,7 +170,7 @@ class Walked:
         return [data[start:stop] if present else None for start, stop, present in picked]
 
     def span(self, index: int) -> tuple[Int64Array, Int64Array]:
-        """The starts and ends of a column's values in the buffer, of the rows that have one."""
+        """The starts and ends of a column's values in the buffer (int64), for the rows that have one."""
         start, stop, present = self._spans[index]
         return start[present], stop[present]
 
@@ -175,7 +179,7 @@ class Walked:
         return ~self._spans[index][2]
 
     def repeats(self, index: int) -> Mask:
-        """For each row but the first, whether the column has the same value as in the row before; nulls are equal."""
+        """Whether each row but the first has the same value in the column as the previous row; nulls are equal."""
         start, _, _ = self._spans[index]
         size = self._even_size(index)
         if size < _WORD:
@@ -189,23 +193,23 @@ class Walked:
         return same
 
     def _even_size(self, index: int) -> int:
-        """The length of a column's values if it is the same in every row, else 0."""
+        """The length in bytes of a column's values if all rows have the same, else 0."""
         start, stop, present = self._spans[index]
         length = stop - start
         size = int(length[0])
         return size if present.all() and (length == size).all() else 0
 
     def numbers(self, index: int) -> Int64Array | None:
-        """The values of a column as int64, 0 for null. None if a value is not made of at most 18 digits."""
+        """The values of a column as int64, 0 for null; None if a value is not a number of at most 18 digits."""
         start, stop, present = self._spans[index]
         length = stop - start
         longest = int(length.max())
         if longest > _DIGITS or not length[present].all():
             return None
         numbers = np.zeros(len(start), np.int64)
-        for position in range(longest if present.any() else 0):
-            within = present & (length > position)
-            digits = self._octets[start + position].astype(np.int64) - _ZERO
+        for offset in range(longest if present.any() else 0):
+            within = present & (length > offset)
+            digits = self._octets[start + offset].astype(np.int64) - _ZERO
             if ((digits < 0) | (digits > 9))[within].any():
                 return None
             numbers = np.where(within, numbers * 10 + digits, numbers)
@@ -213,27 +217,27 @@ class Walked:
 
 
 class RowDecoder:
-    """Decodes TupleData, finding each field by column name.
+    """Decodes the TupleData of one table layout.
 
-    `names` are the table's columns in order, `mapping` the column name of each field, headers too. A field whose column
+    `names` are the table's columns in order, `mapping` the column name of each field and header. A field whose column
     the table does not have is None.
     """
 
     __slots__ = ("_headers", "_indices", "_last", "_order")
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
-        index = {name: position for position, name in enumerate(names)}
+        known = {name: index for index, name in enumerate(names)}
         self._headers = [name for name in mapping if name.startswith(headers.PREFIX)]
         fields = (*FIELDS, NOTE, *self._headers)
-        self._indices = {name: index.get(mapping.get(name, name)) for name in fields}
+        self._indices = {name: known.get(mapping.get(name, name)) for name in fields}
         self._last = len(names) - 1
-        found = [self._indices[name] for name in FIELDS]
-        self._order = tuple(-1 if position is None else position for position in found)
+        indices = [self._indices[name] for name in FIELDS]
+        self._order = tuple(-1 if index is None else index for index in indices)
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
-        """The values of some fields, or of NOTE, in many rows, field by field.
+        """The undecoded values of some fields, or of NOTE, in many rows, a sequence for each field.
 
-        Raises ProtocolError for a row that is cut short.
+        Raises ProtocolError for a truncated row.
         """
         if headers.FIELD in fields:
             return self._with_headers(rows, fields)
@@ -241,29 +245,29 @@ class RowDecoder:
 
     def _with_headers(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
         wanted = [field for field in fields if field != headers.FIELD]
-        found = self.columns(rows, (*wanted, *self._headers))
-        objects = _objects(self._headers, found[len(wanted) :], len(rows))
-        others = dict(zip(wanted, found, strict=False))
+        values = self.columns(rows, (*wanted, *self._headers))
+        objects = _objects(self._headers, values[len(wanted) :], len(rows))
+        others = dict(zip(wanted, values, strict=False))
         return [others.get(field, objects) for field in fields]
 
     def present(self, rows: Rows, field: str) -> Int64Array:
-        """The indices of the rows in which a time, or NOTE, has a value, int64.
+        """The indices, int64, of the rows in which a time, or NOTE, has a value.
 
-        Raises ProtocolError for a row that is cut short.
+        Raises ProtocolError for a truncated row.
         """
         index = self._indices[field]
         if index is None:
             return np.zeros(0, np.int64)
         if index == self._last:
-            # Neither a time nor a note ends in the octet that stands for null. Walking all columns would cost as much
-            # as everything else.
+            # No time or note ends with the octet of a null. The walk over all columns would cost as much as all other
+            # work.
             return np.flatnonzero(np.frombuffer(rows.data, np.uint8)[rows.ends - 1] != NULL)
         return np.flatnonzero(~Walked(rows, (index,)).absent(index))
 
     def event(self, data: bytes, commit_fields: Row) -> Event:
         """Decode one row. Bytes that are not UTF-8 become surrogates (`surrogateescape`).
 
-        Raises ProtocolError for a row that is cut short.
+        Raises ProtocolError for a truncated row.
         """
         texts: list[str | None] = []
         at = 2
@@ -280,9 +284,9 @@ class RowDecoder:
         except (IndexError, struct.error) as error:
             raise ProtocolError("malformed TupleData") from error
         if at != len(data):
-            raise ProtocolError("column value cut short")
+            raise ProtocolError("truncated column value")
         texts.append(None)  # at index -1
-        row = (*(texts[position] for position in self._order), *commit_fields)
+        row = (*(texts[index] for index in self._order), *commit_fields)
         return Event(row, self._headers_of(texts) if self._headers else None)
 
     def _headers_of(self, texts: Sequence[str | None]) -> dict[str, str | None]:
@@ -294,7 +298,7 @@ class RowDecoder:
 
 
 def _objects(names: Sequence[str], columns: Sequence[Values], count: int) -> Values:
-    """Headers as the text of JSON objects, row by row."""
+    """The headers of each row as the text of a JSON object."""
     keys = [name.removeprefix(headers.PREFIX) for name in names]
     texts = ([None if value is None else text(value) for value in column] for column in columns)
     rows = zip(*texts, strict=True) if names else [()] * count

@@ -376,7 +376,10 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
             '{type: http, url: "http://h", headers: {a: "b\\r\\nc"}}',
             "headers: a has a value that a header cannot",
         ),
-        ("{type: http, url: 'http://h', headers: {a: Zoë}}", "headers: a has a value that a header cannot"),
+        (
+            "{type: http, url: 'http://h', headers: {a: Zoë}}",
+            "headers: a has a value that a header cannot",
+        ),
         ("{type: spark}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, path: a, table: b}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, callable: shop}", "callable: must be module:function"),

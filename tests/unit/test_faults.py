@@ -102,7 +102,7 @@ class SdkError(Exception):
         (MemoryError(), Action.RETRY),
         (OSError(errno.ENOSPC, "no space left on device"), Action.RETRY),
         (OSError(errno.EMFILE, "too many open files"), Action.RETRY),
-        (OSError(errno.EIO, "the spool file of a large transaction was cut short"), Action.RETRY),
+        (OSError(errno.EIO, "the spool file of a large transaction was truncated"), Action.RETRY),
         (OSError(errno.EHOSTUNREACH, "no route to host"), Action.RETRY),
         # An error that wraps one of these.
         (urllib.error.URLError(ConnectionRefusedError()), Action.RETRY),
