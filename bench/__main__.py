@@ -13,8 +13,9 @@ from rich.console import Console
 
 from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
+from bench.plan import Plan
 from bench.results import run
-from bench.workloads import LONG, QUICK, WORKLOADS, Plan
+from bench.workloads import LONG, QUICK, WORKLOADS
 from relay.demo.embedded import Cluster
 
 RESULTS = environment.ROOT / "bench" / "results"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from bench import client, delta, live, memory, outage
+from bench import client, delta, live, memory, outage_workloads, sink_workloads
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
 from bench.outbox import Backlog, Outbox
@@ -18,15 +15,13 @@ from bench.peers.debezium import Debezium
 from bench.peers.pgqueuer import TUNED_BATCH, PgQueuer
 from bench.peers.psycopg2_loop import Psycopg2Loop
 from bench.peers.recvlogical import Recvlogical
-from bench.peers.sink_loop import SinkLoop
 from bench.peers.subscription import Subscription
 from bench.peers.transactional_outbox import TransactionalOutbox
+from bench.plan import Plan
 from bench.publishing import CREATE_PLAIN_TABLE, PLAIN_TABLE, RELAY_TABLE, Publishers
-from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
 from bench.relaying import COMPUTE, NOTE, NOTE_AND_INSERT, NOTHING, WAIT, Relay
 from bench.results import Contender, Measurement, Workload
 from bench.spark_reading import SparkReading
-from relay.demo.embedded import Cluster
 
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
 DEFAULT_CONFIGURATION: dict[str, int] = {}
@@ -36,55 +31,6 @@ INSERT_SELECT = """
     insert into projection select id, host_id, user_id, aggregate_id, (payload->>'amount')::numeric, payload
     from outbox_message_t
 """
-
-
-LEFT_OUT_OF_QUICK = {
-    "drain-noop": (
-        *("Debezium, defaults", "pgqueuer, default batch"),
-        *("pg-transactional-outbox, defaults", "pg-transactional-outbox, tuned"),
-    ),
-    "drain-apply": ("Debezium, tuned", "relay on Spark, each: event"),
-    "live-200": (
-        *("Debezium, defaults", "Debezium, tuned", "pg-transactional-outbox, tuned"),
-        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
-    ),
-    "memory": (
-        *("relay inline, idle", "relay on Spark, start", "relay on Spark, 40,000 events"),
-        "relay as configured by default, one commit of 100,000 events",
-    ),
-}
-"""Rows that quick runs leave out: variants, and what takes long to start."""
-
-LEFT_OUT = {
-    "live-1000": (
-        *("Debezium, defaults", "pg-transactional-outbox, tuned"),
-        *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
-    ),
-}
-"""Rows that full runs leave out: variants, and what falls behind by far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is done. Quick runs take less of everything, and expensive contenders once."""
-
-    cluster: Cluster
-    folder: Path
-    quick: bool
-    rounds: int
-    peers: Sequence[str] = ()
-
-    def takes(self, workload: str, row: str) -> bool:
-        """Whether the command line asks for this one; relay always takes part."""
-        left_out = LEFT_OUT_OF_QUICK.get(workload, ()) if self.quick else LEFT_OUT.get(workload, ())
-        if row in left_out:
-            return False
-        asked = tuple(peer.lower() for peer in self.peers)
-        return row.startswith("relay") or not asked or row.lower().startswith(asked)
-
-    def often(self, expensive: bool) -> int:
-        """Rounds of a contender."""
-        return 1 if self.quick and expensive else self.rounds
 
 
 def _drain(
@@ -326,179 +272,6 @@ def publish(plan: Plan) -> Iterator[Workload]:
         yield Workload(f"publish-{work_ms}ms" if work_ms else "publish", size, rows)
 
 
-def _sinks(
-    plan: Plan,
-    name: str,
-    kind: Callable[[Path], Endpoint | Broker],
-    client: str,
-    transactions: int,
-) -> Iterator[Workload]:
-    """A backlog to a receiver, beside a loop over the client library that relay uses."""
-    outbox = Outbox(plan.cluster, name.replace("-", "_"))
-    backlog = outbox.publish(transactions)
-    with kind(plan.folder) as receiver:
-        loop = SinkLoop(receiver)
-        polling = Relay("", {**receiver.handler, "start": "beginning"}, mode="auto")
-        streaming = Relay("", receiver.handler)
-        plain = f"plain loop, {client}"
-        rows: dict[str, Callable[[], Measurement]] = {
-            plain: lambda: loop.deliver(outbox, backlog.events, plan.folder),
-            "relay, from the table": lambda: polling.deliver(
-                outbox, backlog.events, plan.folder, receiver
-            ),
-            "relay, from the WAL": lambda: streaming.deliver_stream(
-                outbox, backlog, plan.folder, receiver
-            ),
-        }
-
-        def emptied(deliver: Callable[[], Measurement]) -> Callable[[], Measurement]:
-            def measure() -> Measurement:
-                receiver.empty()
-                return deliver()
-
-            return measure
-
-        contenders = [
-            Contender(
-                row,
-                emptied(deliver),
-                plan.rounds,
-                plain,
-                receiver.unavailable() or loop.unavailable(),
-            )
-            for row, deliver in rows.items()
-            if plan.takes(name, row)
-        ]
-        yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", contenders)
-
-
-def sinks_http(plan: Plan) -> Iterator[Workload]:
-    """A backlog to an HTTP endpoint, a request for each event."""
-    return _sinks(plan, "sinks-http", Endpoint, "aiohttp", 2_000 if plan.quick else 8_000)
-
-
-def sinks_redis(plan: Plan) -> Iterator[Workload]:
-    """A backlog to Redis."""
-    return _sinks(plan, "sinks-redis", Redis, "redis-py", 4_000 if plan.quick else 20_000)
-
-
-def sinks_nats(plan: Plan) -> Iterator[Workload]:
-    """A backlog to NATS JetStream."""
-    return _sinks(plan, "sinks-nats", Nats, "nats-py", 4_000 if plan.quick else 20_000)
-
-
-def sinks_rabbitmq(plan: Plan) -> Iterator[Workload]:
-    """A backlog to RabbitMQ."""
-    return _sinks(plan, "sinks-rabbitmq", Rabbitmq, "pika", 4_000 if plan.quick else 20_000)
-
-
-def sinks_live(plan: Plan) -> Iterator[Workload]:
-    """A publisher at its pace: how long from its COMMIT to the endpoint, and to a consumer of Redis."""
-    outbox = Outbox(plan.cluster, "sinks_live")
-    rate, seconds = 200, 8 if plan.quick else 20
-    arrivals = plan.folder / "arrivals"
-    with Endpoint(plan.folder, arrivals) as endpoint, Redis(plan.folder) as server:
-
-        def row(name: str, consumer: Consumer, against: str, unavailable: str | None) -> Contender:
-            def measure() -> Measurement:
-                with ExitStack() as stack:
-                    if against.startswith("redis"):
-                        server.empty()
-                        stack.enter_context(server.noting(arrivals, plan.folder))
-                    found = live.measure(consumer, outbox, plan.folder, rate, seconds)
-                return found
-
-            return Contender(name, measure, plan.often(expensive=True), against, unavailable)
-
-        rows = []
-        for receiver, name in ((endpoint, "http"), (server, "redis")):
-            plain = f"{name}, plain loop that polls every 5 ms"
-            loop = SinkLoop(receiver)
-            relay = Relay("", receiver.handler, mode="auto")
-            missing = receiver.unavailable()
-            rows += [
-                row(plain, loop, plain, missing or loop.unavailable()),
-                row(f"relay, {name}", relay, plain, missing),
-            ]
-        taken = [each for each in rows if plan.takes("sinks-live", each.name)]
-        size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
-        yield Workload("sinks-live", size, taken)
-
-
-def _case(name: str, size: str, rows: outage.Rows) -> Iterator[Workload]:
-    """A case that was run once: the healthy sink in each phase beside itself before, and what came of all."""
-    before = "healthy sink, before"
-
-    def row(of: str, figures: Measurement, against: str | None) -> Contender:
-        return Contender(of, lambda: figures, 1, against)
-
-    phases = [row(of, rows[of], before) for of in rows if of.startswith("healthy sink, ")]
-    yield Workload(name, size, phases)
-    totals = [row(of, rows[of], None) for of in rows if not of.startswith("healthy sink, ")]
-    yield Workload(f"{name}-totals", size, totals)
-
-
-def _down(
-    plan: Plan,
-    name: str,
-    seconds: float,
-    how: str,
-    harm: Callable[[outage.Case], outage.Harm],
-    instances: int = 1,
-) -> Iterator[Workload]:
-    rate, before = 500, 10 if plan.quick else 60
-    case = outage.Case(
-        Outbox(plan.cluster, name.replace("-", "_")), plan.folder, instances=instances
-    )
-    rows = outage.down(case, rate, before, seconds, before, harm(case))
-    size = f"{rate} transactions/s of one event, one endpoint away for {seconds:.0f} s{how}, milliseconds"
-    yield from _case(name, size, rows)
-
-
-def outage_down(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away."""
-    return _down(plan, "outage-down", 20 if plan.quick else 600, "", lambda _: time.sleep)
-
-
-def outage_kills(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away, and relay is killed again and again."""
-    how = ", relay killed every 5 s"
-    return _down(
-        plan, "outage-kills", 20 if plan.quick else 120, how, lambda case: outage.killing(case, 5)
-    )
-
-
-def outage_standby(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away, and the instance that reads the stream is killed."""
-    how = ", relay killed in the middle, a standby takes over"
-    return _down(plan, "outage-standby", 20 if plan.quick else 120, how, outage.taking_over, 2)
-
-
-def outage_rebuild(plan: Plan) -> Iterator[Workload]:
-    """A sink gets everything again while live events flow to the other one."""
-    transactions, rate = 6_000 if plan.quick else 200_000, 200
-    outbox = Outbox(plan.cluster, "outage_rebuild")
-    events = outbox.publish(transactions).events
-    rows = outage.rebuild(outage.Case(outbox, plan.folder), rate, 10 if plan.quick else 30)
-    size = (
-        f"{events:,} events to one sink, {rate} transactions/s of one event to both, milliseconds"
-    )
-    yield from _case("outage-rebuild", size, rows)
-
-
-def outage_hanging(plan: Plan) -> Iterator[Workload]:
-    """An endpoint answers no more, and thousands of keys hang."""
-    keys, rate = 2_000 if plan.quick else 10_000, 500
-    # All of them at once, which neither the breaker nor the limit of deliveries allows by default.
-    other = {"concurrency": keys, "circuit_breaker": None, "timeout": 60}
-    case = outage.Case(Outbox(plan.cluster, "outage_hanging"), plan.folder, other)
-    rows = outage.hanging(case, rate, keys, 10 if plan.quick else 30, keys / rate + 30)
-    size = (
-        f"{rate} transactions/s of one event, {keys:,} keys hang in one of two sinks, milliseconds"
-    )
-    yield from _case("outage-hanging", size, rows)
-
-
 def spark_read(plan: Plan) -> Iterator[Workload]:
     """The whole outbox into Spark, where nothing is done with it."""
     transactions = 10_000 if plan.quick else 200_000
@@ -576,16 +349,16 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "client": client_publish,
     "spark-read": spark_read,
     "delta": delta_table,
-    "sinks-http": sinks_http,
-    "sinks-redis": sinks_redis,
-    "sinks-nats": sinks_nats,
-    "sinks-rabbitmq": sinks_rabbitmq,
-    "sinks-live": sinks_live,
-    "outage-down": outage_down,
-    "outage-kills": outage_kills,
-    "outage-standby": outage_standby,
-    "outage-rebuild": outage_rebuild,
-    "outage-hanging": outage_hanging,
+    "sinks-http": sink_workloads.sinks_http,
+    "sinks-redis": sink_workloads.sinks_redis,
+    "sinks-nats": sink_workloads.sinks_nats,
+    "sinks-rabbitmq": sink_workloads.sinks_rabbitmq,
+    "sinks-live": sink_workloads.sinks_live,
+    "outage-down": outage_workloads.outage_down,
+    "outage-kills": outage_workloads.outage_kills,
+    "outage-standby": outage_workloads.outage_standby,
+    "outage-rebuild": outage_workloads.outage_rebuild,
+    "outage-hanging": outage_workloads.outage_hanging,
 }
 
 LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))

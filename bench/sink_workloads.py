@@ -1,0 +1,115 @@
+"""The workloads of sinks: an HTTP endpoint and brokers, beside loops over their client libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench import live
+from bench.live import Consumer
+from bench.outbox import Outbox
+from bench.peers.sink_loop import SinkLoop
+from bench.plan import Plan
+from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
+from bench.relaying import Relay
+from bench.results import Contender, Measurement, Workload
+
+
+def _sinks(
+    plan: Plan,
+    name: str,
+    kind: Callable[[Path], Endpoint | Broker],
+    client: str,
+    transactions: int,
+) -> Iterator[Workload]:
+    """A backlog to a receiver, beside a loop over the client library that relay uses."""
+    outbox = Outbox(plan.cluster, name.replace("-", "_"))
+    backlog = outbox.publish(transactions)
+    with kind(plan.folder) as receiver:
+        loop = SinkLoop(receiver)
+        polling = Relay("", {**receiver.handler, "start": "beginning"}, mode="auto")
+        streaming = Relay("", receiver.handler)
+        plain = f"plain loop, {client}"
+        rows: dict[str, Callable[[], Measurement]] = {
+            plain: lambda: loop.deliver(outbox, backlog.events, plan.folder),
+            "relay, from the table": lambda: polling.deliver(
+                outbox, backlog.events, plan.folder, receiver
+            ),
+            "relay, from the WAL": lambda: streaming.deliver_stream(
+                outbox, backlog, plan.folder, receiver
+            ),
+        }
+
+        def emptied(deliver: Callable[[], Measurement]) -> Callable[[], Measurement]:
+            def measure() -> Measurement:
+                receiver.empty()
+                return deliver()
+
+            return measure
+
+        contenders = [
+            Contender(
+                row,
+                emptied(deliver),
+                plan.rounds,
+                plain,
+                receiver.unavailable() or loop.unavailable(),
+            )
+            for row, deliver in rows.items()
+            if plan.takes(name, row)
+        ]
+        yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", contenders)
+
+
+def sinks_http(plan: Plan) -> Iterator[Workload]:
+    """A backlog to an HTTP endpoint, a request for each event."""
+    return _sinks(plan, "sinks-http", Endpoint, "aiohttp", 2_000 if plan.quick else 8_000)
+
+
+def sinks_redis(plan: Plan) -> Iterator[Workload]:
+    """A backlog to Redis."""
+    return _sinks(plan, "sinks-redis", Redis, "redis-py", 4_000 if plan.quick else 20_000)
+
+
+def sinks_nats(plan: Plan) -> Iterator[Workload]:
+    """A backlog to NATS JetStream."""
+    return _sinks(plan, "sinks-nats", Nats, "nats-py", 4_000 if plan.quick else 20_000)
+
+
+def sinks_rabbitmq(plan: Plan) -> Iterator[Workload]:
+    """A backlog to RabbitMQ."""
+    return _sinks(plan, "sinks-rabbitmq", Rabbitmq, "pika", 4_000 if plan.quick else 20_000)
+
+
+def sinks_live(plan: Plan) -> Iterator[Workload]:
+    """A publisher at its pace: how long from its COMMIT to the endpoint, and to a consumer of Redis."""
+    outbox = Outbox(plan.cluster, "sinks_live")
+    rate, seconds = 200, 8 if plan.quick else 20
+    arrivals = plan.folder / "arrivals"
+    with Endpoint(plan.folder, arrivals) as endpoint, Redis(plan.folder) as server:
+
+        def row(name: str, consumer: Consumer, against: str, unavailable: str | None) -> Contender:
+            def measure() -> Measurement:
+                with ExitStack() as stack:
+                    if against.startswith("redis"):
+                        server.empty()
+                        stack.enter_context(server.noting(arrivals, plan.folder))
+                    found = live.measure(consumer, outbox, plan.folder, rate, seconds)
+                return found
+
+            return Contender(name, measure, plan.often(expensive=True), against, unavailable)
+
+        rows = []
+        for receiver, name in ((endpoint, "http"), (server, "redis")):
+            plain = f"{name}, plain loop that polls every 5 ms"
+            loop = SinkLoop(receiver)
+            relay = Relay("", receiver.handler, mode="auto")
+            missing = receiver.unavailable()
+            rows += [
+                row(plain, loop, plain, missing or loop.unavailable()),
+                row(f"relay, {name}", relay, plain, missing),
+            ]
+        taken = [each for each in rows if plan.takes("sinks-live", each.name)]
+        size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
+        yield Workload("sinks-live", size, taken)
