@@ -1,4 +1,4 @@
-"""`python -m bench [WORKLOAD...]`: measures relay beside its peers. `report` writes tables and plots into docs."""
+"""`python -m bench [WORKLOAD...]`: measures relay beside its peers; `report` writes tables and plots into docs."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def main(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{', '.join(WORKLOADS)}, {REPORT}, or sinks or outage for all of these; by default all but outage."
+            help=f"{', '.join(WORKLOADS)}, {REPORT}; sinks or outage for all of these. By default all but outage."
         ),
     ] = None,
     peers: Annotated[
-        str, typer.Option(help="Beginnings of peers' names, with commas; relay always takes part.")
+        str, typer.Option(help="Prefixes of peers' names, with commas; relay is always measured.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each contender.")] = 3,
 ) -> None:
     """Measure relay beside its peers. QUICK=1 in the environment measures less.
 
-    A quick run and one with --peers leave bench/results alone and write to build/bench/results.
+    A quick run, or one with --peers, writes its results to build/bench/results, not to bench/results.
     """
     quick = bool(os.environ.get("QUICK"))
     usual = QUICK if quick else [name for name in WORKLOADS if name not in LONG]
     chosen = [name for word in workloads for name in _named(word)] if workloads else list(usual)
     console = Console()
-    console.print(f"building the peers' environment in {environment.HOME}, unless it is there")
+    console.print(f"building the peers' environment in {environment.HOME}, unless it exists")
     environment.build()
     named = [peer.strip() for peer in peers.split(",") if peer.strip()]
     results = PARTIAL_RESULTS if quick or named else RESULTS
@@ -60,10 +60,10 @@ def main(
 def _named(word: str) -> list[str]:
     """The workload of this name, or all that begin with it and a dash, such as `sinks`."""
     known = [*WORKLOADS, REPORT]
-    found = [name for name in known if name == word or name.startswith(f"{word}-")]
-    if not found:
-        raise typer.BadParameter(f"{word} is none of {', '.join(known)}")
-    return [word] if word in found else found
+    matching = [name for name in known if name == word or name.startswith(f"{word}-")]
+    if not matching:
+        raise typer.BadParameter(f"{word} is not one of {', '.join(known)}")
+    return [word] if word in matching else matching
 
 
 def _measure(

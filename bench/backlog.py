@@ -1,4 +1,4 @@
-"""The workload: orders of five events, each a commit of its own, over 64 hosts and 1,000 users."""
+"""The backlog: orders of five events, each in its own commit, over 64 hosts and 1,000 users."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STATEMENTS = {
         " (payload->>'amount')::numeric, payload from batch",
     },
 }
-"""The same effect, once as a statement for each event, once over the relation `batch`."""
+"""The same effect as a statement for each event, and as one over the relation `batch`."""
 
 
 def fill(
     conn: psycopg.Connection[Any], transactions: int, events: int = 5, one_commit: bool = False
 ) -> None:
-    """Publish transactions of so many events each, or all of them in one commit. Needs autocommit."""
+    """Publish transactions of `events` events, each in its own commit or all in one. `conn` must be in autocommit."""
     commit = "" if one_commit else "commit;"
     conn.execute(
         f"""

@@ -1,4 +1,4 @@
-"""relay as it is beside relay as it was at another commit: the same workloads, one round of each in turns."""
+"""Measures relay beside relay at another commit: the same workloads, in alternating rounds."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ Rounds = dict[tuple[str, str], list[Measurement]]
 
 
 def main(
-    commit: Annotated[str, typer.Argument(help="What to compare with, such as HEAD~3.")],
+    commit: Annotated[str, typer.Argument(help="The commit to compare with, such as HEAD~3.")],
     workloads: Annotated[list[str] | None, typer.Argument()] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each side.")] = 3,
 ) -> None:
-    """Print the medians of both sides and their ratios: above 1, relay is better now than at the commit."""
+    """Print the medians of both sides and their ratios; above 1, relay is better now than at the commit."""
     chosen = workloads or ["drain-noop", "drain-apply", "live"]
     console = Console()
     trees = {"before": _checkout(commit), "now": ROOT}
-    found: dict[str, Rounds] = {side: defaultdict(list) for side in trees}
+    results: dict[str, Rounds] = {side: defaultdict(list) for side in trees}
     for turn in range(1, rounds + 1):
         for side, tree in trees.items():
             console.print(f"round {turn}, {side}")
-            _measure(tree, chosen, found[side])
-    console.print(_table(found["before"], found["now"]))
+            _measure(tree, chosen, results[side])
+    console.print(_table(results["before"], results["now"]))
 
 
 def _checkout(commit: str) -> Path:
-    """A work tree of the commit in `build/bench`, made once."""
+    """The commit's work tree in `build/bench`, which the first call creates."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run(
         [*git, "rev-parse", "--short", "--verify", f"{commit}^{{commit}}"],
@@ -56,8 +56,8 @@ def _checkout(commit: str) -> Path:
     return tree
 
 
-def _measure(tree: Path, workloads: Sequence[str], found: Rounds) -> None:
-    """Run a tree's own benchmark with this interpreter, relay alone, one round."""
+def _measure(tree: Path, workloads: Sequence[str], rounds: Rounds) -> None:
+    """Run a tree's own benchmark with this interpreter, without peers, and add one round."""
     command = [sys.executable, "-m", "bench", *workloads, "--peers", NO_PEERS, "--rounds", "1"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     started = {file: file.stat().st_mtime for file in _results(tree)}
@@ -67,7 +67,7 @@ def _measure(tree: Path, workloads: Sequence[str], found: Rounds) -> None:
             continue
         result = json.loads(file.read_text())
         for row in result["contenders"]:
-            found[result["workload"], row["name"]] += row["rounds"]
+            rounds[result["workload"], row["name"]] += row["rounds"]
 
 
 def _results(tree: Path) -> list[Path]:
@@ -87,7 +87,7 @@ def _table(before: Rounds, now: Rounds) -> Table:
 
 
 def _median(rounds: Sequence[Measurement], figure: str) -> float:
-    return statistics.median([found[figure] for found in rounds if figure in found] or [0.0])
+    return statistics.median([each[figure] for each in rounds if figure in each] or [0.0])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Publishing with `relay.client` beside an insert written by hand in the same driver."""
+"""Measures publishing with `relay.client` beside a hand-written insert with the same driver."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _insert(placeholder: Callable[[int], str]) -> str:
 def measure(
     outbox: Outbox, driver: str, by_hand: bool, transactions: int, events: int
 ) -> Measurement:
-    """Events a second of so many transactions, one after the other, in one session."""
+    """Events a second of consecutive transactions in one session."""
     outbox.conn.execute("truncate outbox_message_t")
     run = {"psycopg": _psycopg, "SQLAlchemy": _sqlalchemy, "asyncpg": _asyncpg}[driver]
     return {"events/s": transactions * events / run(outbox.dsn, by_hand, transactions, events)}
@@ -64,7 +64,7 @@ def measure(
 def _psycopg(dsn: str, by_hand: bool, transactions: int, events: int) -> float:
     statement = _insert(lambda _: "%s").encode()
     with psycopg.connect(dsn) as conn:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(transactions):
             if by_hand:
                 transaction, payload = uuid.uuid4(), Jsonb(PAYLOAD)
@@ -76,13 +76,13 @@ def _psycopg(dsn: str, by_hand: bool, transactions: int, events: int) -> float:
             else:
                 CLIENT.publish(conn, _events(events), host_id=HOST)
             conn.commit()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
 
 def _sqlalchemy(dsn: str, by_hand: bool, transactions: int, events: int) -> float:
     engine = sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn))
     statement = sqlalchemy.text(_insert(lambda n: f":{COLUMNS[n - 1]}"))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(transactions):
         with Session(engine) as session, session.begin():
             if by_hand:
@@ -91,24 +91,24 @@ def _sqlalchemy(dsn: str, by_hand: bool, transactions: int, events: int) -> floa
                 session.execute(statement, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
             else:
                 CLIENT.publish(session, _events(events), host_id=HOST)
-    taken = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     engine.dispose()
-    return taken
+    return seconds
 
 
 def _asyncpg(dsn: str, by_hand: bool, transactions: int, events: int) -> float:
     statement = _insert(lambda n: f"${n}")
-    found = conninfo_to_dict(dsn)
+    fields = conninfo_to_dict(dsn)
 
     async def run() -> float:
         conn = await asyncpg.connect(
-            host=found["host"],
-            port=found["port"],
-            user=found.get("user"),
-            password=found.get("password"),
-            database=found["dbname"],
+            host=fields["host"],
+            port=fields["port"],
+            user=fields.get("user"),
+            password=fields.get("password"),
+            database=fields["dbname"],
         )
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(transactions):
             async with conn.transaction():
                 if by_hand:
@@ -120,8 +120,8 @@ def _asyncpg(dsn: str, by_hand: bool, transactions: int, events: int) -> float:
                         await conn.executemany(statement, rows)
                 else:
                     await CLIENT.publish_async(conn, _events(events), host_id=HOST)
-        taken = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         await conn.close()
-        return taken
+        return seconds
 
     return asyncio.run(run())

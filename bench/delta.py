@@ -1,4 +1,4 @@
-"""A Delta table: the writer of Spark sinks beside deltalake's own, on the same Arrow data."""
+"""Measures Delta tables: the writer of Spark sinks beside deltalake's own, with the same Arrow data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 def export(outbox: Outbox, file: Path) -> int:
-    """Write all events of an outbox to a Parquet file; returns how many."""
+    """Write all events of an outbox to a Parquet file, and return their number."""
     options = parse({"dsn": outbox.dsn})
     portion = TaskPortion(Difference(BEGINNING, current_position(outbox.conn).snapshot))
     table = pa.Table.from_batches(read(outbox.dsn, options.table, portion, 8, None))
@@ -32,8 +32,8 @@ def export(outbox: Outbox, file: Path) -> int:
 
 
 def write(kind: str, file: Path, events: int) -> Measurement:
-    """Events a second of the second round of `relay` or `deltalake`, in a process of its own."""
-    found = subprocess.run(
+    """Events a second in the second round of `relay` or `deltalake`, in a new process."""
+    worker = subprocess.run(
         [sys.executable, "-m", "bench.workers.delta_writer", kind, str(file), "1"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -42,4 +42,4 @@ def write(kind: str, file: Path, events: int) -> Measurement:
         timeout=TIMEOUT_SECONDS,
         check=True,
     )
-    return {"events/s": events / float(found.stdout.split()[-1])}
+    return {"events/s": events / float(worker.stdout.split()[-1])}

@@ -1,4 +1,4 @@
-"""Runs `relay demo` and draws what it prints: `python -m bench.demo_picture docs/images/demo.svg`."""
+"""Runs `relay demo` and draws its output: `python -m bench.demo_picture docs/images/demo.svg`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.terminal_theme import MONOKAI
 from relay.demo import run_demo, screen
 
 WIDTH = 118
-# A picture must not fetch anything: fonts come from the reader's machine.
+# Without web fonts: a picture must not fetch anything.
 _FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 def main(picture: Path) -> bool:
     """Run the demo, write its output as an SVG, and return whether it kept every promise."""
-    # On a terminal progress is a bar, which is gone at the end.
+    # No lines of progress: a terminal shows a bar, and removes it at the end.
     screen.LINE_SECONDS = math.inf
     console = Console(record=True, width=WIDTH, force_terminal=False)
     kept = run_demo(console, None)

@@ -1,4 +1,4 @@
-"""The benchmark's own environment in `build/bench`: what the peers need, never in the project's venv."""
+"""The peers' environment in `build/bench`, separate from the project's venv, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PACKAGES = ROOT / "bench" / "package.json"
 
 
 def build() -> None:
-    """Make the venv, and `node_modules` where there is npm, unless they are as the pinned files say.
+    """Build the venv and, where there is npm, `node_modules`, unless they match the pinned files.
 
-    What cannot be fetched is left out, and with it the peers that need it.
+    If the packages of one cannot be fetched, the peers that need it are skipped.
     """
     _unless_built(REQUIREMENTS, _build_venv)
     if shutil.which("npm") and shutil.which("node"):
@@ -68,12 +68,12 @@ def _build_node_modules() -> None:
 
 
 def no_venv() -> str | None:
-    """Why a peer in Python cannot run, or None."""
+    """The reason why a peer in Python cannot run, or None."""
     return None if _built(REQUIREMENTS) else "its environment could not be installed"
 
 
 def no_java() -> str | None:
-    """Why there is no JVM for a peer, or None."""
+    """The reason why a peer on the JVM cannot run, or None."""
     try:
         java_home()
     except ConfigurationError:
@@ -82,21 +82,21 @@ def no_java() -> str | None:
 
 
 def no_node() -> str | None:
-    """Why a peer on Node.js cannot run, or None."""
+    """The reason why a peer on Node.js cannot run, or None."""
     if not shutil.which("node"):
         return "no node"
     return None if _built(PACKAGES) else "its packages could not be installed"
 
 
 def variables(**more: str) -> dict[str, str]:
-    """The environment of every process that is measured: bench and relay are found, no PG variables are."""
+    """The environment variables of every measured process: with bench and relay on PYTHONPATH, without libpq's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 
 
 @functools.cache
 def description() -> dict[str, Any]:
-    """Date, machine and versions of everything."""
+    """The date, the machine, and the versions of relay, the peers and their runtimes."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {
@@ -105,11 +105,11 @@ def description() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
         },
         "versions": {
-            "relay": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+            "relay": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
             "python": platform.python_version(),
-            "postgresql": _said(str(wheel_binaries() / "postgres"), "--version").split()[-1],
+            "postgresql": _output(str(wheel_binaries() / "postgres"), "--version").split()[-1],
             "java": _java_version(),
-            "node": _said("node", "--version").lstrip("v") if shutil.which("node") else None,
+            "node": _output("node", "--version").lstrip("v") if shutil.which("node") else None,
             **{name: version(name) for name in ("pyspark", "psycopg", "pyarrow")},
             **_pinned(),
         },
@@ -121,7 +121,7 @@ def _pinned() -> dict[str, str]:
     pins = dict(line.split("==") for line in lines if "==" in line)
     named = {name.split("[")[0]: pin for name, pin in pins.items()}
     wanted = ("psycopg2-binary", "pydbzengine", "pgqueuer", "asyncpg")
-    package = _said(
+    package = _output(
         "node", "-p", f"require({str(PACKAGES)!r}).dependencies['pg-transactional-outbox']"
     )
     return {**{name: named[name] for name in wanted}, "pg-transactional-outbox": package}
@@ -131,10 +131,10 @@ def _java_version() -> str | None:
     if no_java():
         return None
     java = java_home() / "bin" / "java"
-    return _said(str(java), "--version").split("\n")[0]
+    return _output(str(java), "--version").split("\n")[0]
 
 
-def _said(*command: str) -> str:
+def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

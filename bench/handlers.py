@@ -26,24 +26,24 @@ def nothing(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def wait(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Wait as for a call to another service: 5 ms."""
+    """Wait 5 ms, like a call to another service."""
     time.sleep(0.005)
 
 
 def compute(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Take 5 ms of a processor."""
+    """Use 5 ms of CPU time."""
     ends = time.thread_time() + 0.005
     while time.thread_time() < ends:
         pass
 
 
 def note(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Note when each event came; no effect."""
+    """Note the time of each event's arrival; no effect."""
     _file().note(event.text("aggregate_id") for event in transaction.events)
 
 
 def note_and_insert(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Note when the events came, then insert a row for each."""
+    """Note the time of the events' arrival, then insert a row for each."""
     note(transaction, cursor)
     cursor.executemany(
         _INSERT, [tuple(map(event.text, _PARAMETERS)) for event in transaction.events]

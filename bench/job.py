@@ -1,4 +1,4 @@
-"""A peer's own process, in the benchmark's environment: started with JSON, it answers in lines of JSON."""
+"""Runs a peer's process in the peers' environment: it gets JSON as its argument and answers in lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.outbox import TIMEOUT_SECONDS
 
 
 class JobFailed(Exception):
-    """The process ended before it said what was waited for."""
+    """The process ended without the expected answer."""
 
 
 class Job:
-    """`python -m module '{...}'`, or another command; gone at the end of the context, whatever happens."""
+    """`python -m module '{...}'`, or another command; the end of the context ends the process."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class Job:
         seconds: float | None = TIMEOUT_SECONDS,
         **environment: str,
     ) -> None:
-        """`seconds`: it is killed after so many; None lets it run as long as the context lasts."""
+        """The process is killed after `seconds`; None lets it run until the context ends."""
         self._log = folder / f"{module}.log"
-        # Not in the checkout: Debezium would take its `config` folder into the class path.
+        # Not in the checkout: Debezium would add its `config` folder to the class path.
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*(command or [str(PYTHON), "-m", module]), json.dumps(arguments)],
@@ -53,13 +53,13 @@ class Job:
         return self._process.pid
 
     def answer(self, word: str) -> dict[str, Any]:
-        """Wait for the line that has this word as `said`. Raises JobFailed."""
+        """Wait for the answer whose field `said` is this word. Raises JobFailed."""
         for line in self._process.stdout or []:
             if not line.startswith('{"said": '):
                 continue
-            found: dict[str, Any] = json.loads(line)
-            if found["said"] == word:
-                return found
+            answer: dict[str, Any] = json.loads(line)
+            if answer["said"] == word:
+                return answer
         self._process.wait()
         raise JobFailed(
             f"{self._process.args!r} ended without {word!r}:\n{self._log.read_text()[-2000:]}"

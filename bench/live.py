@@ -1,4 +1,4 @@
-"""One live run: a consumer that waits, a publisher at its pace, and the two clocks joined event by event."""
+"""Measures latencies: a consumer that waits, a publisher at a fixed rate, and their clocks joined event by event."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bench.results import Measurement
 Name = TypeVar("Name")
 
 WARM_UP_NS = 1_000_000_000
-"""Events of the first second count as published, but not in the latencies."""
+"""Nanoseconds whose events count as published, but not in the latencies."""
 SILENCE_SECONDS = 3.0
-"""What has not come after this long without any arrival is missing."""
+"""A run ends after as many seconds without an arrival; the remaining events are missing."""
 
 PUBLISHER = "bench.workers.publisher"
 COMMITS = """
@@ -29,7 +29,7 @@ COMMITS = """
 
 
 class Consumer(Protocol):
-    """A contender of live runs: what it reads is published in its own style."""
+    """A contender of live runs; the publisher publishes in its style."""
 
     @property
     def style(self) -> str: ...
@@ -37,58 +37,58 @@ class Consumer(Protocol):
     def unavailable(self) -> str | None: ...
 
     def consuming(self, live: Live) -> AbstractContextManager[None]:
-        """Entered when it is ready for events, left when all have come."""
+        """A context that is entered when it is ready for events, and left when all have arrived."""
 
 
 def measure(
     consumer: Consumer, outbox: Outbox, folder: Path, rate: int, seconds: float
 ) -> Measurement:
-    """Milliseconds from just before COMMIT to the handler, and to the commit of its effect if it has one."""
+    """Milliseconds from just before COMMIT to the handler and, if it has an effect, to the effect's commit."""
     arrivals, published = folder / "arrivals", folder / "published"
     published.unlink(missing_ok=True)
-    # Emptied, since an endpoint has it open already.
+    # Truncated, not removed: an endpoint has it open.
     arrivals.write_bytes(b"")
     outbox.conn.execute("truncate projection")
     job = {"dsn": outbox.dsn, "style": consumer.style, "rate": rate, "seconds": seconds}
-    # relay's publisher needs no more than psycopg, which the project's venv has.
+    # relay's publisher needs only psycopg, which the project's venv has.
     command = [sys.executable, "-m", PUBLISHER] if consumer.style == "relay" else None
     with consumer.consuming(Live(outbox, folder, arrivals)):
         with Job(PUBLISHER, {**job, "file": str(published)}, folder, command) as publisher:
             reached = float(publisher.answer("done")["rate"])
         sent = _clocks(published.read_text().splitlines())
-        _settle(arrivals, len(sent))
+        _wait_for_arrivals(arrivals, len(sent))
         time.sleep(0.5)
-    came = _clocks(arrivals.read_text().splitlines())
+    arrived = _clocks(arrivals.read_text().splitlines())
     effects = {name: int(clock) for name, clock in outbox.conn.execute(COMMITS.encode())}
-    found = {
-        **{"transactions/s": reached, "missing": float(len(sent.keys() - came.keys()))},
-        **latencies(sent, came),
+    figures = {
+        **{"transactions/s": reached, "missing": float(len(sent.keys() - arrived.keys()))},
+        **latencies(sent, arrived),
     }
-    return {**found, **latencies(sent, effects, "durable ")} if effects else found
+    return {**figures, **latencies(sent, effects, "durable ")} if effects else figures
 
 
 def latencies(
     sent: Mapping[Name, int],
-    came: Mapping[Name, int],
+    arrived: Mapping[Name, int],
     prefix: str = "",
     warm_up_ns: int = WARM_UP_NS,
 ) -> Measurement:
-    """Milliseconds from one clock (ns) to the other, of what is in both."""
+    """Percentiles, in milliseconds, from one clock to the other (both in ns), of the names that both have."""
     begin = min(sent.values(), default=0) + warm_up_ns
-    found = sorted(
-        (came[name] - clock) / 1e6
+    delays = sorted(
+        (arrived[name] - clock) / 1e6
         for name, clock in sent.items()
-        if name in came and clock >= begin
+        if name in arrived and clock >= begin
     )
-    if len(found) < 2:
+    if len(delays) < 2:
         return {}
-    centiles = statistics.quantiles(found, n=100, method="inclusive")
-    names = {"p50": centiles[49], "p95": centiles[94], "p99": centiles[98], "max": found[-1]}
+    centiles = statistics.quantiles(delays, n=100, method="inclusive")
+    names = {"p50": centiles[49], "p95": centiles[94], "p99": centiles[98], "max": delays[-1]}
     return {prefix + name: value for name, value in names.items()}
 
 
 def _clocks(lines: Iterable[str]) -> dict[str, int]:
-    """The first clock of each aggregate: what comes a second time is not late."""
+    """The first clock of each aggregate: a redelivery is not late."""
     clocks: dict[str, int] = {}
     for line in lines:
         name, clock = line.split()
@@ -96,10 +96,10 @@ def _clocks(lines: Iterable[str]) -> dict[str, int]:
     return clocks
 
 
-def _settle(arrivals: Path, expected: int) -> None:
+def _wait_for_arrivals(arrivals: Path, expected: int) -> None:
     lines, since = -1, time.monotonic()
     while lines < expected and time.monotonic() - since < SILENCE_SECONDS:
-        found = arrivals.read_bytes().count(b"\n")
-        if found != lines:
-            lines, since = found, time.monotonic()
+        count = arrivals.read_bytes().count(b"\n")
+        if count != lines:
+            lines, since = count, time.monotonic()
         time.sleep(0.05)

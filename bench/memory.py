@@ -1,4 +1,4 @@
-"""Resident memory of relay's processes, and how long it takes to start."""
+"""Measures the resident memory of relay's processes, and the time to the first event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class Footprint:
-    """Peaks of a process and all its descendants while the context lasts, sampled every 0.1 s."""
+    """The peaks, in MiB, of a process and its descendants while the context lasts, sampled every 0.1 s."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -44,24 +44,24 @@ class Footprint:
 
     def _sample(self) -> None:
         while not self._done.wait(EVERY_SECONDS):
-            found = self._resident()
-            for name, size in {**found, "total MiB": sum(found.values())}.items():
+            sizes = self._resident()
+            for name, size in {**sizes, "total MiB": sum(sizes.values())}.items():
                 self.peaks[name] = max(size, self.peaks.get(name, 0.0))
 
     def _resident(self) -> Mapping[str, float]:
-        found = {"driver MiB": 0.0, "JVM MiB": 0.0, "Python workers MiB": 0.0}
+        sizes = {"driver MiB": 0.0, "JVM MiB": 0.0, "Python workers MiB": 0.0}
         with suppress(psutil.NoSuchProcess):
-            found["driver MiB"] = self._root.memory_info().rss / MIB
+            sizes["driver MiB"] = self._root.memory_info().rss / MIB
             for child in self._root.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     java = "java" in child.name()
                     size = child.memory_info().rss / MIB
-                    found["JVM MiB" if java else "Python workers MiB"] += size
-        return found
+                    sizes["JVM MiB" if java else "Python workers MiB"] += size
+        return sizes
 
 
 def draining(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Measurement:
-    """Peaks from the attachment to the end of the backlog."""
+    """The peaks from the attachment to the slot to the end of the backlog."""
     with (
         outbox.copy(backlog) as slot,
         relay.warm(outbox, slot, folder) as running,
@@ -72,7 +72,7 @@ def draining(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Me
 
 
 def idle(relay: Relay, outbox: Outbox, folder: Path, seconds: float) -> Measurement:
-    """Peaks while there is nothing to do; a session that relay starts by itself is ready before."""
+    """The peaks while there are no events; a Spark session that relay starts is ready before."""
     slot = outbox.new_slot()
     with (
         relay.warm(outbox, slot, folder) as running,
@@ -84,7 +84,7 @@ def idle(relay: Relay, outbox: Outbox, folder: Path, seconds: float) -> Measurem
 
 
 def first_event(relay: Relay, outbox: Outbox, backlog: Backlog, folder: Path) -> Measurement:
-    """Seconds from the start of the process to the handler's first event, which waits in the slot."""
+    """Seconds from the start of the process to the handler's first event, which is in the slot before."""
     arrivals = folder / "first"
     arrivals.unlink(missing_ok=True)
     arrivals.touch()

@@ -1,4 +1,4 @@
-"""Long cases: one sink is down, rebuilt or hangs, while another one and the target's projection go on."""
+"""Measures outages: one sink is down, rebuilt or hangs, while another sink and the target's projection continue."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SECOND = 1_000_000_000
 WARM_UP_SECONDS = 3.0
 DRAIN_SECONDS = 1_800.0
 Harm = Callable[[float], None]
+"""Does more harm during an outage, and returns after the given seconds."""
 Rows = dict[str, Measurement]
 """Figures by the name of their row."""
 
@@ -21,25 +22,25 @@ Rows = dict[str, Measurement]
 def delivered(
     published: Sequence[int], arrivals: Sequence[tuple[int, int]], hosts: int
 ) -> Measurement:
-    """How many events are missing, came again, and came for the first time after a later one of their host."""
-    found = Counter(number for number, _ in arrivals)
+    """The number of events that are missing, that came again, and that came first after a later one of their host."""
+    counts = Counter(number for number, _ in arrivals)
     last: dict[int, int] = {}
     misplaced = 0
-    for number in found:  # in order of their first arrival
+    for number in counts:  # in order of their first arrival
         host = number % hosts
         misplaced += number < last.get(host, -1)
         last[host] = max(number, last.get(host, -1))
     return {
-        "missing": float(len(set(published) - found.keys())),
-        "again": float(found.total() - len(found)),
+        "missing": float(len(set(published) - counts.keys())),
+        "again": float(counts.total() - len(counts)),
         "misplaced": float(misplaced),
     }
 
 
 def down(case: Case, rate: int, before: float, away: float, after: float, harm: Harm) -> Rows:
-    """The other sink's endpoint is away for so many seconds; `harm` has as long to do more.
+    """Stop the other sink's endpoint for `away` seconds, in which `harm` does more harm.
 
-    Rows of figures: the healthy sink before, meanwhile and after; the other one; the projection.
+    Returns rows of figures: the healthy sink before, meanwhile and after; the other sink; the projection.
     """
     hosts = 64
     with (
@@ -66,8 +67,7 @@ def down(case: Case, rate: int, before: float, away: float, after: float, harm: 
     )
     rows = _healthy(case, published)
     for sink in (HEALTHY, OTHER):
-        found = case.arrivals(sink)
-        rows[f"{sink} sink"] = delivered(list(published), found, hosts)
+        rows[f"{sink} sink"] = delivered(list(published), case.arrivals(sink), hosts)
     back, _ = case.phases.span("after")
     rows[f"{OTHER} sink"] |= {
         "drained s": _drained(published, case.arrivals(OTHER), back),
@@ -81,7 +81,7 @@ def down(case: Case, rate: int, before: float, away: float, after: float, harm: 
 
 
 def _all_noted(case: Case, sink: str, events: int) -> None:
-    """Wait until an endpoint has noted every event; one that was started again has no count of all."""
+    """Wait until an endpoint has noted every event. Its own count is lost when it is restarted."""
     deadline = time.monotonic() + DRAIN_SECONDS
     while len({number for number, _ in case.arrivals(sink)}) < events:
         if time.monotonic() > deadline:
@@ -90,7 +90,7 @@ def _all_noted(case: Case, sink: str, events: int) -> None:
 
 
 def _drained(published: Mapping[int, int], arrivals: Sequence[tuple[int, int]], back: int) -> float:
-    """Seconds until all that was published before had come."""
+    """Seconds from `back` until all events that were published before it had arrived."""
     first: dict[int, int] = {}
     for number, clock in arrivals:
         first.setdefault(number, clock)
@@ -105,7 +105,7 @@ def _attached(samples: Sequence[Sample], back: int, otherwise: int) -> int:
 
 
 def killing(case: Case, every: float) -> Harm:
-    """Kill relay every so many seconds, and start it again."""
+    """Kill and restart relay, with `every` seconds in between."""
 
     def harm(seconds: float) -> None:
         ends = time.monotonic() + seconds
@@ -119,7 +119,7 @@ def killing(case: Case, every: float) -> Harm:
 
 
 def taking_over(case: Case) -> Harm:
-    """Kill the instance that reads the stream in the middle; another one takes over."""
+    """Kill the instance that reads the stream in the middle of the outage; another instance takes over."""
 
     def harm(seconds: float) -> None:
         time.sleep(seconds / 2)
@@ -140,7 +140,7 @@ def taking_over(case: Case) -> Harm:
 
 
 def rebuild(case: Case, rate: int, before: float) -> Rows:
-    """The other sink gets everything that there is again while live events flow to the healthy one."""
+    """Rebuild the other sink, which receives all events again while live events flow to the healthy one."""
     with case.running(), case.publishing(rate, DRAIN_SECONDS) as publishing:
         time.sleep(WARM_UP_SECONDS)
         case.phases.begin("before")
@@ -163,7 +163,7 @@ def rebuild(case: Case, rate: int, before: float) -> Rows:
 
 
 def hanging(case: Case, rate: int, keys: int, before: float, meanwhile: float) -> Rows:
-    """The other sink's endpoint answers no more, so that so many keys hang at once."""
+    """Let the other sink's endpoint hang, so that `keys` keys hang at once."""
     seconds = WARM_UP_SECONDS + before + meanwhile + before
     with case.running(), case.publishing(rate, seconds, keys) as publishing:
         time.sleep(WARM_UP_SECONDS)

@@ -40,7 +40,11 @@ SAMPLE = """
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was seen at a moment (wall clock, ns): bytes of WAL that the slot retains, and the other sink's state."""
+    """The state at a moment.
+
+    `at` is the wall clock in ns, `lag` the bytes of WAL that the slot retains, `deferred` the number of deferred
+    transactions, `state` the other sink's, and `resident` relay's memory in MiB.
+    """
 
     at: int
     lag: float
@@ -51,7 +55,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Instance:
-    """`relay run`, started again and again with one configuration and one log."""
+    """`relay run`, restarted with one configuration and one log."""
 
     config: Path
     process: subprocess.Popen[bytes] | None = None
@@ -64,14 +68,14 @@ class Instance:
             )
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """End the process with SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     @property
     def resident(self) -> float:
-        """MiB; 0 while it is not there."""
+        """The resident memory in MiB; 0 while there is no process."""
         if self.process is not None:
             with suppress(psutil.NoSuchProcess):
                 return float(psutil.Process(self.process.pid).memory_info().rss / MIB)
@@ -80,7 +84,7 @@ class Instance:
 
 @dataclass(slots=True)
 class Phases:
-    """When each phase of a case began (wall clock, ns); the last one goes on to the end."""
+    """The time when each phase of a case began (wall clock, ns); the last phase continues to the end."""
 
     begins: dict[str, int] = field(default_factory=dict)
 
@@ -95,9 +99,9 @@ class Phases:
 
 
 class Case:
-    """A database, two endpoints and a group with a projection and a sink for each endpoint.
+    """A database, two endpoints, and a group with a projection and a sink for each endpoint.
 
-    `other` has more settings of the other sink.
+    `other` has additional settings of the other sink.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class Case:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Endpoints and relay, both sinks attached; samples are taken until the end."""
+        """Run the endpoints and relay, with both sinks attached, and take samples until the end."""
         initialise(Settings(**self.config))
         with ExitStack() as stack:
             for endpoint in self.endpoints.values():
@@ -150,7 +154,7 @@ class Case:
             sampler.join()
 
     def command(self, *words: str) -> None:
-        """A command of relay on this group."""
+        """Run a command of relay on this group."""
         config = str(self.instances[0].config)
         subprocess.run(
             [sys.executable, "-m", "relay", *words, "--config", config],
@@ -170,7 +174,7 @@ class Case:
 
     @contextmanager
     def publishing(self, rate: int, seconds: float, hosts: int = 64) -> Iterator[Publishing]:
-        """A publisher of one event a transaction, which ends by itself."""
+        """Run a publisher of one event a transaction, which ends after `seconds`."""
         file = self.folder / f"{self.outbox.name}.published"
         until = file.with_suffix(".until")
         job = {
@@ -182,21 +186,21 @@ class Case:
             yield Publishing(publisher, file, until)
 
     def arrivals(self, sink: str) -> list[tuple[int, int]]:
-        """The number of each event and the clock when it came, in the order in which they came."""
+        """The number of each event and the clock (ns) of its arrival, in the order of arrival."""
         lines = (self.folder / f"{self.outbox.name}.{sink}").read_text().splitlines()
         return [(int(number), int(clock)) for number, clock in map(str.split, lines)]
 
     def latencies(self, published: Mapping[int, int], sink: str, phase: str) -> Measurement:
-        """Of the events published in a phase, and the peaks of the samples."""
+        """The latencies of the events that were published in a phase, and the peaks of its samples."""
         begin, end = self.phases.span(phase)
         sent = {number: clock for number, clock in published.items() if begin <= clock < end}
-        came: dict[int, int] = {}
+        arrived: dict[int, int] = {}
         for number, clock in self.arrivals(sink):
-            came.setdefault(number, clock)
+            arrived.setdefault(number, clock)
         within = [each for each in self.samples if begin <= each.at < end]
         return {
-            **latencies(sent, came, warm_up_ns=0),
-            "WAL behind, MiB": max((each.lag for each in within), default=0.0) / MIB,
+            **latencies(sent, arrived, warm_up_ns=0),
+            "WAL lag, MiB": max((each.lag for each in within), default=0.0) / MIB,
             "deferred": float(max((each.deferred for each in within), default=0)),
             "RSS MiB": max((each.resident for each in within), default=0.0),
         }
@@ -216,19 +220,19 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """A publisher at work."""
+    """A running publisher."""
 
     publisher: Job
     file: Path
     until: Path
 
     def end(self) -> dict[int, int]:
-        """Let it end now."""
+        """End it now; returns as `done`."""
         self.until.touch()
         return self.done()
 
     def done(self) -> dict[int, int]:
-        """Wait for its end; the clock just before each event's COMMIT."""
+        """Wait for its end; returns the clock (ns) just before each event's COMMIT, by the event's number."""
         self.publisher.answer("done")
         lines = self.file.read_text().splitlines()
         return {int(number): int(clock) for number, clock in map(str.split, lines)}

@@ -13,7 +13,7 @@ from bench.results import Contender, Measurement, Workload
 
 
 def _case(name: str, size: str, rows: outage.Rows) -> Iterator[Workload]:
-    """A case that was run once: the healthy sink in each phase beside itself before, and what came of all."""
+    """The tables of a case that was run once: the healthy sink in each phase, and the totals."""
     before = "healthy sink, before"
 
     def row(of: str, figures: Measurement, against: str | None) -> Contender:
@@ -41,12 +41,12 @@ def _down(
 
 
 def outage_down(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away."""
+    """One of two endpoints is down."""
     return _down(plan, "outage-down", 20 if plan.quick else 600, "", lambda _: time.sleep)
 
 
 def outage_kills(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away, and relay is killed again and again."""
+    """One of two endpoints is down, and relay is killed every 5 seconds."""
     how = ", relay killed every 5 s"
     return _down(
         plan, "outage-kills", 20 if plan.quick else 120, how, lambda case: outage.killing(case, 5)
@@ -54,13 +54,13 @@ def outage_kills(plan: Plan) -> Iterator[Workload]:
 
 
 def outage_standby(plan: Plan) -> Iterator[Workload]:
-    """One of two endpoints is away, and the instance that reads the stream is killed."""
+    """One of two endpoints is down, and the instance that reads the stream is killed."""
     how = ", relay killed in the middle, a standby takes over"
     return _down(plan, "outage-standby", 20 if plan.quick else 120, how, outage.taking_over, 2)
 
 
 def outage_rebuild(plan: Plan) -> Iterator[Workload]:
-    """A sink gets everything again while live events flow to the other one."""
+    """A sink receives all events again while live events flow to another one."""
     transactions, rate = 6_000 if plan.quick else 200_000, 200
     outbox = Outbox(plan.cluster, "outage_rebuild")
     events = outbox.publish(transactions).events
@@ -72,9 +72,9 @@ def outage_rebuild(plan: Plan) -> Iterator[Workload]:
 
 
 def outage_hanging(plan: Plan) -> Iterator[Workload]:
-    """An endpoint answers no more, and thousands of keys hang."""
+    """An endpoint hangs, and with it thousands of keys."""
     keys, rate = 2_000 if plan.quick else 10_000, 500
-    # All of them at once, which neither the breaker nor the limit of deliveries allows by default.
+    # By default, the breaker and the limit of concurrent deliveries prevent that all keys hang at once.
     other = {"concurrency": keys, "circuit_breaker": None, "timeout": 60}
     case = Case(Outbox(plan.cluster, "outage_hanging"), plan.folder, other)
     rows = outage.hanging(case, rate, keys, 10 if plan.quick else 30, keys / rate + 30)

@@ -1,4 +1,4 @@
-"""A database with an outbox, the backlogs in its WAL, and copies of a slot to drain them again and again."""
+"""A database with an outbox, backlogs in its WAL, and copies of a slot to drain a backlog several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relay.demo.embedded import Cluster
 PUBLICATION = "bench"
 TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 0.02
-"""How often is asked whether a drain is over: asking takes time from who drains, 4 % of both cores at every 5 ms."""
+"""Seconds between two polls for the end of a drain. Polls take CPU from the contender: 4 % of both cores at 5 ms."""
 
 SERVER_SETTINGS = {
     "max_replication_slots": "40",
@@ -29,7 +29,7 @@ SERVER_SETTINGS = {
     "max_wal_size": "8GB",
     "track_commit_timestamp": "on",
 }
-"""On top of the defaults, the same for everybody. Durability stays as it comes: fsync and synchronous_commit are on."""
+"""Changes to the server's defaults, for all contenders. Durability is the default: fsync and synchronous_commit on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def wait_until(
     seconds: float = TIMEOUT_SECONDS,
     process: subprocess.Popen[Any] | None = None,
 ) -> float:
-    """Ask again and again; returns the monotonic clock when it is so. Raises TimeoutError.
+    """Poll until `reached` returns true, and return the monotonic clock.
 
-    Raises RuntimeError if it is a process that is waited for and the process ends.
+    Raises TimeoutError after `seconds`, and RuntimeError if `process` ends before.
     """
     deadline = time.monotonic() + seconds
     while not reached():
@@ -73,32 +73,32 @@ class Outbox:
         initialise(self.settings(f"{name}_base"))
 
     def settings(self, slot: str, **sections: Any) -> Settings:
-        """A relay configuration on this database whose group is named after the slot."""
+        """A configuration of relay on this database, whose group has the slot's name."""
         return Settings(**self.config(slot, **sections))
 
     def config(self, slot: str, mode: str = "wal", **sections: Any) -> dict[str, Any]:
-        """The same as a mapping, for a file."""
+        """The configuration as a mapping, for a file."""
         source = {"dsn": self.dsn, "slot": slot, "publication": PUBLICATION, "mode": mode}
         return {"source": source, "group": slot, **sections}
 
     def publish(self, transactions: int, events: int = 5, one_commit: bool = False) -> Backlog:
-        """Append a backlog to all that there is, for a slot that begins right before it."""
+        """Append a backlog to the outbox, and create a slot that begins just before it."""
         slot = self.new_slot()
         fill(self.conn, transactions, events, one_commit)
         end = self.value("select pg_current_wal_insert_lsn()::text")
-        # Writes to the WAL too, so that everybody can come past the end.
+        # It writes to the WAL too, so that every reader can go past the end.
         self.conn.execute("checkpoint")
         return Backlog(slot, end, transactions * events)
 
     def new_slot(self) -> str:
-        """A slot that begins here."""
+        """Create a slot that begins at the current position, and return its name."""
         name = self.new_name()
         self.conn.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
         return name
 
     @contextmanager
     def copy(self, backlog: Backlog) -> Iterator[str]:
-        """A slot at the start of the backlog, with no effects applied yet; dropped at the end."""
+        """A slot at the start of the backlog, with an empty projection; it is dropped at the end."""
         name = self.new_name()
         self.conn.execute(
             "select pg_copy_logical_replication_slot(%s, %s, false)", (backlog.slot, name)
@@ -111,7 +111,7 @@ class Outbox:
             self.drop(name)
 
     def drop(self, slot: str) -> None:
-        """Drop the slot once nobody reads it any more."""
+        """Drop the slot when it is no longer active."""
         wait_until(lambda: not self._active(slot), f"{slot} free", 60)
         self.conn.execute(
             "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s",
@@ -119,7 +119,7 @@ class Outbox:
         )
 
     def streaming(self, slot: str) -> float:
-        """Wait until somebody reads the slot; returns the monotonic clock."""
+        """Wait until the slot is active; returns the monotonic clock."""
         return wait_until(lambda: self._active(slot), f"{slot} active", 120)
 
     def confirmed(
@@ -140,7 +140,7 @@ class Outbox:
 
     @contextmanager
     def held(self, slot: str) -> Iterator[None]:
-        """Keep everybody from the slot without moving it: a reader that attaches and reads nothing."""
+        """Keep other readers from the slot without moving it, with a reader that reads nothing."""
         conn: psycopg.Connection[Any] = psycopg.connect(
             self.dsn, replication="database", autocommit=True
         )
@@ -155,16 +155,16 @@ class Outbox:
             conn.close()
 
     def reader(self, slot: str) -> int | None:
-        """The process of the server that serves the slot."""
-        found = self.value("select active_pid from pg_replication_slots where slot_name = %s", slot)
-        return None if found is None else int(found)
+        """The process id of the server's process for the slot; None if the slot is not active."""
+        pid = self.value("select active_pid from pg_replication_slots where slot_name = %s", slot)
+        return None if pid is None else int(pid)
 
     def applied(self) -> int:
-        """Rows in the projection."""
+        """The number of rows in the projection."""
         return int(self.value("select count(*) from projection"))
 
     def value(self, query: str, *arguments: Any) -> Any:
-        """The one value that a query returns, None without a row."""
+        """The first value of a query's first row; None without a row."""
         row = self.conn.execute(query.encode(), arguments).fetchone()
         return row[0] if row else None
 
@@ -172,6 +172,6 @@ class Outbox:
         return self.reader(slot) is not None
 
     def new_name(self) -> str:
-        """A name that no slot or group here has yet."""
+        """A name that no slot or group has yet."""
         self._slots += 1
         return f"{self.name}_{self._slots}"

@@ -23,7 +23,7 @@ LEFT_OUT_OF_QUICK = {
         "relay as configured by default, one commit of 100,000 events",
     ),
 }
-"""Rows that quick runs leave out: variants, and what takes long to start."""
+"""Rows that quick runs leave out: variants, and contenders that start slowly."""
 
 LEFT_OUT = {
     "live-1000": (
@@ -31,12 +31,12 @@ LEFT_OUT = {
         *("pgqueuer, no effect", "pgqueuer, durable effect, default batch"),
     ),
 }
-"""Rows that full runs leave out: variants, and what falls behind by far."""
+"""Rows that full runs leave out: variants, and contenders that do not sustain the rate by far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is done. Quick runs take less of everything, and expensive contenders once."""
+    """The size of a run. Quick runs have smaller workloads, and one round of expensive contenders."""
 
     cluster: Cluster
     folder: Path
@@ -45,7 +45,7 @@ class Plan:
     peers: Sequence[str] = ()
 
     def takes(self, workload: str, row: str) -> bool:
-        """Whether the command line asks for this one; relay always takes part."""
+        """Whether a row is measured: as the command line asks, and always for relay."""
         left_out = LEFT_OUT_OF_QUICK.get(workload, ()) if self.quick else LEFT_OUT.get(workload, ())
         if row in left_out:
             return False
@@ -53,5 +53,5 @@ class Plan:
         return row.startswith("relay") or not asked or row.lower().startswith(asked)
 
     def often(self, expensive: bool) -> int:
-        """Rounds of a contender."""
+        """The number of rounds of a contender."""
         return 1 if self.quick and expensive else self.rounds

@@ -1,4 +1,4 @@
-"""Publishers at work: pgbench with one event a transaction, and how many of them are seen waiting for a lock."""
+"""Measures publishers: pgbench with one event a transaction, and samples of those that wait for a lock."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from relay.demo.programs import wheel_binaries
 RELAY_TABLE = "outbox_message_t"
 PLAIN_TABLE = "plain_outbox"
 SET_GAPLESS = f"select relay.set_gapless('{RELAY_TABLE}', 'c_offset', %s)"
-"""Lets the numbers of relay's outbox come from a counter or from the sequence (`source.offsets`)."""
+"""Makes c_offset of relay's outbox come from a counter or from the sequence (`source.offsets`)."""
 CREATE_PLAIN_TABLE = f"""
     create table {PLAIN_TABLE} (like {RELAY_TABLE} including defaults including constraints);
     alter table {PLAIN_TABLE} drop column if exists c_offset, drop column if exists c_xid, add primary key (id)
 """
-"""The same columns and limit of sizes without what positions need: c_xid, c_offset with its sequence, and the index."""
+"""The same columns and limit of sizes, without c_xid, c_offset with its sequence, and the index for positions."""
 
 SCRIPT = r"""
 \set order random(1, 1000000)
@@ -41,15 +41,15 @@ WAITING = """
     where application_name = 'pgbench' and wait_event_type = 'Lock' group by 1
 """
 LOCK_WAITS = {False: "lock waits", True: "extend waits"}
-"""The lock on the end of a file is freed before the insert ends, and publishers of any table wait for it at times."""
+"""The lock to extend a file is released before the insert ends; publishers of any table sometimes wait for it."""
 SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Publishers:
-    """Concurrent publishers of one event a transaction, for so many seconds.
+    """Concurrent publishers of one event a transaction, for `seconds`.
 
-    work_ms: how long a transaction stays open after its event; at 0 the insert is the whole transaction.
+    A transaction stays open for `work_ms` milliseconds after its event; at 0 it is only the insert.
     """
 
     clients: int
@@ -59,9 +59,9 @@ class Publishers:
     def measure(
         self, outbox: Outbox, table: str, folder: Path, gapless: bool = False
     ) -> Measurement:
-        """Commits per second into the emptied table, and sightings of a publisher that waits for a lock of each kind.
+        """Commits a second into the truncated table, and the samples of publishers that wait for each kind of lock.
 
-        `gapless`: relay's outbox gives numbers without gaps. Raises RuntimeError if pgbench fails.
+        With `gapless`, c_offset of relay's outbox has no gaps. Raises RuntimeError if pgbench fails.
         """
         outbox.conn.execute(SET_GAPLESS.encode(), (gapless,))
         outbox.conn.execute(f"truncate {table}".encode())
@@ -102,7 +102,7 @@ class Publishers:
 
 
 def _rate(status: int, output: str) -> float:
-    found = re.search(r"^tps = ([0-9.]+)", output, re.MULTILINE)
-    if status or not found:
+    match = re.search(r"^tps = ([0-9.]+)", output, re.MULTILINE)
+    if status or not match:
         raise RuntimeError(f"pgbench ended with status {status}: {output.strip()[:500]}")
-    return float(found[1])
+    return float(match[1])

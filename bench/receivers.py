@@ -1,4 +1,4 @@
-"""What sinks deliver to: an HTTP endpoint and brokers, each a process of its own on this machine."""
+"""The destinations of sinks: an HTTP endpoint and brokers, each in its own process on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READY_SECONDS = 60.0
 
 @contextmanager
 def delivering(events: int, pid: int) -> Iterator[Measurement]:
-    """Measure the context, in which a process delivers so many events: the figures are there at its end."""
+    """Measure a context in which a process delivers `events` events; it fills the figures at its end."""
     process = psutil.Process(pid)
     figures: Measurement = {}
     before, started = process.cpu_times(), time.monotonic()
@@ -45,23 +45,23 @@ def delivering(events: int, pid: int) -> Iterator[Measurement]:
 
 
 class Receiver(Protocol):
-    """What events are delivered to. `handler` is relay's sink for it, `loop` what a plain loop is told."""
+    """A destination of events. `handler` are the settings of relay's sink for it, `loop` those of a plain loop."""
 
     handler: dict[str, Any]
     loop: dict[str, Any]
 
     def unavailable(self) -> str | None:
-        """Why it cannot be started here, in a word, or None."""
+        """The reason why it cannot run here, or None."""
 
     def received(self) -> int:
-        """How many events it has; of the endpoint, different ones."""
+        """The number of events that it has received; an endpoint counts an event once."""
 
     def empty(self) -> None:
-        """Forget all of them."""
+        """Remove all events."""
 
 
 class Endpoint:
-    """An HTTP endpoint. With a file it notes each event's aggregate and when it came, also while it hangs."""
+    """An HTTP endpoint. It notes each event's aggregate and the time of its arrival in a file, also while it hangs."""
 
     def __init__(self, folder: Path, arrivals: Path | None = None) -> None:
         self._folder = folder
@@ -80,14 +80,14 @@ class Endpoint:
         self.stop()
 
     def start(self, hangs: bool = False) -> None:
-        """Listen, on the same port as before; one that hangs takes requests and answers none."""
+        """Listen, always on the same port; with `hangs`, accept requests without answering."""
         arrivals = str(self._arrivals) if self._arrivals else None
         job = {"port": self._port, "arrivals": arrivals, "hangs": hangs}
         self._job = Job("bench.workers.endpoint", job, self._folder, seconds=None)
         self._job.answer("ready")
 
     def stop(self) -> None:
-        """Be gone: connections are refused."""
+        """End the process, so that connections are refused."""
         if self._job is not None:
             self._job.__exit__(None, None, None)
             self._job = None
@@ -105,7 +105,7 @@ class Endpoint:
 
 
 class Broker:
-    """A broker from a package of the system, in a folder of its own."""
+    """A broker from a package of the system, with its own folder."""
 
     program = ""
     handler: dict[str, Any]
@@ -137,7 +137,7 @@ class Broker:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            # Of RabbitMQ it is a script with the server below it.
+            # The whole group: RabbitMQ's program is a script that starts the server.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -148,7 +148,7 @@ class Broker:
         return {}
 
     def prepare(self) -> None:
-        """Make what takes the events."""
+        """Create the stream or queue."""
 
     def received(self) -> int:
         raise NotImplementedError
@@ -162,7 +162,7 @@ class Broker:
 
 
 class Redis(Broker):
-    """redis-server with every write on disk before it is confirmed."""
+    """redis-server, which writes to disk before it confirms."""
 
     program = "redis-server"
 
@@ -178,15 +178,15 @@ class Redis(Broker):
         return ("--port", str(self.port), "--dir", str(self._folder), *durable)
 
     def received(self) -> int:
-        found: Any = self._client.xlen(STREAM)
-        return int(found)
+        length: Any = self._client.xlen(STREAM)
+        return int(length)
 
     def empty(self) -> None:
         self._client.flushall()
 
     @contextmanager
     def noting(self, arrivals: Path, folder: Path) -> Iterator[None]:
-        """Note when each event came, as a consumer sees it."""
+        """Run a consumer that notes the time of each event's arrival."""
         job = {"port": self.port, "stream": STREAM, "arrivals": str(arrivals)}
         with Job("bench.workers.stream_reader", job, folder) as reader:
             reader.answer("ready")
@@ -221,11 +221,11 @@ class Nats(Broker):
         super().__exit__()
 
     def received(self) -> int:
-        found = self._runner.run(self._client.jetstream().stream_info("shop"))
-        return int(found.state.messages)
+        info = self._runner.run(self._client.jetstream().stream_info("shop"))
+        return int(info.state.messages)
 
     def empty(self) -> None:
-        # Made again, since a stream remembers the identities of what it had.
+        # Recreated, not purged: a stream keeps the message ids that it has seen.
         stream = self._client.jetstream()
         self._runner.run(stream.delete_stream("shop"))
         self._runner.run(stream.add_stream(name="shop", subjects=["shop.>"]))
@@ -262,12 +262,12 @@ class Rabbitmq(Broker):
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:
-                # Polled every 20 ms or not for minutes: no heartbeat.
+                # No heartbeat: it may not be polled for minutes.
                 self._parameters.heartbeat = 0
                 self._channel = pika.BlockingConnection(self._parameters).channel()
                 break
             except pika.exceptions.AMQPError:
-                # One that is still starting takes connections and resets them.
+                # A server that is still starting accepts connections and resets them.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
@@ -281,6 +281,6 @@ class Rabbitmq(Broker):
 
 
 def _found(program: str) -> str | None:
-    # Debian's wrapper around RabbitMQ's script changes the user.
-    indices = ("/usr/lib/rabbitmq/bin", os.environ.get("PATH", ""), "/usr/sbin")
-    return shutil.which(program, path=os.pathsep.join(indices))
+    # First RabbitMQ's own script: Debian's wrapper around it changes the user.
+    folders = ("/usr/lib/rabbitmq/bin", os.environ.get("PATH", ""), "/usr/sbin")
+    return shutil.which(program, path=os.pathsep.join(folders))

@@ -1,4 +1,4 @@
-"""relay as a contender: `relay run` in a process of its own, as a user starts it."""
+"""relay as a contender: `relay run` in its own process, as a user starts it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ COMPUTE = {"type": "python", "callable": "bench.handlers:compute"}
 NOTE = {"type": "python", "callable": "bench.handlers:note"}
 NOTE_AND_INSERT = {"type": "python", "callable": "bench.handlers:note_and_insert"}
 
-# As many events as a batch may hold: every batch is inline, and no Spark session is started.
+# The most events of a batch, so that every batch runs inline and no Spark session starts.
 INLINE = {"inline_max_events": 10_000}
-# What a job costs however small it is spreads over more events.
+# Larger batches, over which a Spark job's fixed cost is spread.
 SPARK = {"inline_max_events": 0, "max_events": 50_000, "max_bytes": 33_554_432}
 SESSION_READY = "the Spark session is ready"
 CLAIMED = "select true from relay.sinks where group_id = %s and instance is not null"
@@ -39,7 +39,7 @@ SINK_ATTACHED = "a sink is attached to the stream"
 
 @dataclass(slots=True)
 class Running:
-    """A relay process, its log, the wall clock when it started, the monotonic clock when it attached to its slot."""
+    """A relay process, its log, the wall clock (ns) of its start, the monotonic clock of its attachment to the slot."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -47,15 +47,15 @@ class Running:
     attached: float = 0.0
 
     def said(self, words: str) -> float:
-        """Wait until it has logged the words; returns the monotonic clock."""
+        """Wait until the log has the words; returns the monotonic clock."""
         return wait_until(lambda: words in self.log.read_text(), words, 120, self.process)
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """relay with one handler, inline or on Spark; `source.mode` is wal, and what is not given is the default.
+    """relay with one handler, inline or on Spark.
 
-    `observed` says that it serves its metrics.
+    Keys that are not given have their defaults, but `source.mode` is wal. `observed` says that it serves its metrics.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Relay:
     ) -> Iterator[Running]:
         """A relay that has just attached to the slot.
 
-        One that starts a Spark session is kept from the slot until the session is ready, so that it has received
-        nothing before.
+        If it starts a Spark session, the slot is held until the session is ready, so that relay receives nothing
+        before.
         """
         with ExitStack() as hold:
             if self.starts_spark:
@@ -109,7 +109,7 @@ class Relay:
     def cold(
         self, outbox: Outbox, slot: str, folder: Path, arrivals: Path | None = None
     ) -> Iterator[Running]:
-        """A relay that has just been started."""
+        """A relay that has just started."""
         initialise(self._settings(outbox, slot, self.mode))
         noted = {ARRIVALS: str(arrivals)} if arrivals else {}
         with self._running(outbox, slot, folder, self.mode, noted) as running:
@@ -117,17 +117,17 @@ class Relay:
 
     @property
     def starts_spark(self) -> bool:
-        """Whether a session is started with relay: where every batch goes there."""
+        """Whether relay starts a Spark session at once, because every batch runs there."""
         return self._batch.get("inline_max_events") == 0
 
     def catch_up(self, outbox: Outbox, group: str, events: int, folder: Path) -> float:
-        """Rows a second by polling from the first row on, counted from the moment the Spark session is ready."""
+        """Rows a second by polling from the first row on, from the moment when the Spark session is ready."""
         outbox.conn.execute("truncate projection")
         initialise(self._settings(outbox, group, "poll"), start="beginning")
         query = "select min(next_offset) from relay.consumer_offsets where group_id = %s"
         with self._running(outbox, group, folder, "poll") as running:
             started = running.said(SESSION_READY)
-            # Hosts differ in their last offset; the gap at the end is less than one batch.
+            # Partitions differ in their last offset, by less than one batch.
             last = int(outbox.value("select max(c_offset) from outbox_message_t"))
             wait_until(
                 lambda: int(outbox.value(query, group)) > last - 2_000,
@@ -140,7 +140,7 @@ class Relay:
         return events / (finished - started)
 
     def deliver(self, outbox: Outbox, events: int, folder: Path, receiver: Receiver) -> Measurement:
-        """Events a second to a sink that begins with the first one, from the moment it is claimed to the last event."""
+        """Events a second to a sink that begins with the first event, from its claim to the last event."""
         group = outbox.new_name()
         with self.cold(outbox, group, folder) as running:
             process = running.process
@@ -152,13 +152,13 @@ class Relay:
     def deliver_stream(
         self, outbox: Outbox, backlog: Backlog, folder: Path, receiver: Receiver
     ) -> Measurement:
-        """Events a second to a sink that takes them from the stream, from its start to the last event."""
+        """Events a second to a sink that is attached to the stream, from its start to the last event."""
         with outbox.copy(backlog) as slot, self.warm(outbox, slot, folder) as running:
             return _delivered(running.process, backlog.events, receiver)
 
     @contextmanager
     def consuming(self, live: Live) -> Iterator[None]:
-        # With another mode than wal a group begins at a slot of its own.
+        # In another mode than wal, relay creates the group's slot.
         slot = live.outbox.new_slot() if self.mode == "wal" else live.outbox.new_name()
         with self.warm(live.outbox, slot, live.folder, live.arrivals) as running:
             if self.mode != "wal":
@@ -175,7 +175,7 @@ class Relay:
         mode: str = "wal",
         environment: Mapping[str, str] | None = None,
     ) -> Iterator[Running]:
-        """`relay run`, ended with SIGTERM."""
+        """Run `relay run`, and end it with SIGTERM."""
         log = folder / f"{slot}.log"
         file = folder / f"{slot}.yaml"
         file.write_text(yaml.safe_dump(self._config(outbox, slot, mode)))

@@ -1,4 +1,4 @@
-"""Writes the measured tables between markers in docs/performance.md, so that no figure is typed by hand."""
+"""Writes the tables of results between markers in docs/performance.md."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ PLOTTED = {
     "live-1000": "Latencies at 1,000 transactions a second",
     "scale": "Task slots of Spark",
 }
-"""The workloads that have a plot, and what stands in its place for those who do not see it."""
+"""The workloads that have a plot, and the plot's alternative text."""
 
 _MARKED = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write(document: Path, results: Path) -> list[str]:
-    """Fill every marked place; returns the names of those for which there is no result."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+    """Write the table of each marker; returns the names of markers without a result."""
+    known = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
     missing: list[str] = []
 
     def fill(match: re.Match[str]) -> str:
         head, name, end = match.groups()
         if name == "environment":
-            body = _environment(list(found.values()))
-        elif name == "behind":
-            body = _behind(found)
-        elif name in found:
-            body = _table(found[name]) + _plot(name)
+            body = _environment(list(known.values()))
+        elif name == "slower":
+            body = _slower(known)
+        elif name in known:
+            body = _table(known[name]) + _plot(name)
         else:
             missing.append(name)
             body = "Not measured yet."
@@ -47,7 +47,7 @@ def write(document: Path, results: Path) -> list[str]:
 
 
 def _table(result: Result) -> str:
-    """One Markdown table; in brackets the ratio to the row that a contender is compared with."""
+    """A result as a Markdown table, with the ratio to the row that a contender is compared with in brackets."""
     names = headings(result)
     lines = [
         f"{result['size'][0].upper()}{result['size'][1:]}.",
@@ -89,7 +89,7 @@ def _environment(results: Sequence[Result]) -> str:
     )
 
 
-def _behind(results: Mapping[str, Result]) -> str:
+def _slower(results: Mapping[str, Result]) -> str:
     lines = [
         f"| {name} | {row['name']} | {figure} | {number(row['median'][figure])} | {row['against']} | {ratio:.2f}× |"
         for name, result in results.items()
@@ -99,7 +99,7 @@ def _behind(results: Mapping[str, Result]) -> str:
         if figure in JUDGED and ratio < 1
     ]
     if not lines:
-        return "In no figure of these tables."
+        return "There are none in these tables."
     head = [
         "| workload | row | figure | measured | against | ratio |",
         "|---|---|---|---:|---|---:|",

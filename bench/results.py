@@ -1,4 +1,4 @@
-"""Rounds in turns, medians, ratios; the table on the terminal and the JSON file of each workload."""
+"""Measures contenders in alternating rounds, and writes medians and ratios: a table on the terminal, a JSON file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rich.table import Table
 from bench.environment import description
 
 Measurement = dict[str, float]
-"""Figures by their name, such as `events/s` or `p99`."""
+"""Figures by name, such as `events/s` or `p99`; latencies are in milliseconds."""
 
 MORE_IS_BETTER = ("events/s", "transactions/s", "commits/s")
 
 JUDGED = ("events/s", "its CPU, µs/event", "commits/s", "p50", "p99", "durable p50", "durable p99")
-"""The figures that are compared."""
+"""The figures whose ratios are shown."""
 
 SUMMED = ("samples", "lock waits", "extend waits")
-"""Figures that count over all rounds: a median would hide what is seen in one round only."""
+"""Figures that are summed over all rounds: a median would hide an occurrence in one round only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row: a peer with one configuration, how often it runs, and whom it is compared with."""
+    """A row: a peer with one configuration, its rounds, and the row with which it is compared."""
 
     name: str
     measure: Callable[[], Measurement]
@@ -39,7 +39,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload with its contenders, and in words what its size is."""
+    """A workload, the description of its size, and its contenders."""
 
     name: str
     size: str
@@ -47,8 +47,8 @@ class Workload:
 
 
 def run(workload: Workload, console: Console, folder: Path) -> None:
-    """Measure every contender in turns, print the table and write the file."""
-    found: dict[str, list[Measurement]] = {c.name: [] for c in workload.contenders}
+    """Measure the contenders in alternating rounds, print the table and write the file."""
+    measured: dict[str, list[Measurement]] = {c.name: [] for c in workload.contenders}
     skipped = {c.name: c.unavailable for c in workload.contenders if c.unavailable}
     for name, why in skipped.items():
         console.print(f"{workload.name}: without {name}: {why}")
@@ -59,13 +59,13 @@ def run(workload: Workload, console: Console, folder: Path) -> None:
             try:
                 figures = contender.measure()
             except Exception as error:
-                # One contender that cannot be measured must not cost the figures of the others.
+                # A contender that fails must not discard the figures of the others.
                 skipped[contender.name] = f"failed: {str(error)[:500] or type(error).__name__}"
                 console.print(f"[red]{contender.name}: {error}", markup=False)
                 continue
-            found[contender.name].append(figures)
+            measured[contender.name].append(figures)
             console.print(f"{workload.name} round {number}: {contender.name}: {_words(figures)}")
-    result = _result(workload, found, skipped)
+    result = _result(workload, measured, skipped)
     console.print(_table(result))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{workload.name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -73,14 +73,14 @@ def run(workload: Workload, console: Console, folder: Path) -> None:
 
 def _result(
     workload: Workload,
-    found: Mapping[str, list[Measurement]],
+    measured: Mapping[str, list[Measurement]],
     skipped: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    medians = {name: _medians(rounds) for name, rounds in found.items() if rounds}
+    medians = {name: _medians(rounds) for name, rounds in measured.items() if rounds}
     rows = [
         {
             "name": c.name,
-            "rounds": found[c.name],
+            "rounds": measured[c.name],
             "median": medians[c.name],
             "against": c.against,
             "ratio": _ratios(medians[c.name], medians.get(c.against or "", {})),
@@ -101,7 +101,7 @@ def _medians(rounds: Sequence[Measurement]) -> Measurement:
 
 
 def _ratios(own: Measurement, reference: Measurement) -> Measurement:
-    """How many times better than the reference, whichever direction is the better one."""
+    """How many times better each figure is than the reference's, whether more or less is better."""
     return {
         name: own[name] / value if name in MORE_IS_BETTER else value / own[name]
         for name, value in reference.items()
@@ -110,12 +110,12 @@ def _ratios(own: Measurement, reference: Measurement) -> Measurement:
 
 
 def headings(result: Mapping[str, Any]) -> list[str]:
-    """The figures that any row has."""
+    """The names of all figures in any row."""
     return list(dict.fromkeys(name for row in result["contenders"] for name in row["median"]))
 
 
 def cell(row: Mapping[str, Any], heading: str) -> str:
-    """A figure with its ratio, as text."""
+    """The text of a figure, with its ratio."""
     if heading not in row["median"]:
         return ""
     ratio = row["ratio"].get(heading)
@@ -124,7 +124,7 @@ def cell(row: Mapping[str, Any], heading: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count, or whole thousands with commas."""
+    """The text of a number, with three significant digits, or as an integer with commas from 100 on."""
     if value >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

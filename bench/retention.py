@@ -1,6 +1,6 @@
-"""`python -m bench.retention [ROWS]`: what publishers notice of a conversion and of rotation. Prints milliseconds.
+"""`python -m bench.retention [ROWS]`: prints publishers' latencies during a conversion and during rotation, in ms.
 
-Publishers insert one event a transaction, at a fixed rate where the machine is fast enough.
+Publishers insert one event a transaction, at a fixed rate if the machine is fast enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLIENTS = 4
 SECONDS = 15.0
 ROUNDS = 3
 _DAYS = int(SECONDS * 10)
-"""How many days a round of rotation has at most."""
+"""The most days of a round of rotation."""
 
 _FILL = """
     insert into outbox_message_t (host_id, aggregate_type, event_type, payload, transaction_id, transaction_ordinal,
@@ -48,9 +48,9 @@ def _publish(dsn: str, stopping: Event, latencies: list[float]) -> None:
         while not stopping.is_set():
             due += pause
             time.sleep(max(0.0, due - time.monotonic()))
-            began = time.monotonic()
+            started = time.monotonic()
             conn.execute("select relay.publish(gen_random_uuid(), null, %s)", (event,))
-            latencies.append(time.monotonic() - began)
+            latencies.append(time.monotonic() - started)
 
 
 def _beside_publishers(dsn: str, what: str, act: Callable[[Event], object]) -> None:
@@ -64,11 +64,11 @@ def _beside_publishers(dsn: str, what: str, act: Callable[[Event], object]) -> N
     stopping.set()
     for thread in threads:
         thread.join()
-    found = sorted(latencies)
-    p50, p99 = (found[int(len(found) * part)] * 1000 for part in (0.5, 0.99))
+    ordered = sorted(latencies)
+    p50, p99 = (ordered[int(len(ordered) * part)] * 1000 for part in (0.5, 0.99))
     print(
-        f"{what}: {seconds:.1f} s, {len(found)} publications, p50 {p50:.1f} ms, p99 {p99:.1f} ms, "
-        f"longest {found[-1] * 1000:.0f} ms",
+        f"{what}: {seconds:.1f} s, {len(ordered)} publications, p50 {p50:.1f} ms, p99 {p99:.1f} ms, "
+        f"longest {ordered[-1] * 1000:.0f} ms",
         flush=True,
     )
 
@@ -78,7 +78,7 @@ def _nothing(stopping: Event) -> object:
 
 
 def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
-    """A day of rotation every tenth of a second: a partition is created, and one is dropped."""
+    """Rotate by a day every tenth of a second: create a partition, and drop one."""
 
     def run(stopping: Event) -> None:
         with (
@@ -95,13 +95,13 @@ def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
             (left,) = conn.execute(
                 "select min(lower) filter (where lower > '-infinity') from relay.partitions('outbox_message_t')"
             ).fetchone() or (None,)
-        print(f"rotated up to {moment:%Y-%m-%d}, the oldest partition is of {left}")
+        print(f"rotated up to {moment:%Y-%m-%d}; the oldest partition is that of {left}")
 
     return run
 
 
 def main(rows: int) -> None:
-    """Measure on a server of its own."""
+    """Measure on a private server."""
     with Cluster(settings=SERVER_SETTINGS) as cluster:
         dsn = cluster.dsn()
         settings = Settings.model_validate(
@@ -118,7 +118,7 @@ def main(rows: int) -> None:
         _beside_publishers(dsn, "neither", _nothing)
         _beside_publishers(dsn, f"conversion of {rows} rows", lambda _: partition(settings, "1d"))
         with psycopg.connect(dsn, autocommit=True) as conn:
-            # The group reads nothing here; what it holds is not dropped.
+            # No instance of the group runs, so its position would hold every partition.
             conn.execute("update relay.snapshots set snapshot = pg_current_snapshot()")
         for number in range(ROUNDS):
             _beside_publishers(dsn, "neither", _nothing)

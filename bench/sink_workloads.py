@@ -23,7 +23,7 @@ def _sinks(
     client: str,
     transactions: int,
 ) -> Iterator[Workload]:
-    """A backlog to a receiver, beside a loop over the client library that relay uses."""
+    """A backlog to a receiver, beside a plain loop over a client library."""
     outbox = Outbox(plan.cluster, name.replace("-", "_"))
     backlog = outbox.publish(transactions)
     with kind(plan.folder) as receiver:
@@ -83,7 +83,7 @@ def sinks_rabbitmq(plan: Plan) -> Iterator[Workload]:
 
 
 def sinks_live(plan: Plan) -> Iterator[Workload]:
-    """A publisher at its pace: how long from its COMMIT to the endpoint, and to a consumer of Redis."""
+    """A publisher at a fixed rate: the latency from its COMMIT to the endpoint, and to a consumer of Redis."""
     outbox = Outbox(plan.cluster, "sinks_live")
     rate, seconds = 200, 8 if plan.quick else 20
     arrivals = plan.folder / "arrivals"
@@ -95,8 +95,8 @@ def sinks_live(plan: Plan) -> Iterator[Workload]:
                     if against.startswith("redis"):
                         server.empty()
                         stack.enter_context(server.noting(arrivals, plan.folder))
-                    found = live.measure(consumer, outbox, plan.folder, rate, seconds)
-                return found
+                    figures = live.measure(consumer, outbox, plan.folder, rate, seconds)
+                return figures
 
             return Contender(name, measure, plan.often(expensive=True), against, unavailable)
 
@@ -110,6 +110,6 @@ def sinks_live(plan: Plan) -> Iterator[Workload]:
                 row(plain, loop, plain, missing or loop.unavailable()),
                 row(f"relay, {name}", relay, plain, missing),
             ]
-        taken = [each for each in rows if plan.takes("sinks-live", each.name)]
+        chosen = [each for each in rows if plan.takes("sinks-live", each.name)]
         size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
-        yield Workload("sinks-live", size, taken)
+        yield Workload("sinks-live", size, chosen)

@@ -1,4 +1,4 @@
-"""Spark reads a whole outbox: relay's data source beside Spark's own JDBC source, in a process of its own each time."""
+"""Measures how Spark reads a whole outbox: relay's data source beside Spark's JDBC source, each in a new process."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class SparkReading:
-    """One way of reading: `jdbc`, `hosts` (ordered), `ranges` (not ordered) or `stream` (AvailableNow)."""
+    """A reader of one kind: `jdbc`, `hosts` (ordered), `ranges` (not ordered) or `stream` (AvailableNow)."""
 
     kind: str
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here."""
+        """The reason why it cannot run here, or None."""
         missing = self.kind == "jdbc" and not Path(JAR).exists()
-        return f"there is no {JAR}: Debian's libpostgresql-jdbc-java" if missing else None
+        return f"there is no {JAR}: install Debian's libpostgresql-jdbc-java" if missing else None
 
     def read(self, outbox: Outbox, rows: int) -> Measurement:
-        """Events a second of the second reading; the first one starts the workers and warms the JVM."""
+        """Events a second in the second round; the first starts the workers and warms up the JVM."""
         fields: dict[str, str] = {
             str(key): str(value) for key, value in conninfo_to_dict(outbox.dsn).items()
         }
         login = [(key, fields[key]) for key in ("user", "password") if key in fields]
         url = f"jdbc:postgresql://{fields['host']}:{fields['port']}/{fields['dbname']}?{urlencode(login)}"
-        found = subprocess.run(
+        worker = subprocess.run(
             [
                 *(sys.executable, "-m", "bench.workers.spark_reader", self.kind),
                 *(outbox.dsn, url, str(rows), "1", str(TASKS)),
@@ -50,4 +50,4 @@ class SparkReading:
             timeout=TIMEOUT_SECONDS,
             check=True,
         )
-        return {"events/s": rows / float(found.stdout.split()[-1])}
+        return {"events/s": rows / float(worker.stdout.split()[-1])}

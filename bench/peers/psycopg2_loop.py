@@ -1,4 +1,4 @@
-"""A plain loop over psycopg2's replication connection: what one would write by hand."""
+"""A hand-written loop over psycopg2's replication connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = "bench.workers.psycopg2_loop"
 
 @dataclass(frozen=True, slots=True)
 class Psycopg2Loop:
-    """`consume_stream`, every column decoded in Python; one commit for each transaction where there is an effect."""
+    """`consume_stream`, with every column decoded in Python; with an effect, one commit for each transaction."""
 
     name: str = "psycopg2 loop"
     style: str = "relay"

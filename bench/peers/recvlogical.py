@@ -1,4 +1,4 @@
-"""`pg_recvlogical` to /dev/null: what the server can give, and no more work than a write(2)."""
+"""`pg_recvlogical` to /dev/null: the rate of the server, with no more work in the client than a write(2)."""
 
 from __future__ import annotations
 

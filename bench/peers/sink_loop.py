@@ -1,4 +1,4 @@
-"""Loops over a client library that deliver the outbox to an endpoint or a broker: what one would write by hand."""
+"""Hand-written loops over a client library that deliver the outbox to an endpoint or a broker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = "bench.workers.sink_loop"
 
 @dataclass(frozen=True, slots=True)
 class SinkLoop:
-    """Reads the outbox in order, waits for every confirmation, keeps each host's order, stores how far it is."""
+    """Reads the outbox in order, waits for every confirmation, keeps each host's order, and stores its position."""
 
     receiver: Receiver
     style: str = "relay"
@@ -28,7 +28,7 @@ class SinkLoop:
         return no_venv()
 
     def deliver(self, outbox: Outbox, events: int, folder: Path) -> Measurement:
-        """Events a second, from the moment it is connected to the last event."""
+        """Events a second, from the connection to the last event."""
         with self._job(outbox, folder, follows=False) as job:
             job.answer("ready")
             with delivering(events, job.pid) as figures:

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 
 from bench.outbox import PUBLICATION, Backlog, Outbox, wait_until
 
-# The columns alone: like the table for relay's effects it has no index to keep.
+# Without an index, like the table for relay's effects.
 COPY_OF_THE_TABLE = """
     create table if not exists outbox_message_t (
         id uuid, host_id uuid, user_id uuid, aggregate_id text, aggregate_version bigint, aggregate_type text,
@@ -24,7 +24,7 @@ COPY_OF_THE_TABLE = """
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """Applies with `synchronous_commit` as given; the row itself is the effect."""
+    """A subscription with this `synchronous_commit`; the row itself is the effect."""
 
     synchronous_commit: str
 
@@ -75,7 +75,7 @@ class Subscription:
     def _applied(
         self, conn: psycopg.Connection[Any], outbox: Outbox, slot: str, backlog: Backlog
     ) -> float:
-        """When the last commit was applied. The slot's position covers an end that is no commit's own."""
+        """The monotonic clock when the last commit is applied; the slot's position covers an end between commits."""
         oid = conn.execute("select oid from pg_subscription where subname = %s", (slot,)).fetchone()
         query = """
             select greatest(

@@ -1,4 +1,4 @@
-"""pg-transactional-outbox on Node.js: a table of its own, read through a slot, marked row by row."""
+"""pg-transactional-outbox on Node.js: it reads its own table through a slot, and marks row by row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FILL = """
 
 @dataclass(frozen=True, slots=True)
 class TransactionalOutbox:
-    """The replication listener with its defaults, or tuned: a mutex for each host and twenty connections."""
+    """The replication listener with its defaults, or tuned with a mutex for each host and twenty connections."""
 
     tuned: bool
     style: str = "pg-transactional-outbox"
@@ -52,7 +52,7 @@ class TransactionalOutbox:
         return no_node()
 
     def drain(self, outbox: Outbox, backlog: Backlog, folder: Path, effect: bool) -> float:
-        """Of 10,000 events in its own table."""
+        """Events a second of 10,000 events in its own table."""
         events = 5 * TRANSACTIONS
         with self._prepared(outbox) as slot:
             outbox.conn.execute(FILL.format(transactions=TRANSACTIONS).encode())
@@ -72,7 +72,7 @@ class TransactionalOutbox:
 
     @contextmanager
     def _prepared(self, outbox: Outbox) -> Iterator[str]:
-        """The library's own table and publication, created again, and a slot."""
+        """Recreate the library's table and publication, and create a slot."""
         script = subprocess.run(
             [*LISTENER, json.dumps({"setup": PUBLICATION})],
             env=variables(NODE_PATH=str(NODE_MODULES)),

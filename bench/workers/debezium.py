@@ -21,7 +21,7 @@ EFFECT = """
 
 
 class Handler(BasePythonChangeHandler):  # type: ignore[misc]
-    """Says when as many events have come as it was told."""
+    """Reports when the job's number of events has arrived."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._left = job["events"]
@@ -29,7 +29,7 @@ class Handler(BasePythonChangeHandler):  # type: ignore[misc]
         self._arrivals = Arrivals(job["arrivals"]) if job["arrivals"] else None
 
     def handleJsonBatch(self, records: Any) -> None:  # noqa: N802 the library's name
-        """One batch; the library acknowledges it afterwards."""
+        """Handle one batch, which the library acknowledges afterwards."""
         if self._arrivals:
             self._arrivals.note([_row(record)["aggregate_id"] for record in records])
         if self._target:
@@ -41,7 +41,7 @@ class Handler(BasePythonChangeHandler):  # type: ignore[misc]
             say("done", at=time.monotonic())
 
     def _apply(self, rows: list[dict[str, Any]]) -> None:
-        """psycopg's executemany sends the inserts as a pipeline; one commit for the batch."""
+        """Insert the rows in one commit; psycopg's executemany sends the inserts as a pipeline."""
         assert self._target is not None
         values = [
             (r["id"], r["host_id"], r["user_id"], r["aggregate_id"], r["payload"], r["payload"])
@@ -54,9 +54,9 @@ class Handler(BasePythonChangeHandler):  # type: ignore[misc]
 
 def _row(record: Any) -> dict[str, Any]:
     message = json.loads(str(record.value()))
-    # With the default converter the message is wrapped together with its schema.
-    found: dict[str, Any] = message.get("payload", message)["after"]
-    return found
+    # With the default converter the message has its schema beside the payload.
+    row: dict[str, Any] = message.get("payload", message)["after"]
+    return row
 
 
 def main() -> None:

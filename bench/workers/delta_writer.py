@@ -1,4 +1,4 @@
-"""Writes events to a Delta table and prints how long each round took, in seconds. Runs in relay's own environment.
+"""Writes events to a Delta table and prints the seconds of each round. Runs in relay's own environment.
 
 Arguments: `relay` (the writer of `type: spark`, on Spark) or `deltalake` (`write_deltalake` of the same Arrow data, in
 this process), the Parquet file with the events, the number of rounds.
@@ -49,14 +49,14 @@ def _on_spark(events: pa.Table) -> Callable[[Path], None]:
     spark = session.get(120)
     if spark is None:
         raise SystemExit("no Spark session within 120 s")
-    # In partitions as the executors of a sink would have them, and in Spark's memory before the clock starts.
+    # Partitioned as on a sink's executors, and in Spark's memory before the clock starts.
     frame = spark.createDataFrame(events).repartition(TASKS).cache()
     frame.count()
 
     def write(path: Path) -> None:
         settings = {"type": "spark", "format": "delta", "path": str(path), "partition_by": []}
-        made = writer("lake", SparkHandler.model_validate(settings))
-        made.write(frame, BatchId(str(uuid4()), 1, str(uuid4())))
+        destination = writer("lake", SparkHandler.model_validate(settings))
+        destination.write(frame, BatchId(str(uuid4()), 1, str(uuid4())))
 
     return write
 

@@ -1,4 +1,4 @@
-"""A pgqueuer worker on asyncpg and uvloop, as its own command line sets it up.
+"""A pgqueuer worker on asyncpg and uvloop, with the set-up of its command line.
 
 Source: pgqueuer's documentation, "Quick Start" and "Enqueue inside a transaction".
 """
@@ -28,14 +28,14 @@ CONNECTIONS = 10
 
 
 async def install(queries: Queries) -> None:
-    """Fresh tables."""
+    """Recreate the tables."""
     if await queries.schema_is_installed():
         await queries.uninstall()
     await queries.install()
 
 
 async def fill(queries: Queries, events: int) -> None:
-    """The backlog, in the commits of a publisher that is not measured."""
+    """Enqueue the backlog; this publisher is not measured."""
     jobs: list[bytes | None] = []
     for transaction in range(events // 5):
         ids = {"host_id": host_of(transaction), "user_id": user_of(transaction)}
@@ -60,10 +60,10 @@ async def work(job: dict[str, Any]) -> None:
     started = time.monotonic()
 
     @worker.entrypoint("bench")  # type: ignore[untyped-decorator]
-    async def handle(found: Job) -> None:
+    async def handle(delivered: Job) -> None:
         nonlocal left
         if arrivals:
-            event = json.loads(found.payload or b"")
+            event = json.loads(delivered.payload or b"")
             arrivals.note([event["aggregate_id"]])
             if job["effect"]:
                 await insert(event)

@@ -1,4 +1,4 @@
-"""Draws the results as PNG: `python -m bench.workers.plots RESULTS PLOTS`, with the environment's matplotlib."""
+"""Draws the results as PNG: `python -m bench.workers.plots RESULTS PLOTS`, in the peers' environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
 
 
 def bars(result: dict[str, Any], figure: str, title: str, unit: str, file: Path) -> None:
-    """A horizontal bar for each row that has the figure; relay's are dark."""
+    """Draw a horizontal bar for each row that has the figure; relay's are dark."""
     rows = [row for row in result["contenders"] if figure in row["median"]]
     if not rows:
         return
@@ -37,7 +37,7 @@ def bars(result: dict[str, Any], figure: str, title: str, unit: str, file: Path)
 
 
 def latencies(result: dict[str, Any], file: Path) -> None:
-    """Two bars for each row, median and 99th centile; to the durable effect where there is one."""
+    """Draw two bars for each row, the median and the 99th percentile, to the durable effect where there is one."""
     rows = [row for row in result["contenders"] if "p50" in row["median"]]
     if not rows:
         return
@@ -59,7 +59,7 @@ def latencies(result: dict[str, Any], file: Path) -> None:
 
 
 def finish(axes: Any, title: str, unit: str, limit: float, file: Path) -> None:
-    """First row on top, no frame."""
+    """Set the title and the axes, with the first row on top and no frame, and write the file."""
     axes.invert_yaxis()
     axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     axes.set_xlabel(unit, fontsize=9)

@@ -1,4 +1,4 @@
-"""pgoutput over psycopg2, decoded by hand.
+"""Reads pgoutput with psycopg2 and decodes it in Python.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats"; psycopg2 documentation, "Replication support".
 """
@@ -25,23 +25,23 @@ _LENGTH = struct.Struct(">I")
 def columns(message: bytes) -> list[str | None]:
     """The values of an Insert, as text."""
     count = int.from_bytes(message[6:8], "big")
-    position = 8
+    offset = 8
     values: list[str | None] = []
     for _ in range(count):
-        kind = message[position]
-        position += 1
+        kind = message[offset]
+        offset += 1
         if kind != ord("t"):
             values.append(None)
             continue
-        (length,) = _LENGTH.unpack_from(message, position)
-        position += 4
-        values.append(message[position : position + length].decode())
-        position += length
+        (length,) = _LENGTH.unpack_from(message, offset)
+        offset += 4
+        values.append(message[offset : offset + length].decode())
+        offset += length
     return values
 
 
 class Loop:
-    """Counts events; ends after as many as it was told, never if it was told None."""
+    """Counts events, and ends after `events` of them; with None it never ends."""
 
     def __init__(self, events: int | None, effect: str | None, arrivals: str | None) -> None:
         self._left = events
@@ -51,7 +51,7 @@ class Loop:
         self._arrivals = Arrivals(arrivals) if arrivals else None
 
     def __call__(self, message: Any) -> None:
-        """One message of the stream."""
+        """Handle one message of the stream."""
         kind = message.payload[:1]
         if kind == b"I":
             self._rows.append(columns(message.payload))

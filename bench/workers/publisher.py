@@ -1,7 +1,7 @@
-"""Publishes at a steady pace and notes the clock just before each COMMIT.
+"""Publishes at a fixed rate and notes the clock just before each COMMIT.
 
-It ends after so many seconds, or within one when the file `until` is there.
-One connection; what is published belongs to the publisher's own transaction, and its commit is durable.
+It ends after the job's `seconds`, or within a second after the file `until` exists. It has one connection, publishes
+in its own transactions, and its commits are durable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Publish = Callable[[int, list[dict[str, Any]]], None]
 
 
 def events_of(transaction: int, count: int = EVENTS) -> list[dict[str, Any]]:
-    """The events of a transaction, each with an aggregate of its own so that its arrival can be told."""
+    """The events of a transaction, each with its own aggregate, which identifies its arrival."""
     note = "x" * 100
     return [
         {
@@ -44,7 +44,7 @@ def user_of(transaction: int) -> str:
 
 
 def to_relay(conn: psycopg.Connection[Any], hosts: int = HOSTS) -> Publish:
-    """`relay.publish`, one call for all events of the transaction."""
+    """Publish with `relay.publish`, one call for all events of the transaction."""
 
     def publish(transaction: int, events: list[dict[str, Any]]) -> None:
         conn.execute(
@@ -56,7 +56,7 @@ def to_relay(conn: psycopg.Connection[Any], hosts: int = HOSTS) -> Publish:
 
 
 def to_pgqueuer(conn: psycopg.Connection[Any]) -> Publish:
-    """pgqueuer's own batch enqueue: a job for each event, in one statement."""
+    """Publish with pgqueuer's batch enqueue: a job for each event, in one statement."""
     from pgqueuer.adapters.drivers.psycopg import SyncPsycopgDriver
     from pgqueuer.queries import SyncQueries
 
@@ -73,7 +73,7 @@ def to_pgqueuer(conn: psycopg.Connection[Any]) -> Publish:
 
 
 def to_outbox(conn: psycopg.Connection[Any]) -> Publish:
-    """The table of pg-transactional-outbox, all rows in one statement; the host is the segment."""
+    """Insert into the table of pg-transactional-outbox, all rows in one statement; the host is the segment."""
     row = "(gen_random_uuid(), %s, %s, %s, %s, %s::jsonb)"
     statement = (
         "insert into outbox (id, aggregate_type, aggregate_id, message_type, segment, payload)"

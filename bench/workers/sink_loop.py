@@ -1,7 +1,7 @@
-"""From the outbox to an endpoint or a broker with nothing but the client library: what one would write by hand.
+"""Hand-written loops from the outbox to an endpoint or a broker, with only the client library.
 
-As relay does, each loop reads the outbox in order, posts CloudEvents, waits for every confirmation, keeps the order of
-each host, and stores each second how far it is.
+Like relay, each loop reads the outbox in order, sends CloudEvents, waits for every confirmation, keeps the order of
+each host, and stores its position every second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ATTRIBUTES = (
     *("aggregatetype", "aggregateversion", "transactionid", "transactionordinal"),
     "transactioncount",
 )
-"""The names of the fields in a CloudEvent; the last field is its data."""
+"""The CloudEvents attributes of the fields; the last field is the data."""
 COLUMNS = ", ".join(f"{field}::text" for field in ("c_xid", *FIELDS))
 READ = f"""
     select {COLUMNS} from outbox_message_t as log where c_offset > %s order by log.c_offset
@@ -41,7 +41,7 @@ READ_NEW = f"""
     where (c_xid, c_offset) > (%s::xid8, %s) and c_xid < pg_snapshot_xmin(pg_current_snapshot())
     order by log.c_xid, log.c_offset limit 2000
 """
-"""Rows of transactions before which no other one is open, so that none is passed over."""
+"""Rows of transactions that are older than every open transaction, so that the loop skips none."""
 PROGRESS = "create table if not exists progress (loop text primary key, c_offset bigint)"
 STORE = "insert into progress values (%s, %s) on conflict (loop) do update set c_offset = excluded.c_offset"
 POLL_SECONDS = 0.005
@@ -52,22 +52,22 @@ CONTENT_TYPE = "application/cloudevents+json"
 
 
 class Event:
-    """One row as what is sent."""
+    """A row as a message."""
 
     __slots__ = ("body", "host", "identity", "offset", "topic")
 
     def __init__(self, row: Sequence[str | None]) -> None:
-        found = {name: value for name, value in zip(ATTRIBUTES, row[1:-1], strict=True) if value}
-        found["partitionkey"] = found["hostid"]
-        head = json.dumps({"specversion": "1.0", "source": "loop", **found})
-        self.identity, self.host = found["id"], found["hostid"]
-        self.offset = int(found["sequence"])
-        self.topic = f"shop.{found['type']}"
+        given = {name: value for name, value in zip(ATTRIBUTES, row[1:-1], strict=True) if value}
+        given["partitionkey"] = given["hostid"]
+        head = json.dumps({"specversion": "1.0", "source": "loop", **given})
+        self.identity, self.host = given["id"], given["hostid"]
+        self.offset = int(given["sequence"])
+        self.topic = f"shop.{given['type']}"
         self.body = f'{head[:-1]}, "data": {row[-1]}}}'.encode()
 
 
 class Log:
-    """The outbox, in chunks; and how far it was delivered, which is stored each second."""
+    """Reads the outbox in chunks, and stores the delivered position every second."""
 
     def __init__(self, dsn: str, follows: bool) -> None:
         self._reading: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=follows)
@@ -77,7 +77,7 @@ class Log:
         self._stored = time.monotonic()
 
     def chunks(self) -> Iterator[list[Event]]:
-        """All that there is; one that follows never ends, and gives an empty chunk when it has waited."""
+        """Yield all rows; if it follows the outbox, yield new rows without end, and an empty chunk after each wait."""
         if self._follows:
             yield from self._new_ones()
             return
@@ -87,10 +87,10 @@ class Log:
                 yield [Event(row) for row in rows]
 
     def _new_ones(self) -> Iterator[list[Event]]:
-        found = self._reading.execute(
+        newest = self._reading.execute(
             "select c_xid::text, c_offset from outbox_message_t as log order by log.c_xid desc, c_offset desc limit 1"
         ).fetchone()
-        last: tuple[Any, ...] = found or ("0", 0)
+        last: tuple[Any, ...] = newest or ("0", 0)
         while True:
             rows = self._reading.execute(READ_NEW.encode(), last).fetchall()
             if rows:
@@ -102,7 +102,7 @@ class Log:
                 yield []
 
     def delivered(self, upto: int) -> None:
-        """Everything up to an offset is confirmed."""
+        """Note that everything up to an offset is confirmed."""
         now = time.monotonic()
         if now - self._stored >= STORE_SECONDS:
             self._storing.execute(STORE, ("loop", upto))
@@ -110,7 +110,7 @@ class Log:
 
 
 class Delivered:
-    """Chunks in order; the offset up to which every event of them is confirmed."""
+    """Tracks the offset up to which every event of consecutive chunks is confirmed."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -128,7 +128,7 @@ class Delivered:
 
 
 async def http(log: Log, job: dict[str, Any]) -> None:
-    """aiohttp: so many hosts at once, each of which has a request of its own under way at most."""
+    """Deliver with aiohttp: `concurrency` hosts at once, with at most one request each."""
     delivered = Delivered(log)
     queues: list[asyncio.Queue[Any]] = [asyncio.Queue(CHUNK) for _ in range(job["concurrency"])]
     headers = {"content-type": CONTENT_TYPE}
@@ -161,7 +161,7 @@ async def http(log: Log, job: dict[str, Any]) -> None:
 
 
 def to_redis(log: Log, job: dict[str, Any]) -> None:
-    """redis-py: a pipeline for each thousand messages, not a transaction."""
+    """Deliver with redis-py: a pipeline, not a transaction, for each thousand messages."""
     client = redis.Redis(port=job["port"])
     client.ping()
     say("ready")
@@ -176,7 +176,7 @@ def to_redis(log: Log, job: dict[str, Any]) -> None:
 
 
 async def to_nats(log: Log, job: dict[str, Any]) -> None:
-    """nats-py: `publish_async`, with so many acknowledgements pending at most."""
+    """Deliver with nats-py: `publish_async`, with at most UNANSWERED pending acknowledgements."""
     client = await nats.connect(f"nats://127.0.0.1:{job['port']}")
     stream = client.jetstream(publish_async_max_pending=UNANSWERED)
     delivered = Delivered(log)
@@ -201,7 +201,7 @@ async def to_nats(log: Log, job: dict[str, Any]) -> None:
 
 
 class ToRabbitmq:
-    """pika: a SelectConnection in confirm mode, with so many messages unconfirmed at most."""
+    """Delivers with pika: a SelectConnection in confirm mode, with at most UNANSWERED unconfirmed messages."""
 
     def __init__(self, log: Log, job: dict[str, Any]) -> None:
         self._delivered = Delivered(log)
@@ -247,10 +247,10 @@ class ToRabbitmq:
 
     def _publish(self) -> None:
         while len(self._unconfirmed) < UNANSWERED:
-            found = next(self._events, None)
-            if found is None:
+            following = next(self._events, None)
+            if following is None:
                 break
-            event, chunk = found
+            event, chunk = following
             self._number += 1
             self._unconfirmed[self._number] = chunk
             properties = pika.BasicProperties(
@@ -272,7 +272,7 @@ def main() -> None:
         case "rabbitmq":
             ToRabbitmq(log, job)
     say("done")
-    # Its CPU time is still to be read.
+    # The benchmark still reads this process's CPU time.
     time.sleep(60)
 
 

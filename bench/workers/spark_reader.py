@@ -1,4 +1,4 @@
-"""Reads an outbox with Spark and prints how long each round took, in seconds. Runs in relay's own environment.
+"""Reads an outbox with Spark and prints the seconds of each round. Runs in relay's own environment.
 
 Arguments: `jdbc`, `hosts`, `ranges` or `stream`, the DSN, the JDBC address, the number of rows, of rounds and of tasks.
 """
@@ -20,7 +20,7 @@ JAR = "/usr/share/java/postgresql.jar"
 
 
 def main() -> None:
-    """Read the outbox again and again; nothing is done with the rows."""
+    """Read the outbox in each round, and discard the rows."""
     kind, dsn, url, rows, rounds, tasks = sys.argv[1:]
     spark = _session(tasks)
     for _ in range(int(rounds) + 1):  # the first one warms up

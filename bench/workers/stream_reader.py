@@ -1,4 +1,4 @@
-"""Reads a Redis stream as it grows and notes when each event came."""
+"""Follows a Redis stream and notes the time of each event's arrival."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main() -> None:
     while True:
         answer: Any = client.xread({job["stream"]: last}, count=1_000, block=WAIT_MS)
         for _, messages in answer:
-            found = [match for _, fields in messages if (match := SUBJECT.search(fields[b"data"]))]
-            arrivals.note(match[1].decode() for match in found)
+            subjects = (SUBJECT.search(fields[b"data"]) for _, fields in messages)
+            arrivals.note(match[1].decode() for match in subjects if match)
             last = messages[-1][0]
 
 

@@ -15,18 +15,18 @@ const job = JSON.parse(process.argv[2]);
 const say = (said, fields) => fs.writeSync(1, `{"said": "${said}", ${JSON.stringify(fields).slice(1)}\n`);
 
 if (job.setup) {
-  const place = {
+  const table = {
     outboxOrInbox: 'outbox', database: '', schema: 'public', table: 'outbox',
     listenerRole: 'postgres', publication: job.setup, replicationSlot: '',
   };
-  console.log(DatabaseSetup.dropAndCreateTable(place));
-  console.log(DatabaseSetup.setupReplicationCore(place));
+  console.log(DatabaseSetup.dropAndCreateTable(table));
+  console.log(DatabaseSetup.setupReplicationCore(table));
   process.exit(0);
 }
 
 const arrivals = job.arrivals ? fs.openSync(job.arrivals, 'a') : undefined;
 let left = job.events;
-// CLOCK_REALTIME in nanoseconds: Date.now() alone has no more than milliseconds.
+// CLOCK_REALTIME in nanoseconds: Date.now() has only milliseconds.
 const clock = () => BigInt(Math.round((performance.timeOrigin + performance.now()) * 1000)) * 1000n;
 
 const handle = async (message) => {
