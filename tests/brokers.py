@@ -1,4 +1,4 @@
-"""Brokers that tests kill and start again: what Debian packages, and librdkafka's mock of a Kafka cluster."""
+"""Brokers that tests kill and restart: Debian's packages, and librdkafka's mock of a Kafka cluster."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ TYPE = "order.placed"
 
 
 class Broker(Protocol):
-    """A broker of a test. It keeps what it has confirmed when it is killed and started again."""
+    """A broker of a test, which keeps the messages that it has confirmed when it is killed and restarted."""
 
     handler: dict[str, Any]
-    """The configuration of a handler for it."""
+    """The settings of a handler for it."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def start(self) -> None:
-        """Start it, and wait until it takes connections."""
+        """Start it, and wait until it accepts connections."""
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """End it with SIGKILL."""
 
     def events(self) -> list[CloudEvent]:
-        """All that it has, in its order (of each host's events, where it has partitions)."""
+        """All its events, in its order (within each partition, where it has partitions)."""
 
     def count(self) -> int:
-        """How many events it has."""
+        """The number of its events."""
 
 
 class _Process:
-    """A broker that is a process of its own, on a port of its own."""
+    """A broker in its own process, on its own port."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -88,7 +88,7 @@ class _Process:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def freeze(self) -> None:
-        """Let it do nothing at all until `thaw`, as a machine that is gone does."""
+        """Stop the process until `thaw`, so that it does not answer, like an unreachable machine."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)
@@ -104,15 +104,15 @@ class _Process:
             self._process = None
 
 
-def _program(name: str, *indices: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join(indices) if indices else None)
-    if found is None:
+def _program(name: str, *folders: str) -> str:
+    path = shutil.which(name, path=os.pathsep.join(folders) if folders else None)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 class RedisServer(_Process):
-    """Debian's redis-server, with every write on disk before it is confirmed."""
+    """Debian's redis-server, which writes to disk before it confirms."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -135,20 +135,20 @@ class RedisServer(_Process):
 
     def start(self) -> None:
         super().start()
-        # It takes connections while it still reads its file.
+        # It accepts connections while it still reads its file.
         redis.Redis(
             port=self.port, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)
         ).ping()
 
     def events(self) -> list[CloudEvent]:
-        found: Any = redis.Redis(port=self.port).xrange(f"shop.{TYPE}")
-        for _, fields in found:
+        entries: Any = redis.Redis(port=self.port).xrange(f"shop.{TYPE}")
+        for _, fields in entries:
             assert f'"id": "{fields[b"id"].decode()}"'.encode() in fields[b"data"]
-        return [json.loads(fields[b"data"]) for _, fields in found]
+        return [json.loads(fields[b"data"]) for _, fields in entries]
 
     def count(self) -> int:
-        found: Any = redis.Redis(port=self.port).xlen(f"shop.{TYPE}")
-        return int(found)
+        length: Any = redis.Redis(port=self.port).xlen(f"shop.{TYPE}")
+        return int(length)
 
 
 class NatsServer(_Process):
@@ -183,18 +183,18 @@ class NatsServer(_Process):
 
     async def _count(self) -> int:
         client = await nats.connect(self._url)
-        found = (await client.jetstream().stream_info("shop")).state.messages
+        count = (await client.jetstream().stream_info("shop")).state.messages
         await client.close()
-        return found
+        return count
 
     async def _read(self) -> list[CloudEvent]:
         client = await nats.connect(self._url)
         stream = client.jetstream()
         count = await self._count()
         subscription = await stream.subscribe("shop.>", ordered_consumer=True)
-        found = [json.loads((await subscription.next_msg(5)).data) for _ in range(count)]
+        events = [json.loads((await subscription.next_msg(5)).data) for _ in range(count)]
         await client.close()
-        return found
+        return events
 
 
 class RabbitmqServer(_Process):
@@ -218,15 +218,15 @@ class RabbitmqServer(_Process):
         reraise=True,
     )
     def _declare(self) -> None:
-        """Declare the queue at every start, since the server confirms one before it is on disk.
+        """Declare the queue at every start, because the server confirms a declaration before it is on disk.
 
-        A server that is still starting takes connections and resets them.
+        A server that is still starting accepts connections and resets them.
         """
         with pika.BlockingConnection(self._parameters) as connection:
             connection.channel().queue_declare(f"shop.{TYPE}", durable=True)
 
     def command(self) -> Sequence[str]:
-        # Not Debian's wrapper around it, which changes the user.
+        # Not Debian's wrapper, which changes the user.
         return [_program("rabbitmq-server", "/usr/lib/rabbitmq/bin")]
 
     def environment(self) -> Mapping[str, str]:
@@ -248,16 +248,16 @@ class RabbitmqServer(_Process):
             channel = connection.channel()
             queue = f"shop.{TYPE}"
             count = channel.queue_declare(queue, passive=True).method.message_count
-            found: list[CloudEvent] = []
+            events: list[CloudEvent] = []
             if count == 0:
-                return found
+                return events
             for _, properties, body in channel.consume(queue, inactivity_timeout=10):
                 assert body is not None, "a message is missing"
-                found.append(json.loads(body))
-                assert properties.message_id == found[-1]["id"]
-                if len(found) == count:
+                events.append(json.loads(body))
+                assert properties.message_id == events[-1]["id"]
+                if len(events) == count:
                     break
-        return found
+        return events
 
     def count(self) -> int:
         with pika.BlockingConnection(self._parameters) as connection:
@@ -266,9 +266,9 @@ class RabbitmqServer(_Process):
 
 
 class KafkaCluster:
-    """The mock of a cluster that librdkafka has for its own tests: real sockets, in this process.
+    """The mock of a cluster in librdkafka, with real sockets, in this process.
 
-    Its Python client cannot take brokers down, so this calls the library that it brings.
+    The Python client cannot stop its brokers, so this class calls the client's librdkafka.
     """
 
     _PRODUCER = 0
@@ -287,7 +287,7 @@ class KafkaCluster:
             lib.rd_kafka_mock_cluster_new(self._client, len(self._BROKERS))
         )
         self._servers = lib.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
-        # A partition keeps no more than 5 MB.
+        # 96 partitions: one keeps no more than 5 MB.
         lib.rd_kafka_mock_topic_create(self._cluster, f"shop.{TYPE}".encode(), 96, 1)
         self.handler: dict[str, Any] = {"type": "kafka", "bootstrap": self._servers.split(",")}
 
@@ -307,12 +307,12 @@ class KafkaCluster:
             self._lib.rd_kafka_mock_broker_set_down(self._cluster, broker)
 
     def slow_down(self, milliseconds: int) -> None:
-        """Answer each request only after some time."""
+        """Delay the answer to each request."""
         for broker in self._BROKERS:
             self._lib.rd_kafka_mock_broker_set_rtt(self._cluster, broker, milliseconds)
 
     def fail_requests(self, request: int, error: int) -> None:
-        """Answer the next request of a kind with an error; both are numbers of the protocol."""
+        """Answer the next request of a kind with an error; both are numbers of Kafka's protocol."""
         self._lib.rd_kafka_mock_push_request_errors(
             self._cluster, ctypes.c_int16(request), ctypes.c_size_t(1), ctypes.c_int(error)
         )
@@ -322,25 +322,25 @@ class KafkaCluster:
 
     def count(self) -> int:
         consumer, partitions = self._consumer()
-        found = sum(consumer.get_watermark_offsets(each, 10)[1] for each in partitions)
+        count = sum(consumer.get_watermark_offsets(each, 10)[1] for each in partitions)
         consumer.close()
-        return found
+        return count
 
     def messages(self) -> list[confluent_kafka.Message]:
-        """As the consumer of another program gets them."""
+        """All messages, read by a consumer."""
         consumer, partitions = self._consumer()
         consumer.assign(partitions)
-        found, ended = [], 0
+        messages, ended = [], 0
         while ended < len(partitions):
             for message in consumer.consume(1_000, 0.5):
                 error = message.error()
                 if error is None:
-                    found.append(message)
+                    messages.append(message)
                 else:
                     assert error.code() == confluent_kafka.KafkaError._PARTITION_EOF
                     ended += 1
         consumer.close()
-        return found
+        return messages
 
     def _consumer(self) -> tuple[confluent_kafka.Consumer, list[confluent_kafka.TopicPartition]]:
         """A consumer, and the beginnings of the topic's partitions."""
@@ -377,7 +377,7 @@ def started(kind: Any, folder: Path) -> Any:
 
 
 def sending(broker: Broker, **more: Any) -> dict[str, Any]:
-    """Every event goes into the projection and to the broker."""
+    """Sections of a configuration that sends every event to the projection and to the broker."""
     handlers = {
         "projection": {"type": "sql", "statement": APPEND},
         "broker": {

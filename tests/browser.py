@@ -1,4 +1,4 @@
-"""Chromium without a screen, driven by ChromeDriver as W3C WebDriver describes it."""
+"""Headless Chromium, driven through ChromeDriver with the W3C WebDriver protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PORT = re.compile(r"started successfully on port (\d+)")
 
 
 class Browser:
-    """One window. Elements are named by CSS selectors; every call waits until there is one."""
+    """A window. CSS selectors name elements; every call waits until its element exists."""
 
     def __init__(self, session: httpx.Client) -> None:
         self._session = session
@@ -41,18 +41,18 @@ class Browser:
         self._post(f"element/{self._element(selector)}/click")
 
     def type(self, selector: str, text: str) -> None:
-        """Replace what a field holds."""
+        """Replace the text of a field."""
         element = self._element(selector)
         self._post(f"element/{element}/clear")
         self._post(f"element/{element}/value", text=text)
 
     def press(self, key: str) -> None:
-        """Press a key, wherever the focus is."""
+        """Press a key; the element with the focus receives it."""
         keys = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": keys}])
 
     def text(self, selector: str = "body") -> str:
-        """What a person reads in an element."""
+        """The visible text of an element."""
         return str(self._get(f"element/{self._element(selector)}/text"))
 
     def wait_text(self, text: str, selector: str = "body", timeout: float = 30.0) -> None:
@@ -60,17 +60,17 @@ class Browser:
         wait_until(lambda: text in self.script(_SHOWN, selector), timeout, 0.1)
 
     def script(self, script: str, *arguments: Any) -> Any:
-        """What a function's body returns."""
+        """Run the body of a function, and return its result."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
     def command(self, name: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
+        """Run a command of the DevTools protocol."""
         return self._post("goog/cdp/execute", cmd=name, params=parameters)
 
     def observations(
         self, width: int, height: int, dark: bool = False, phone: bool = False
     ) -> None:
-        """Set the size of the page, and which colours the reader prefers."""
+        """Set the size of the page, and the preferred colour scheme."""
         self.command(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -82,17 +82,17 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, file: Path) -> None:
-        """Write what is shown as a PNG."""
+        """Write the visible page as a PNG."""
         file.write_bytes(base64.b64decode(self._get("screenshot")))
 
     def complaints(self) -> Sequence[str]:
-        """What the browser has said of errors and refused scripts since the last time."""
+        """The browser's log of errors and refused scripts since the last call."""
         entries = self._post("se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def _element(self, selector: str) -> str:
-        found = self._post("element", using="css selector", value=selector)
-        return str(found[_ELEMENT])
+        element = self._post("element", using="css selector", value=selector)
+        return str(element[_ELEMENT])
 
     def _get(self, path: str) -> Any:
         return _value(self._session.get(path))
@@ -112,7 +112,7 @@ def _value(answer: httpx.Response) -> Any:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser with a profile of its own. Skips the test where Chromium or ChromeDriver is missing."""
+    """A browser with a new profile. Skips the test where Chromium or ChromeDriver is missing."""
     driver, binary = shutil.which("chromedriver"), shutil.which("chromium")
     if driver is None or binary is None:
         pytest.skip("Debian's chromium and chromium-driver are not installed")
@@ -137,8 +137,8 @@ def _in_session(client: httpx.Client, binary: str, profile: str) -> Iterator[Bro
             "args": [*_FLAGS, f"--user-data-dir={profile}"],
         },
     }
-    made = _value(client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}))
-    path = f"/session/{made['sessionId']}"
+    created = _value(client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}))
+    path = f"/session/{created['sessionId']}"
     address = str(client.base_url).rstrip("/")
     try:
         with httpx.Client(base_url=f"{address}{path}/", timeout=60) as session:

@@ -1,4 +1,4 @@
-"""Python handlers of the tests; Spark's workers import them by name."""
+"""Python handlers of the tests, which Spark's workers import by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from relay.model.events import Transaction
 
 
 def die_of_666(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but one amount takes the process along."""
+    """Like `record`, but the amount 666 ends the process."""
     if any(event.payload["amount"] == 666 for event in transaction.events):
         os._exit(66)
     record(transaction, cursor)
 
 
 def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Append every event to the projection; 13 is not an amount."""
+    """Append every event to the projection; raise ValueError for the amount 13."""
     for event in transaction.events:
         if event.payload["amount"] == 13:
             raise ValueError("thirteen is not an amount")
@@ -42,13 +42,13 @@ def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def terminate(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, and asks the process to end: by a signal to a thread that is not the main thread."""
+    """Like `record`, and send SIGTERM to this process, in a thread that is not the main thread."""
     record(transaction, cursor)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
 
 def stop_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but the first process that comes by stops in the midst of its transaction."""
+    """Like `record`, but the first process that calls it stops in the middle of its transaction."""
     record(transaction, cursor)
     with psycopg.connect(cursor.connection.info.dsn, autocommit=True) as conn, conn.transaction():
         conn.execute("lock table stopped")
@@ -60,7 +60,7 @@ def stop_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def unless_busy(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Asks for another attempt where an event has an amount that the table `busy` names."""
+    """Raise a transient fault for an event whose amount is in the table `busy`."""
     for event in transaction.events:
         cursor.execute("select from busy where amount = %s", (event.payload["amount"],))
         if cursor.rowcount:
@@ -68,7 +68,7 @@ def unless_busy(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def refused_at_first(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but the first three attempts find nobody listening. A sequence does not roll back."""
+    """Like `record`, but the first three attempts are refused; a sequence counts them, which does not roll back."""
     cursor.execute("select nextval('attempts')")
     if cursor.fetchone() < (4,):  # type: ignore[operator]
         raise ConnectionRefusedError
@@ -76,7 +76,7 @@ def refused_at_first(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> N
 
 
 def refuse_or_ask_again(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but as long as the table `broken` has a row, refuses what is negative and asks again otherwise."""
+    """Like `record`, but while the table `broken` has a row, reject negative amounts and ask for a retry of others."""
     cursor.execute("select from broken")
     if cursor.rowcount:
         negative = any(event.payload["amount"] < 0 for event in transaction.events)
@@ -85,20 +85,20 @@ def refuse_or_ask_again(transaction: Transaction, cursor: psycopg.Cursor[Any]) -
 
 
 def close_the_cursor(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, and closes its cursor."""
+    """Like `record`, and close the cursor."""
     with cursor:
         record(transaction, cursor)
 
 
 def read_what_is_no_gzip(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but 7 is the amount of a file that cannot be read."""
+    """Like `record`, but raise the error of an invalid gzip file for the amount 7."""
     if any(event.payload["amount"] == 7 for event in transaction.events):
         gzip.decompress(b"no gzip")
     record(transaction, cursor)
 
 
 def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, then executes what the events' aggregate_id says."""
+    """Like `record`, then execute the command in each event's aggregate_id."""
     record(transaction, cursor)
     for event in transaction.events:
         command = str(event.aggregate_id)
@@ -119,7 +119,7 @@ def obey(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 
 def hide_an_error(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """As `record`, but a negative amount meets an error that the function hides."""
+    """Like `record`, but hide an error of the database for a negative amount."""
     if any(event.payload["amount"] < 0 for event in transaction.events):
         with suppress(psycopg.Error):
             cursor.execute("select 1 / 0")
@@ -130,12 +130,12 @@ def hide_an_error(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None
 
 
 def sleep_long(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Takes longer than any test."""
+    """Take longer than any test."""
     cursor.execute("select pg_sleep(600)")
 
 
 def note_headers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Write down what extra columns each event has."""
+    """Insert the headers of each event into the table `noted`."""
     for event in transaction.events:
         cursor.execute(
             "insert into noted (id, region, priority) values (%s, %s, %s)",

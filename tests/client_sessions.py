@@ -1,4 +1,4 @@
-"""The sessions in which services publish, behind one face: each begins a transaction by itself."""
+"""The kinds of sessions in which services publish, with one interface; each begins a transaction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relay.client import Outbox
 
 @dataclass
 class Opened:
-    """A session in a transaction. Methods take no arguments of the driver's."""
+    """A session in a transaction."""
 
     session: Any
     execute: Callable[[str], Any]
@@ -34,27 +34,27 @@ class Opened:
     asynchronous: bool = False
 
     async def publish(self, outbox: Outbox, events: Any, **values: Any) -> uuid.UUID:
-        """Publish as the driver's users do."""
+        """Publish with `publish`, or with `publish_async` in an asynchronous session."""
         if self.asynchronous:
             return await outbox.publish_async(self.session, events, **values)
         return outbox.publish(self.session, events, **values)
 
     async def run(self, call: Callable[[], Any]) -> None:
-        """Call one of the driver's functions."""
-        done = call()
+        """Call one of the driver's functions, and await it in an asynchronous session."""
+        result = call()
         if self.asynchronous:
-            await done
+            await result
 
 
 def parameters(dsn: str) -> dict[str, Any]:
-    """A DSN as asyncpg and Django take it."""
-    found = conninfo_to_dict(dsn)
+    """The parameters of a DSN for asyncpg and Django."""
+    fields = conninfo_to_dict(dsn)
     return {
-        "host": found["host"],
-        "port": found["port"],
-        "user": found.get("user"),
-        "password": found.get("password"),
-        "database": found["dbname"],
+        "host": fields["host"],
+        "port": fields["port"],
+        "user": fields.get("user"),
+        "password": fields.get("password"),
+        "database": fields["dbname"],
     }
 
 
@@ -152,7 +152,7 @@ async def with_asyncpg(dsn: str) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def with_django(dsn: str) -> AsyncIterator[Opened]:
-    # The tests' event loop runs nothing beside it.
+    # Blocking the event loop is safe: no other task runs in it.
     os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
     conn = django_connection(dsn)
     conn.set_autocommit(False)
@@ -173,14 +173,14 @@ def django_connection(dsn: str) -> Any:
     if not settings.configured:
         settings.configure(USE_TZ=True)
         django.setup()
-    found = parameters(dsn)
+    given = parameters(dsn)
     database = {
         "ENGINE": "django.db.backends.postgresql",
-        "NAME": found["database"],
-        "HOST": found["host"],
-        "PORT": found["port"],
-        "USER": found["user"] or "",
-        "PASSWORD": found["password"] or "",
+        "NAME": given["database"],
+        "HOST": given["host"],
+        "PORT": given["port"],
+        "USER": given["user"] or "",
+        "PASSWORD": given["password"] or "",
     }
     return django.db.utils.ConnectionHandler({"default": database})["default"]
 

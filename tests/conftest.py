@@ -1,4 +1,4 @@
-"""Fixtures: one PostgreSQL server and one Spark session for the whole run, a fresh database for each test."""
+"""Fixtures: one PostgreSQL server and one Spark session for the whole run, a new database for each test."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """A PostgreSQL server that all tests share; nobody may stop it."""
+    """The PostgreSQL server that all tests share; no test may stop it."""
     with start_server() as running:
         yield running
 
 
 @pytest.fixture
 def mortal_server() -> Iterator[Server]:
-    """A server of the test's own, to be stopped and killed."""
+    """A server for one test, which may stop and kill it."""
     with start_server() as running:
         yield running
 
 
 @pytest.fixture
 def database(server: Server) -> Iterator[str]:
-    """The DSN of a fresh database; its slots go with it."""
+    """The DSN of a new database, which is dropped with its slots."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     dsn = server.create_database(name)
     yield dsn
@@ -45,10 +45,10 @@ def database(server: Server) -> Iterator[str]:
 
 @pytest.fixture
 def outbox(database: str) -> Iterator[Outbox]:
-    """An installed outbox with a projection table in a fresh database."""
-    with Outbox(database) as made:
-        made.install()
-        yield made
+    """An installed outbox with a projection table in a new database."""
+    with Outbox(database) as installed:
+        installed.install()
+        yield installed
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def event_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_spark_session(event_log: Path) -> Iterator[Session]:
-    """A local Spark session that all tests share."""
+    """The local Spark session that all tests share."""
     logging = {
         "spark.eventLog.enabled": "true",
         "spark.eventLog.compress": "false",
@@ -77,7 +77,7 @@ def shared_spark_session(event_log: Path) -> Iterator[Session]:
 
 @pytest.fixture
 def spark_session(shared_spark_session: Session) -> Session:
-    """The shared session, built again after a test with a session of its own: a process has one at a time."""
+    """The shared session, rebuilt after a test with another session: a process has one at a time."""
     session = shared_spark_session.get(timeout=120)
     assert session is not None
     if SparkContext._active_spark_context is not session.sparkContext:
@@ -88,11 +88,11 @@ def spark_session(shared_spark_session: Session) -> Session:
 
 @pytest.fixture(params=["inline", "spark"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Every semantic test runs on both engines."""
+    """Each engine: a test with this fixture runs on both."""
     return str(request.param)
 
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
-    """The shared Spark session, for the engine that needs one."""
+    """The shared Spark session for the engine `spark`, None for `inline`."""
     return request.getfixturevalue("spark_session") if engine == "spark" else None

@@ -1,4 +1,4 @@
-"""A console that is served, and what a browser or a program sends to it."""
+"""A running console, and clients of its pages and of its API."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKEN = "a-token-of-the-tests"
 
 
 def console_of(**more: Any) -> dict[str, Any]:
-    """The section of the configuration, on a free port."""
+    """The section `observe` with a console on a free port."""
     return {"console": {"listen": "127.0.0.1:0", "token": TOKEN, **more}}
 
 
 @contextmanager
 def served(*groups: Settings) -> Iterator[str]:
-    """The address of a console of some groups, which the first one configures."""
+    """Run a console for some groups, with the settings of the first; yields its address."""
     console = groups[0].observe.console
     assert console is not None
     with Server(groups, console) as server:
@@ -30,12 +30,12 @@ def served(*groups: Settings) -> Iterator[str]:
 
 
 class Visitor:
-    """A person with a browser that has logged in: follows redirects, keeps cookies, sends the forms of pages."""
+    """A user who has logged in with a browser: it follows redirects, keeps cookies, and sends forms."""
 
     def __init__(self, address: str, name: str = "anna", token: str = TOKEN) -> None:
         self.client = httpx.Client(base_url=address, follow_redirects=True, timeout=30)
         self.seconds: dict[str, float] = {}
-        """How long each page took."""
+        """How long each page took, in seconds."""
         self.login = self.client.post("/login", data={"name": name, "token": token, "next": "/"})
 
     def page(self, path: str) -> str:
@@ -47,9 +47,9 @@ class Visitor:
 
     def send(self, path: str, **fields: str) -> httpx.Response:
         """Send a form with the token of the session."""
-        found = re.search(r'name="form_token" value="([^"]+)"', self.page("/"))
-        assert found is not None
-        return self.client.post(path, data={"form_token": found[1], **fields})
+        match = re.search(r'name="form_token" value="([^"]+)"', self.page("/"))
+        assert match is not None
+        return self.client.post(path, data={"form_token": match[1], **fields})
 
 
 class Program:
@@ -63,13 +63,13 @@ class Program:
         )
 
     def get(self, path: str, **query: Any) -> Any:
-        """What a resource answers."""
+        """The JSON of a resource."""
         answer = self.client.get(path, params=query)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def post(self, path: str, reason: str = "because", **body: Any) -> Any:
-        """What an action answers."""
+        """The JSON result of an action."""
         answer = self.client.post(path, json={"reason": reason, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()

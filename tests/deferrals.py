@@ -15,7 +15,7 @@ def undecoded(
     columns: Sequence[str] = ("c",),
     offset: int = 1,
 ) -> Undecoded:
-    """A transaction as it came, with rows that nobody decodes."""
+    """An undecoded transaction, whose rows no test decodes."""
     tuples = Rows.of(rows or (b"row",))
     return Undecoded(
         Commit(Lsn(offset), Lsn(offset + 1), 7, 9),

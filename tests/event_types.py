@@ -1,4 +1,4 @@
-"""Event types of the tests: `order.placed` in three versions, by path and as a registry."""
+"""Event types of the tests: `order.placed` in three versions, as a registry and as a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def v1_to_v2(payload: dict[str, Any]) -> dict[str, Any]:
 
 @registry.upcast("order.placed", from_version=2)
 def v2_to_v3(payload: dict[str, Any]) -> dict[str, Any]:
-    """Version 3 has items. Changes its argument, as upcasters may."""
+    """Version 3 has items. The function changes its argument, as upcasters may."""
     payload["items"] = [{"price": payload["amount"]}]
     return payload
 
@@ -48,30 +48,30 @@ EVENTS = {
         "upcast": {1: "tests.event_types:v1_to_v2", 2: "tests.event_types:v2_to_v3"},
     }
 }
-"""The same as the configuration has it."""
+"""The section `events` with the same types."""
 
 
 def need_file(payload: dict[str, Any]) -> dict[str, Any]:
-    """Upcasts where the file that the payload names is there, and asks for another attempt until then."""
+    """Upcast if the file that the payload names exists; raise a transient fault otherwise."""
     if not Path(payload["file"]).exists():
         raise TransientFault("the file is not there yet")
     return payload
 
 
 def need_amount(payload: dict[str, Any]) -> dict[str, Any]:
-    """Raises what quotes the value."""
+    """Raise an error that quotes a negative amount."""
     if payload["amount"] < 0:
         raise ValueError(f"{payload['amount']} is negative")
     return payload
 
 
 def need_environment(payload: dict[str, Any]) -> dict[str, Any]:
-    """Upcasts for a process that was told how."""
+    """Upcast with the factor in the process's environment."""
     return {**payload, "amount": payload["amount"] * int(os.environ["FACTOR"])}
 
 
 def record(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Append what a handler sees of each event to the table `seen`."""
+    """Append each event, with its model, to the table `seen`."""
     for event in transaction.events:
         model = event.model
         cursor.execute(

@@ -1,4 +1,4 @@
-"""Asks a running relay at `observe.listen`: its health, and its series as a scrape has them."""
+"""Reads the health and the metrics of a running relay at `observe.listen`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS = {"relay_build_info"}
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered."""
+    """The answer to a request."""
 
     status: int
     text: str
@@ -31,17 +31,17 @@ class Answer:
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
-    """One request."""
+    """Send a request, and return the answer."""
     request = Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
     try:
-        with urlopen(request, timeout=5) as found:
-            return Answer(found.status, found.read().decode(), dict(found.headers))
+        with urlopen(request, timeout=5) as answer:
+            return Answer(answer.status, answer.read().decode(), dict(answer.headers))
     except HTTPError as error:
         return Answer(error.code, error.read().decode(), dict(error.headers))
 
 
 def is_good(port: int, path: str) -> bool:
-    """Whether a health check passes; False also while nobody listens."""
+    """Whether a health check passes; False if the port is not open."""
     try:
         return ask(port, path).status == 200
     except (OSError, HTTPException):
@@ -58,30 +58,30 @@ class Scrape:
 
     @property
     def names(self) -> set[str]:
-        """The names of the families, as an expression uses them, without the suffixes of histograms."""
+        """The names of the families as in expressions, without the suffixes of histograms."""
         return {
             f"{each.name}_total" if each.type == "counter" else each.name for each in self.families
         }
 
     def value(self, name: str, **labels: str) -> float | None:
         """The value of the series that has these labels; None if there is none."""
-        found = [
+        values = [
             sample.value
             for family in self.families
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         ]
-        assert len(found) < 2, found
-        return found[0] if found else None
+        assert len(values) < 2, values
+        return values[0] if values else None
 
 
 def used(text: str) -> set[str]:
-    """The series that expressions use."""
+    """The names of the series in some expressions."""
     return {SUFFIXES.sub("", name) for name in NAME.findall(text)}
 
 
 class Poller:
-    """Asks /livez all the time, and remembers what was bad. Nobody who listens is not bad."""
+    """Polls /livez and keeps the answers that fail. A closed port does not count as failure."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -103,6 +103,6 @@ class Poller:
                 self.bad.append(answer.text)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._closing.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What the integration tests share: an outbox to publish to, a relay to run, and questions to the database."""
+"""The integration tests' outbox: it publishes, runs relay in a thread, and queries the database."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
     values (%(id)s, %(host_id)s, %(c_offset)s, %(transaction_id)s, (%(payload)s->>'amount')::numeric)
 """
-"""Appends without ON CONFLICT, so that a second application shows."""
+"""Appends without ON CONFLICT, so that an event that is applied twice has two rows."""
 
 WATCH = """
     create table moved_back (former pg_lsn);
@@ -58,7 +58,7 @@ Event = Mapping[str, Any]
 
 
 def event(amount: Any = 1, event_type: str = "order.placed", **more: Any) -> dict[str, Any]:
-    """One event as `relay.publish` takes it."""
+    """An event in the form that `relay.publish` accepts."""
     return {
         "event_type": event_type,
         "aggregate_type": "Order",
@@ -74,7 +74,7 @@ def host(number: int) -> uuid.UUID:
 
 
 class Outbox:
-    """A database with relay's outbox in it, and a projection that handlers append to."""
+    """A database with relay's outbox, and a projection to which handlers append."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
@@ -88,12 +88,12 @@ class Outbox:
         self.conn.close()
 
     def config(self, **overrides: Any) -> dict[str, Any]:
-        """A configuration as its YAML would be; the projection takes every event."""
+        """A configuration as a mapping; every event goes to the projection."""
         return {
             "source": {"dsn": self.dsn, "slot": self.slot, "publication": self.slot},
             "handlers": {"projection": {"type": "sql", "statement": APPEND}},
             "routes": [{"handlers": ["projection"]}],
-            # Where no batch is too large for the driver, no JVM is started.
+            # No batch is too large for this process, so no JVM starts.
             "batch": {"inline_max_events": 1_000_000_000},
             **overrides,
         }
@@ -105,27 +105,27 @@ class Outbox:
         return Settings(**self.config(batch=batch, **overrides))
 
     def config_file(self, path: Path, **overrides: Any) -> Path:
-        """The configuration as a file."""
+        """Write the configuration to a file, and return its path."""
         path.write_text(yaml.safe_dump(self.config(**overrides)))
         return path
 
     def install(self, **overrides: Any) -> None:
-        """Run what `relay init` runs, and create the projection."""
+        """Do the work of `relay init`, and create the projection."""
         self.conn.execute(PROJECTION)
         initialise(self.settings(**overrides))
 
     def install_again(self, settings: Settings) -> None:
-        """Run what `relay init` runs for other settings."""
+        """Do the work of `relay init` for other settings."""
         initialise(settings)
 
     def reconnect(self) -> None:
-        """Connect anew, after the server was away."""
+        """Connect again, after the server was down."""
         self.conn = psycopg.connect(self.dsn, autocommit=True)
 
     def publish(
         self, host_id: uuid.UUID, *events: Event, transaction_id: uuid.UUID | None = None
     ) -> uuid.UUID:
-        """Publish one business transaction in a commit of its own."""
+        """Publish one business transaction in its own commit."""
         row = self.conn.execute(
             "select relay.publish(%s, %s, %s, %s)",
             (host_id, host(999), Jsonb(list(events)), transaction_id),
@@ -134,7 +134,7 @@ class Outbox:
         return uuid.UUID(str(row[0]))
 
     def fill(self, transactions: int, events: int = 5, hosts: int = 64) -> None:
-        """Publish many business transactions, each in a commit of its own, as fast as the server can."""
+        """Publish many business transactions, each in its own commit, at the server's speed."""
         self.conn.execute(
             f"""
             do $$
@@ -160,22 +160,22 @@ class Outbox:
         return [row[0] for row in self.conn.execute(query.encode(), parameters)]
 
     def value(self, query: str, parameters: Sequence[Any] = ()) -> Any:
-        """The one value of a query."""
-        (found,) = self.column(query, parameters)
-        return found
+        """The value of a query with one row."""
+        (value,) = self.column(query, parameters)
+        return value
 
     def watch_positions(self) -> None:
-        """Note from now on when the position of a partition moves back."""
+        """Install a trigger that notes when the position of a partition moves back."""
         self.conn.execute(WATCH)
 
     def positions_moved_back(self) -> int:
-        """How often the position of a partition moved back."""
+        """The number of times that the position of a partition moved back."""
         return int(self.value("select count(*) from moved_back"))
 
     @contextmanager
-    def clerk(self) -> Iterator[tuple[str, str]]:
-        """A role with the rights that `sql/` grants and those for the projection: its name, and its DSN."""
-        name = f"{self.slot}_clerk"
+    def limited_role(self) -> Iterator[tuple[str, str]]:
+        """The name and the DSN of a role with only relay's rights and those for the projection."""
+        name = f"{self.slot}_limited"
         self.conn.execute(
             f"create role {name} login password 'p' replication in role relay;"
             f"grant insert, select on projection to {name};"
@@ -186,8 +186,8 @@ class Outbox:
         finally:
             self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
-    def tip(self) -> str:
-        """The position up to which everything is to be confirmed."""
+    def wal_end(self) -> str:
+        """The end of the WAL."""
         return str(self.value("select pg_current_wal_insert_lsn()::text"))
 
     def confirmed(self, lsn: str) -> bool:
@@ -200,19 +200,19 @@ class Outbox:
         )
 
     def wait_drained(self, timeout: float = 60.0) -> None:
-        """Wait until the slot is confirmed to where the WAL is now."""
-        tip = self.tip()
-        wait_until(lambda: self.confirmed(tip), timeout)
+        """Wait until the slot is confirmed to the current end of the WAL."""
+        end = self.wal_end()
+        wait_until(lambda: self.confirmed(end), timeout)
 
     def wait_compared(self, timeout: float = 30.0) -> None:
-        """Wait until the stream was compared with the outbox, so that nothing is noted any more."""
+        """Wait until relay has compared the stream with the outbox, and removed its notes of commits."""
         wait_until(
             lambda: not self.column("select 1 from relay.applied_commits limit 1"),
             timeout,
         )
 
     def handled(self) -> int:
-        """How many events are in the projection or among the target's dead letters."""
+        """The number of events in the projection and among the target's dead letters."""
         return int(
             self.value(
                 """
@@ -223,12 +223,12 @@ class Outbox:
         )
 
     def wait_handled(self, timeout: float = 30.0) -> None:
-        """Wait until everything published so far is handled."""
+        """Wait until all events published so far are handled."""
         total = self.value("select count(*) from outbox_message_t")
         wait_until(lambda: self.handled() >= total, timeout)
 
     def wait_delivered(self, sink: str, timeout: float = 60.0) -> None:
-        """Wait until a sink has stored everything published so far as done, and nothing is deferred."""
+        """Wait until a sink's stored position covers all events published so far, and none is deferred."""
         query = """
             select not exists (select from relay.deferred where sink = %(sink)s) and not exists (
                 select from outbox_message_t, relay.sinks
@@ -243,12 +243,12 @@ class Outbox:
     def drain(
         self, settings: Settings, session: Session | None = None, timeout: float = 60.0
     ) -> None:
-        """Relay until everything published so far is confirmed."""
+        """Run relay until all events published so far are confirmed."""
         with relaying(settings, session):
             self.wait_drained(timeout)
 
     def assert_exact(self) -> None:
-        """Projection + dead letters = outbox, nothing twice, order of insertion per host held."""
+        """Assert that projection and dead letters have every event once, each host's in order of insertion."""
         self.assert_complete()
         assert (
             self.value(
@@ -262,7 +262,7 @@ class Outbox:
         )
 
     def assert_complete(self) -> None:
-        """Projection + the target's dead letters = outbox, nothing twice."""
+        """Assert that the projection and the target's dead letters have every event once."""
         assert self.value("select count(*) from projection") == self.value(
             "select count(distinct id) from projection"
         )
@@ -282,7 +282,7 @@ class Outbox:
 def relaying(
     settings: Settings, session: Session | None = None, accept_configuration: bool = False
 ) -> Iterator[Service]:
-    """A relay in a thread of this process; what it raises is raised at the end."""
+    """Run relay in a thread of this process; its exception is raised at the end."""
     service = Service(settings, session, accept_configuration)
     raised: list[BaseException] = []
 
@@ -300,13 +300,13 @@ def relaying(
         service.stop()
         thread.join(60)
         if raised:
-            # What ended the relay is the cause of what the test missed.
+            # It is the cause of a failed assertion in the context, which it replaces.
             raise raised[0]
     assert not thread.is_alive()
 
 
 def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
-    """Apply the slot's next batch, or only so many of its tasks, and confirm nothing."""
+    """Apply the slot's next batch, or its first `tasks` tasks, and confirm nothing, like a crash."""
     source = WalSource(settings)
     source.start()
     try:
@@ -319,7 +319,7 @@ def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
 
 
 def work_and_die(settings: Settings, tasks: int) -> None:
-    """Apply some tasks of the first batch that relay takes, and end as a process that is killed then."""
+    """Apply some tasks of the first batch that relay receives, and end without confirming, like a crash."""
     source = open_source(settings)
     source.start()
     try:
@@ -332,14 +332,14 @@ def work_and_die(settings: Settings, tasks: int) -> None:
         source.stop()
         source.close()
     with psycopg.connect(settings.target_dsn) as conn:
-        # It could not say how far the slot is confirmed.
+        # A crashed process does not store how far the slot is confirmed.
         conn.execute(
             "update relay.groups set confirmed_lsn = null where group_id = %s", (settings.group,)
         )
 
 
 def apply_some(settings: Settings, batch: Batch, tasks: int | None) -> list[TaskOutcome]:
-    """Apply the first tasks of a batch, by default all; returns what became of these."""
+    """Apply the first tasks of a batch, all where `tasks` is None, and return their outcomes."""
     with (
         closing(Applier(settings, 1)) as applier,
         psycopg.connect(settings.source_dsn) as conn,
@@ -354,7 +354,7 @@ def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: float = 0.02) -> None:
-    """Ask every few seconds until the condition holds; fails after `timeout` seconds."""
+    """Poll a condition, `every` seconds, until it holds; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"
@@ -362,14 +362,14 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: floa
 
 
 def why_it_ends(settings: Settings) -> str:
-    """Run a relay until a fault ends it; returns what it says."""
+    """Run relay until a fault ends it, and return the error's text."""
     running = ExitStack()
     running.enter_context(relaying(settings))
     return why_it_ended(running)
 
 
 def why_it_ended(running: ExitStack) -> str:
-    """Wait until a fault ends the one relay that runs; returns what it says."""
+    """Wait until a fault ends the running relay, and return the error's text."""
     wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     with pytest.raises(RelayError) as raised:
         running.close()

@@ -1,8 +1,8 @@
-"""The code blocks of the documentation, and a reader that types what they show.
+"""The code blocks of the documentation, and a reader that runs their commands.
 
-A block ```console has commands after `$ `, each followed by the lines that it prints; a line that begins with `> `
-continues the command, and a line `^C` ends the service that was started last. A block whose first line is a comment
-with the name of a file is that file. A block ```sh shows commands that are not run.
+A block ```console has commands after `$ `, each followed by its output; a line that begins with `> ` continues the
+command, and a line `^C` ends the service that was started last. A block whose first line is a comment with the name of
+a file is that file. The tests do not run the commands of a block ```sh.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from tests.process import ROOT
 
 DOCS = ROOT / "docs"
 LONG_SECONDS = 120.0
-"""A page of Spark waits for a session, here beside other tests."""
+"""The longest wait for a command's output: a page about Spark waits for a session, beside other tests."""
 INTERRUPT = "^C"
-"""A line of a console block that ends what was started last."""
+"""A line of a console block that ends the service that was started last."""
 _FILE = re.compile(r"(?:#|--) ([\w./-]+\.[a-z]+)\n")
 _SERVICES = ("relay run", "relay console", "python -m relay.demo.postgres")
-"""Commands that go on until somebody stops them."""
+"""Commands that run until they are stopped."""
 _READS = re.compile(
     r"(psql .*\bselect\b(?!.*relay\.publish)|curl|cat|grep|tail|relay (status|check|top|\w+ (list|show)))"
 )
-"""Commands that may be run again until they show what is expected."""
+"""Commands without effects, which are repeated until their output is as expected."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page."""
+    """A code block of a page."""
 
     language: str
     text: str
     line: int
-    """Of the page, from 1: the line of the opening fence."""
+    """The line of the opening fence in the page, from 1."""
 
     @property
     def file(self) -> str | None:
         """The name of the file that the block is, if it is one."""
-        found = _FILE.match(self.text)
-        return found and found[1]
+        match = _FILE.match(self.text)
+        return match and match[1]
 
 
 @dataclass
 class Command:
-    """A command of a page and the lines that it prints there."""
+    """A command of a page, and its output there."""
 
     text: str
     output: list[str] = field(default_factory=list)
@@ -62,8 +62,8 @@ class Command:
 def blocks(text: str) -> list[Block]:
     """The blocks of a page, in order."""
     return [
-        Block(found[1], found[2], text.count("\n", 0, found.start()) + 1)
-        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        Block(match[1], match[2], text.count("\n", 0, match.start()) + 1)
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -93,14 +93,14 @@ _LIKE = (
 
 
 def shape(line: str) -> str:
-    """A line without its figures and the width of its gaps."""
+    """A line with its figures replaced and its white space normalised."""
     for pattern, stands in _LIKE:
         line = re.sub(pattern, stands, line)
     return " ".join(line.split())
 
 
 def has_shape(printed: str, wanted: list[str]) -> bool:
-    """Whether the lines that a page shows are printed, in order; `…` is any lines, at a line's end any text."""
+    """Whether an output has the lines of a page, in order; `…` stands for any lines, at a line's end for any text."""
     lines = [shape(line) for line in printed.splitlines()]
     for line in wanted:
         if line == "…":
@@ -119,7 +119,7 @@ def has_shape(printed: str, wanted: list[str]) -> bool:
 
 
 def make_tools(folder: Path) -> None:
-    """Write `relay`, `python` and `psql` into a folder for PATH: those of this environment."""
+    """Write programs `relay`, `python` and `psql`, which run those of this environment, into a folder for PATH."""
     folder.mkdir(exist_ok=True)
     for name, module in (("relay", "-m relay "), ("psql", "-m tests.psql "), ("python", "")):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
@@ -127,15 +127,15 @@ def make_tools(folder: Path) -> None:
 
 
 def clean_environment(tools: Path, **more: str) -> dict[str, str]:
-    """The environment of a reader: the tools first on PATH, and no variable of relay or PostgreSQL but these."""
+    """The environment of a reader: the tools first on PATH, without variables of relay and PostgreSQL but `more`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}
     return {**kept, "PATH": f"{tools}:{kept['PATH']}", "PYTHONPATH": str(ROOT), **more}
 
 
 class Reader:
-    """Somebody who follows a page in a folder of their own, in one shell; services run beside it until the end.
+    """Runs the commands of a page in one shell, in its own folder; services run in the background until the end.
 
-    `replaced` are texts that stand for others here, such as a port.
+    `replaced` has texts of the page, such as a port, and their replacements.
     """
 
     def __init__(self, folder: Path, replaced: dict[str, str], **environment: str) -> None:
@@ -172,7 +172,7 @@ class Reader:
         return text
 
     def run(self, command: Command) -> None:
-        """Run a command; a service until it prints what the page shows, a query until then as well."""
+        """Run a command, and compare its output; wait for the output of a service, and repeat a query."""
         if command.text == INTERRUPT:
             self.stop(list(self.services)[-1])
             return
@@ -187,13 +187,13 @@ class Reader:
         assert is_as_shown, mismatch(command, printed)
 
     def bash(self, text: str) -> tuple[int, str]:
-        """The exit status and all output of a command; what it exports, and where it goes, lasts."""
+        """The exit status and the output of a command; later commands keep its exports and its folder."""
         state = self.folder / ".shell"
         script = (
             f"[ -e {state} ] && . {state}\n{text}\nstatus=$?\n"
             f"{{ export -p; echo cd $PWD; }} >{state}\nexit $status"
         )
-        done = subprocess.run(
+        shell = subprocess.run(
             ["bash", "-c", script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,10 +204,10 @@ class Reader:
             stdin=subprocess.DEVNULL,
             check=False,
         )
-        return done.returncode, done.stdout
+        return shell.returncode, shell.stdout
 
     def start(self, command: Command) -> None:
-        """Start a service, again if it runs."""
+        """Start a service; if it runs, restart it."""
         text = command.text.removesuffix("&").strip()
         if text in self.services:
             self.stop(text)
@@ -226,7 +226,7 @@ class Reader:
         expect(Command(text, [*command.output, "…"]), log.read_text)
 
     def stop(self, service: str) -> None:
-        """End a service as Ctrl-C does."""
+        """End a service with SIGINT, like Ctrl-C."""
         process, _ = self.services.pop(service)
         process.send_signal(signal.SIGINT)
         try:
@@ -237,7 +237,7 @@ class Reader:
 
 
 def expect(command: Command, printed: Callable[[], str]) -> None:
-    """Wait until what is printed has the lines of the page."""
+    """Wait until the output has the lines of the page."""
     deadline = time.monotonic() + LONG_SECONDS
     while not has_shape(last := printed(), command.output):
         assert time.monotonic() < deadline, mismatch(command, last)
@@ -245,7 +245,7 @@ def expect(command: Command, printed: Callable[[], str]) -> None:
 
 
 def mismatch(command: Command, printed: str) -> str:
-    """What a command prints beside what the page shows."""
+    """The message of a failed comparison: a command's output, and the page's."""
     return f"$ {command.text}\nprinted\n{printed}\nand the page has\n" + "\n".join(command.output)
 
 

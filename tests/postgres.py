@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the test session's own: a container where Docker answers, else embedded.
+"""The PostgreSQL server of a test session: a container where Docker answers, else embedded.
 
 `RELAY_TEST_POSTGRES` decides: `docker`, `embedded`, a folder with the binaries of another version,
 or unset for a container if Docker answers and the embedded server if not.
@@ -43,11 +43,11 @@ _CONTAINER_PORT = 5432
 
 
 class Server(ABC):
-    """A PostgreSQL server that a test may stop, kill and start; data and port stay the same."""
+    """A PostgreSQL server that a test may stop, kill and start; it keeps its data and its port."""
 
     @abstractmethod
     def dsn(self, database: str = "postgres") -> str:
-        """The connection URI of a database, as superuser; the database need not exist."""
+        """The connection URI of a database, as superuser; it need not exist."""
 
     @abstractmethod
     def start(self) -> None:
@@ -68,8 +68,8 @@ class Server(ABC):
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database if it exists, with its slots and whoever is connected."""
-        # DROP DATABASE ends sessions by itself, but refuses while a slot of the database is in use.
+        """Drop a database if it exists, with its slots and connections."""
+        # DROP DATABASE WITH (FORCE) ends sessions, but fails while a slot of the database is active.
         self._execute(
             sql.SQL(
                 "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots"
@@ -105,7 +105,7 @@ class EmbeddedServer(Server):
 
 
 class ContainerServer(Server):
-    """A server in a container, published on a host port that stays the same over restarts."""
+    """A server in a container, with a published port that it keeps when it restarts."""
 
     def __init__(self, container: PostgresContainer, port: int) -> None:
         self.container = container
@@ -153,7 +153,7 @@ class ContainerServer(Server):
 def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Run a new server, ready for logical replication, and remove it with its data at the end.
 
-    settings: server settings on top of `relay.demo.embedded.SETTINGS`.
+    `settings` are added to `relay.demo.embedded.SETTINGS`.
     """
     choice = os.environ.get(VARIABLE) or ("docker" if docker_answers() else "embedded")
     if choice == "docker":
@@ -173,7 +173,7 @@ def docker_answers() -> bool:
         client = DockerClient().client
         client.ping()
     except Exception:
-        # The client raises errors of docker, requests and the operating system alike.
+        # The client raises errors of docker, requests and the operating system.
         return False
     client.close()
     return True
@@ -188,7 +188,7 @@ def _container(settings: Mapping[str, str]) -> Iterator[Server]:
     container = PostgresContainer(
         IMAGE, username="postgres", password=secrets.token_hex(8), dbname="postgres", driver=None
     )
-    # Docker would publish another random port at each start.
+    # Without a fixed port, Docker publishes another one at each start.
     container.with_bind_ports(_CONTAINER_PORT, port).with_command(["postgres", *flags])
     with container:
         server = ContainerServer(container, port)
@@ -199,8 +199,8 @@ def _container(settings: Mapping[str, str]) -> Iterator[Server]:
 def _connects(port: int) -> bool:
     """Whether the published port is on this machine's loopback.
 
-    Testcontainers names the bridge instead wherever `/.dockerenv` exists, and `localhost` may mean
-    ::1, where Docker need not listen. Only a remote engine or a test inside a container needs more.
+    Testcontainers names the bridge instead wherever `/.dockerenv` exists, and `localhost` may mean ::1, where Docker
+    may not listen. Only a remote engine or a test in a container needs another address.
     """
     try:
         socket.create_connection((HOST, port), timeout=2).close()
@@ -211,7 +211,7 @@ def _connects(port: int) -> bool:
 
 @contextmanager
 def start_standby(primary: EmbeddedServer, settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
-    """Run a streaming standby of an embedded server, which has a physical slot `standby` for it."""
+    """Run a streaming standby of an embedded server, which needs a physical slot `standby`."""
     with TemporaryDirectory() as folder:
         directory = Path(folder)
         directory.chmod(0o755)

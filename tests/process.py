@@ -1,4 +1,4 @@
-"""Runs `relay` as a user does: a process of its own."""
+"""Runs `relay` in its own process, as a user does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def relay(
     *arguments: str, cwd: Path | None = None, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+    """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "relay", *arguments],
         input=stdin,
@@ -36,26 +36,23 @@ def relay(
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}
-    # The tests' own handlers are found wherever the process works.
+    # With this path, relay finds the tests' handlers in any folder.
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **more}
 
 
 @dataclass
 class Running:
-    """A `relay run` with its log, one JSON object a line."""
+    """A running `relay run` and its log, one JSON object a line."""
 
     process: subprocess.Popen[bytes]
     log: Path
     begun: int
-    """The length of the log before this process wrote to it."""
+    """The length of the log when this process started, in bytes."""
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it has logged so far."""
-        found = []
-        for line in self.log.read_text().splitlines():
-            if line.startswith("{") and line.endswith("}"):
-                found.append(json.loads(line))
-        return found
+        """The lines of the log so far."""
+        lines = self.log.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def said(self, message: str) -> bool:
         """Whether a log line begins with this message."""
@@ -67,12 +64,12 @@ class Running:
         assert self.said(message), self.log.read_text()
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel's out-of-memory killer does."""
+        """End it with SIGKILL, like the kernel's out-of-memory killer."""
         self.process.kill()
         self.process.wait(30)
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to stop, once it has said something; returns the exit status."""
+        """Send a signal when it has logged a line; returns the exit status."""
         wait_until(lambda: self.log.stat().st_size > self.begun or self.process.poll() is not None)
         self.process.send_signal(number)
         try:
@@ -88,7 +85,7 @@ class Running:
 def running(
     config: Path, *arguments: str, command: str = "run", **environment: str
 ) -> Iterator[Running]:
-    """A `relay run`, or another command, in the background; killed at the end if it still runs."""
+    """Run `relay run`, or another command, in the background; it is killed at the end if it still runs."""
     log = config.with_suffix(".log")
     with log.open("ab") as stream:
         begun = stream.tell()

@@ -1,4 +1,4 @@
-"""What the documentation uses of psql, which may be missing where tests run: `-Atq`, `-c`, `-f`, standard input."""
+"""A psql with the options that the documentation uses (`-Atq`, `-c`, `-f`, standard input), for machines without it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show(result: PGresult, *, bare: bool, quiet: bool) -> None:
 
 
 def show_rows(names: list[str], rows: list[list[str]], bare: bool) -> None:
-    """As psql prints them: `-At`, or a table."""
+    """Print rows in psql's format: a table, or with `-At` unaligned."""
     if bare:
         print(*("|".join(row) for row in rows), sep="\n", end="\n" if rows else "")
         return

@@ -1,6 +1,6 @@
-"""Writes the pages of docs/reference that are made of the code: `python -m tests.reference`, which is `make reference`.
+"""Writes the pages of docs/reference that are generated from the code: `python -m tests.reference`, `make reference`.
 
-They are committed, so that they can be read in the repository; tests/unit/test_reference.py says when they are stale.
+They are committed, so that the repository shows them; tests/unit/test_reference.py fails when they are stale.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tests.pages import DOCS
 from tests.process import ROOT
 
 MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
-"""What users' code may import."""
+"""The modules that users' code may import."""
 _NOTE = "This page is made of the code: `make reference` writes it.\n"
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join(
         f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |\n"
@@ -56,7 +56,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def described(model: type[BaseModel]) -> dict[str, str]:
-    """What is said below each field of a model, in its own class or those above."""
+    """The docstring below each field of a model, in its class or a base class."""
     found: dict[str, str] = {}
     for each in reversed(model.__mro__):
         if not issubclass(each, BaseModel) or each.__module__.startswith("pydantic"):
@@ -75,11 +75,11 @@ def described(model: type[BaseModel]) -> dict[str, str]:
 
 
 def type_of(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """A JSON schema in words, with its bounds."""
+    """The description of a JSON schema, with its bounds."""
     if "$ref" in schema:
         return type_of(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
-        # Null first: what follows on a type are its bounds.
+        # Null first: the bounds follow the other type.
         ordered = sorted(alternatives, key=lambda each: each.get("type") != "null")
         return " or ".join(dict.fromkeys(type_of(each, definitions) for each in ordered))
     if "enum" in schema or "const" in schema:
@@ -103,10 +103,10 @@ def type_of(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def bounds(schema: dict[str, Any]) -> Iterator[str]:
-    """What a value must keep to."""
+    """The bounds of a value."""
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     for key, sign in signs.items():
-        if key in schema and abs(schema[key]) < 1e9:  # that of seconds only keeps them computable
+        if key in schema and abs(schema[key]) < 1e9:  # the technical bound of seconds is not shown
             yield f"{sign} {schema[key]:g}"
     if schema.get("maxLength"):
         yield f"at most {schema['maxLength']} characters"
@@ -117,7 +117,7 @@ def bounds(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A default as YAML has it."""
+    """A default value in YAML."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
@@ -133,7 +133,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field is, if it is one."""
+    """The model of a field that is a section; None for another field."""
     parts = (annotation, *get_args(annotation))
     sections = [each for each in parts if inspect.isclass(each) and issubclass(each, BaseModel)]
     return sections[0] if len(sections) == 1 else None
@@ -142,7 +142,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 def keys(
     model: type[BaseModel], above: str = "", only: set[str] | None = None
 ) -> Iterator[tuple[str, ...]]:
-    """The rows of a model's table; a section's keys stand in the table of the one above."""
+    """The rows of a model's table, with the keys of the sections in it."""
     schema = model.model_json_schema()
     texts = described(model)
     for name, field in model.model_fields.items():
@@ -158,10 +158,8 @@ def keys(
             continue
         of_key = schema["properties"][field.alias or name]
         if least := [m.ge for m in field.metadata if isinstance(getattr(m, "ge", None), int)]:
-            of_key = {
-                **of_key,
-                "minimum": least[-1],
-            }  # which pydantic leaves out beside another bound
+            # pydantic omits it beside another bound.
+            of_key = {**of_key, "minimum": least[-1]}
             of_key.pop("exclusiveMinimum", None)
         yield f"`{key}`", type_of(of_key, schema.get("$defs", {})), default_of(field), texts[name]
 
@@ -171,7 +169,7 @@ def keys_table(model: type[BaseModel], only: set[str] | None = None) -> str:
 
 
 def own(model: type[BaseModel]) -> set[str]:
-    """The fields that a class adds to those above it."""
+    """The fields that a class adds to those of its base classes."""
     return {name for name in inspect.get_annotations(model) if name != "type"}
 
 
@@ -188,7 +186,7 @@ _KINDS = (
 
 
 def handlers() -> Iterator[str]:
-    """The tables of handlers: what several types have, then what each has of its own."""
+    """The tables of handlers: the keys of several types, then those of each type."""
     for title, (model, of) in _SHARED.items():
         yield f"### {title}\n\n{of}\n\n{keys_table(model, own(model))}"
     for kind in _KINDS:
@@ -215,8 +213,8 @@ def settings() -> str:
     top = table(("key", "type", "default", "meaning"), list(keys(Settings, only=set(lone))))
     return (
         f"# Configuration keys\n\n{_NOTE}\nEvery key with its type, bounds and default. "
-        "[Configuration](configuration.md) says how they act together, with examples; "
-        "`config/relay.yaml` has them all as a file.\n\n"
+        "[Configuration](configuration.md) describes how they work together, with examples; "
+        "`config/relay.yaml` has them all in a file.\n\n"
         f"## Without a section\n\n{top}\n" + "\n".join(sections)
     )
 
@@ -229,7 +227,7 @@ def first_paragraph(thing: Any) -> str:
 
 
 def commands(group: Any, above: str) -> Iterator[tuple[str, Any]]:
-    """Every command, and every group before its own."""
+    """Every command, and every group before its commands."""
     for name, command in sorted(group.commands.items()):
         path = f"{above} {name}"
         yield path, command
@@ -326,7 +324,7 @@ def sql() -> str:
 
 
 def paragraphs(*texts: str) -> str:
-    """Those that are not empty, and an empty line after each."""
+    """The texts that are not empty, each with an empty line after it."""
     return "".join(f"{text}\n\n" for text in texts if text)
 
 
@@ -345,7 +343,7 @@ def signature(thing: Any) -> str:
 
 
 def members(thing: type) -> Iterator[tuple[str, str]]:
-    """The public methods and properties of a class that say what they are."""
+    """The public methods and properties of a class that have a docstring."""
     for name, member in vars(thing).items():
         function = (
             member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -361,7 +359,7 @@ def members(thing: type) -> Iterator[tuple[str, str]]:
 
 
 def python() -> str:
-    """The page of what users' code may import."""
+    """The page of the names that users' code may import."""
     text = f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names.\n"
     for module_name in MODULES:
         module = import_module(module_name)

@@ -1,4 +1,4 @@
-"""Transactions for sinks, made without a database."""
+"""Creates transactions for sinks without a database."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relay.model.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
 
 
 def made(number: int, host: int = 1, **fields: str) -> Event:
-    """An event of a host; its number is its offset and its amount."""
+    """An event of a host; `number` is its offset and its amount."""
     values = {
         "id": f"{host:08d}-0000-0000-0000-{number:012d}",
         "host_id": f"00000000-0000-0000-0000-{host:012d}",
@@ -22,5 +22,5 @@ def made(number: int, host: int = 1, **fields: str) -> Event:
 
 def transaction(*events: Event) -> Transaction:
     """A business transaction of these events."""
-    found: Any = events
-    return Transaction(None, Commit(Lsn(0), Lsn(0), 0, 0), found)
+    untyped: Any = events
+    return Transaction(None, Commit(Lsn(0), Lsn(0), 0, 0), untyped)

@@ -1,4 +1,4 @@
-"""A standalone Spark cluster of processes on this machine, whose parts can be killed, frozen and started again."""
+"""A standalone Spark cluster of processes on this machine, which tests can kill, freeze and restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXECUTOR = "CoarseGrainedExecutorBackend"
 
 
 class Daemon:
-    """A master or a worker. It is ready when its log says `says` once more."""
+    """A master or a worker. It is ready when its log has the text `says` once more."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, says: str, environment: dict[str, str]
@@ -70,17 +70,17 @@ class Daemon:
 
     @property
     def runs(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL; a worker's executors find out by themselves."""
+        """End it with SIGKILL; a worker's executors detect it."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(30)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not end it."""
+        """End it with SIGTERM, or with SIGKILL after 15 seconds."""
         if self._process is None:
             return
         self._process.terminate()
@@ -91,10 +91,10 @@ class Daemon:
 
 
 class StandaloneCluster:
-    """A master that remembers its applications, and workers of one core each, on hosts of their own.
+    """A master that recovers its applications, and workers of one core.
 
-    Spark makes no speculative copy of a task on the host where it runs, hence an address for each worker.
-    Their executors find relay and what it needs, unless they are `bare`.
+    Each worker has its own address, because Spark starts no speculative copy of a task on the same host. Executors can
+    import relay and its dependencies, unless they are `bare`.
     """
 
     def __init__(self, folder: Path, workers: int, bare: bool = False) -> None:
@@ -149,7 +149,7 @@ class StandaloneCluster:
             each.kill()
 
     def conf(self, **more: str) -> dict[str, Any]:
-        """The configuration `spark:` of a relay on this cluster; `__` in a name stands for a dot."""
+        """The section `spark` for relay on this cluster; `__` in a name stands for a dot."""
         return {
             "master": self.url,
             "conf": {
@@ -163,7 +163,7 @@ class StandaloneCluster:
         }
 
     def executors(self) -> list[psutil.Process]:
-        """The JVMs of the executors that run now."""
+        """The JVMs of the running executors."""
         folder = str(self._folder)
         return [
             each
@@ -176,7 +176,7 @@ class StandaloneCluster:
 
 @contextmanager
 def frozen(process: psutil.Process) -> Iterator[None]:
-    """A process and its children, stopped by SIGSTOP."""
+    """Stop a process and its children with SIGSTOP, until the end of the context."""
     family = [process, *process.children(recursive=True)]
     _signal(family, signal.SIGSTOP)
     try:

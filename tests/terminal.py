@@ -1,4 +1,4 @@
-"""Runs a command at a terminal of its own, and tells what it has drawn."""
+"""Runs a command at a pseudo-terminal, and reads its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.process import ROOT
 
 @dataclass
 class Terminal:
-    """A `relay` command at a terminal, and what it has drawn so far."""
+    """A `relay` command at a terminal, and its output so far."""
 
     process: subprocess.Popen[bytes]
     keyboard: int
@@ -28,15 +28,15 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was drawn, without what moves the cursor and colours."""
+        """The output without escape sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.drawn.decode(errors="replace"))
 
     def shows(self, text: str) -> bool:
-        """Whether it has drawn a text."""
+        """Whether the output has a text."""
         return text in self.text
 
     def press(self, keys: bytes) -> None:
-        """Type something."""
+        """Type some keys."""
         os.write(self.keyboard, keys)
 
 
@@ -44,7 +44,7 @@ class Terminal:
 def at_terminal(
     *arguments: str, columns: int = 80, rows: int = 24, stdout: int | None = None
 ) -> Iterator[Terminal]:
-    """Run `relay` with these arguments; `stdout` goes elsewhere where it is given. Killed at the end."""
+    """Run `relay` with these arguments, with another `stdout` where one is given; it is killed at the end."""
     keyboard, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}

@@ -1,4 +1,4 @@
-"""Services that publish under OpenTelemetry, and what relay's spans say."""
+"""A service that publishes under OpenTelemetry, and a collector of relay's spans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relay.client import Outbox as Client
 
 
 class Shop:
-    """A service that places orders with SQLAlchemy, each under a span."""
+    """A service that stores orders with SQLAlchemy, each in a span."""
 
     def __init__(self, dsn: str) -> None:
         self._engine = sqlalchemy.create_engine(
@@ -30,7 +30,7 @@ class Shop:
         )
 
     def add_rows(self, host: UUID, *amounts: int, sampled: bool = True) -> SpanContext:
-        """Place an order with an event for each amount; returns the span in which the transaction was."""
+        """Publish an event for each amount in one transaction, and return the span of the transaction."""
         sampler: Sampler = ALWAYS_ON if sampled else ALWAYS_OFF
         tracer = TracerProvider(sampler=sampler, shutdown_on_exit=False).get_tracer("shop")
         with (
@@ -47,13 +47,13 @@ class Shop:
 
 
 def of(spans: Sequence[ReadableSpan], name: str) -> list[ReadableSpan]:
-    """The spans whose name begins so, in the order of their beginnings."""
-    found = [span for span in spans if span.name.startswith(name)]
-    return sorted(found, key=lambda span: span.start_time or 0)
+    """The spans whose name begins with `name`, ordered by their start."""
+    named = [span for span in spans if span.name.startswith(name)]
+    return sorted(named, key=lambda span: span.start_time or 0)
 
 
 def is_child(span: ReadableSpan, parent: SpanContext) -> bool:
-    """Whether a span is in the trace of another, right below it."""
+    """Whether a span is a child of another."""
     assert span.context is not None
     return (
         span.parent is not None
@@ -63,14 +63,14 @@ def is_child(span: ReadableSpan, parent: SpanContext) -> bool:
 
 
 def traceparent(context: SpanContext | None) -> str:
-    """A context as a header."""
+    """The header `traceparent` of a context."""
     assert context is not None
     ids = f"{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}"
     return f"00-{ids}-{int(context.trace_flags):02x}"
 
 
 class Collector:
-    """An OTLP/HTTP receiver; `spans` are what it was sent, as the protocol has them."""
+    """An OTLP/HTTP receiver, which keeps the requests as protocol messages."""
 
     def __init__(self, status: int = 200) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
@@ -90,7 +90,7 @@ class Collector:
         self._thread.join()
 
     def spans(self, name: str) -> list[Any]:
-        """The spans whose name begins so."""
+        """The received spans whose name begins with `name`."""
         return [
             span
             for request in self.requests

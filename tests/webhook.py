@@ -1,4 +1,4 @@
-"""An endpoint that events are posted to, and that answers as a test wants it to."""
+"""An HTTP endpoint that answers as a test decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Request:
-    """What was posted, when (monotonic clock), and what was answered."""
+    """A request, its time (monotonic clock, seconds), and the status of its answer."""
 
     headers: dict[str, str]
     body: bytes
@@ -28,15 +28,16 @@ class Request:
     @property
     def event(self) -> dict[str, Any]:
         """The CloudEvent of a structured request."""
-        found: dict[str, Any] = json.loads(self.body)
-        return found
+        event: dict[str, Any] = json.loads(self.body)
+        return event
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What to do with a request: answer after some seconds, or close the connection instead (status 0).
+    """The answer to a request, sent `after` seconds; status 0 closes the connection instead.
 
-    The body may `drip`, so many seconds before each byte; it is sent `times` over, and `short` of some bytes.
+    `drip` is a wait in seconds before each byte of the body. The body is sent `times` times, without its last `short`
+    bytes.
     """
 
     status: int = 204
@@ -55,11 +56,11 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 1_000
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was killed is what some tests are about."""
+        """Ignore the errors of clients, which some tests kill."""
 
 
 class Webhook:
-    """An HTTP server on a free port; `answers` decides what it says to headers and a body."""
+    """An HTTP server on a free port; `answers` returns the answer to headers and a body."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Webhook:
         self.requests: list[Request] = []
         self.connections = 0
         self.sent = 0
-        """How many bytes of bodies went out."""
+        """The bytes of bodies that were sent."""
         self._released = threading.Event()
         self._server = _Server(("127.0.0.1", port), self._handler())
         self._server.daemon_threads = True
@@ -92,18 +93,18 @@ class Webhook:
         self._thread.join()
 
     @property
-    def taken(self) -> list[Request]:
+    def accepted(self) -> list[Request]:
         """The requests that were answered with 2xx."""
         return [request for request in list(self.requests) if 200 <= request.status < 300]
 
     def ids(self) -> Counter[str]:
-        """How often each event was taken."""
-        return Counter(request.event["id"] for request in self.taken)
+        """How often each event was accepted."""
+        return Counter(request.event["id"] for request in self.accepted)
 
     def order(self, host: object) -> list[int]:
-        """The c_offsets of a host's events in the order in which they were first taken."""
-        found = [r.event for r in self.taken if r.event["hostid"] == str(host)]
-        return list(dict.fromkeys(int(event["sequence"]) for event in found))
+        """The c_offsets of a host's events, in the order in which they were first accepted."""
+        events = [r.event for r in self.accepted if r.event["hostid"] == str(host)]
+        return list(dict.fromkeys(int(event["sequence"]) for event in events))
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         webhook = self
@@ -141,7 +142,7 @@ class Webhook:
                     self.end_headers()
                     self._send_body(answer)
                     return
-                # The client is gone.
+                # The client has disconnected.
                 self.close_connection = True
 
             def _send_body(self, answer: Answer) -> None:
