@@ -67,9 +67,7 @@ class Browser:
         """Run a command of the DevTools protocol."""
         return self._post("goog/cdp/execute", cmd=name, params=parameters)
 
-    def observations(
-        self, width: int, height: int, dark: bool = False, phone: bool = False
-    ) -> None:
+    def set_view(self, width: int, height: int, dark: bool = False, phone: bool = False) -> None:
         """Set the size of the page, and the preferred colour scheme."""
         self.command(
             "Emulation.setDeviceMetricsOverride",
@@ -85,7 +83,7 @@ class Browser:
         """Write the visible page as a PNG."""
         file.write_bytes(base64.b64decode(self._get("screenshot")))
 
-    def complaints(self) -> Sequence[str]:
+    def logged_errors(self) -> Sequence[str]:
         """The browser's log of errors and refused scripts since the last call."""
         entries = self._post("se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]

@@ -28,7 +28,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def mortal_server() -> Iterator[Server]:
+def killable_server() -> Iterator[Server]:
     """A server for one test, which may stop and kill it."""
     with start_server() as running:
         yield running

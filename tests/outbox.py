@@ -305,7 +305,7 @@ def relaying(
     assert not thread.is_alive()
 
 
-def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
+def stream_and_crash(settings: Settings, tasks: int | None = None) -> None:
     """Apply the slot's next batch, or its first `tasks` tasks, and confirm nothing, like a crash."""
     source = WalSource(settings)
     source.start()
@@ -318,7 +318,7 @@ def stream_and_die(settings: Settings, tasks: int | None = None) -> None:
         source.close()
 
 
-def work_and_die(settings: Settings, tasks: int) -> None:
+def work_and_crash(settings: Settings, tasks: int) -> None:
     """Apply some tasks of the first batch that relay receives, and end without confirming, like a crash."""
     source = open_source(settings)
     source.start()
@@ -361,14 +361,14 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: floa
         time.sleep(every)
 
 
-def why_it_ends(settings: Settings) -> str:
+def run_until_fault(settings: Settings) -> str:
     """Run relay until a fault ends it, and return the error's text."""
     running = ExitStack()
     running.enter_context(relaying(settings))
-    return why_it_ended(running)
+    return wait_for_fault(running)
 
 
-def why_it_ended(running: ExitStack) -> str:
+def wait_for_fault(running: ExitStack) -> str:
     """Wait until a fault ends the running relay, and return the error's text."""
     wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     with pytest.raises(RelayError) as raised:

@@ -7,7 +7,7 @@ from typing import Any
 from relay.model.events import EVENT_FIELDS, Commit, Event, Lsn, Transaction
 
 
-def made(number: int, host: int = 1, **fields: str) -> Event:
+def make_event(number: int, host: int = 1, **fields: str) -> Event:
     """An event of a host; `number` is its offset and its amount."""
     values = {
         "id": f"{host:08d}-0000-0000-0000-{number:012d}",

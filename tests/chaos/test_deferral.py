@@ -78,8 +78,8 @@ def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_pa
     outbox.drain(outbox.settings(dead_letters={"brake": 0}))
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 3_000
     outbox.conn.execute("alter table projection drop constraint odd")
-    letters = DeadLetters(outbox.settings(), outbox.conn)
-    assert len(letters.replay(letters.find(DeadLetterSelection()), "mended")) == 1_000
+    dead_letters = DeadLetters(outbox.settings(), outbox.conn)
+    assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), "mended")) == 1_000
 
     outbox.conn.execute(
         """
@@ -98,7 +98,9 @@ def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_pa
         outbox.conn.execute("select pg_advisory_unlock(%s)", [index])
     with running(config):
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
-    assert letters.purge(letters.find(DeadLetterSelection(), ("replayed",)), None) == 3_000
+    assert (
+        dead_letters.purge(dead_letters.find(DeadLetterSelection(), ("replayed",)), None) == 3_000
+    )
     assert outbox.value("select count(*) from projection") == 3_000
     outbox.assert_exact()
 
@@ -136,10 +138,10 @@ def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
         outbox.fill(400, events=2, hosts=20)
         for goal in (150, 400):
             with running(config) as service:
-                wait_until(lambda goal=goal: len(webhook.taken) > goal, 60)  # type: ignore[misc]
+                wait_until(lambda goal=goal: len(webhook.accepted) > goal, 60)  # type: ignore[misc]
                 service.kill()
         with running(config) as service:
-            wait_until(lambda: len(webhook.taken) > 600, 60)
+            wait_until(lambda: len(webhook.accepted) > 600, 60)
         port = webhook.port
     outbox.fill(100, events=1, hosts=20)
     with running(config) as service:
@@ -150,7 +152,7 @@ def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
             healed = True
             outbox.wait_delivered("hook")
             assert service.terminate() == 0
-            taken = webhook.taken + again.taken
+            taken = webhook.accepted + again.accepted
     stored = outbox.column("select id::text from outbox_message_t order by c_offset")
     assert {request.event["id"] for request in taken} == set(stored)
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
@@ -189,7 +191,7 @@ def test_a_host_that_hangs_delays_no_other(outbox: Outbox) -> None:
             )
         with relaying(settings):
             outbox.wait_drained()
-            others = [request.at for request in webhook.taken]
+            others = [request.at for request in webhook.accepted]
             assert len(others) == 300
             # Not even the first of the host that hangs costs them its timeout.
             assert max(others) - min(others) < 2

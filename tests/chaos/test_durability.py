@@ -29,15 +29,15 @@ def crash(outbox: Outbox, server: Server, settings: Settings) -> None:
 
 @pytest.mark.rare
 def test_without_synchronous_commit_nothing_is_confirmed_that_a_crash_can_take(
-    mortal_server: Server,
+    killable_server: Server,
 ) -> None:
-    with Outbox(mortal_server.create_database("app")) as outbox:
+    with Outbox(killable_server.create_database("app")) as outbox:
         outbox.conn.execute("alter system set wal_writer_delay = '10s'")
         outbox.conn.execute("select pg_reload_conf()")
         outbox.install()
         settings = outbox.settings(target={"synchronous_commit": "off"})
         with pytest.raises(RelayError, match="lost commits"):
-            crash(outbox, mortal_server, settings)
+            crash(outbox, killable_server, settings)
         outbox.reconnect()
         assert outbox.value("select count(*) from projection") == 1
         outbox.drain(settings)

@@ -26,9 +26,9 @@ from tests.outbox import (
     event,
     host,
     relaying,
+    run_until_fault,
+    wait_for_fault,
     wait_until,
-    why_it_ended,
-    why_it_ends,
 )
 from tests.postgres import EmbeddedServer, start_server, start_standby
 
@@ -69,7 +69,7 @@ class Pair:
 
     def replicate(self) -> None:
         """Wait until the standby has everything."""
-        tip = self.source.tip()
+        tip = self.source.wal_end()
         wait_until(lambda: has_replayed(self.copy, tip))
 
     def cut(self) -> None:
@@ -114,7 +114,7 @@ def slot_is_synchronised(source: Outbox, standby: Outbox) -> bool:
     """
     source.fill(1)
     source.conn.execute("select pg_log_standby_snapshot()")
-    tip = source.tip()
+    tip = source.wal_end()
     source.wait_drained()
     wait_until(lambda: has_replayed(standby, tip))
     standby.conn.execute("select pg_sync_replication_slots()")
@@ -190,9 +190,9 @@ def test_a_failover_loses_events_that_were_applied(target: Outbox, synchronised:
         pair.fail_over()
         # More than were lost: their c_offsets go beyond what was applied.
         pair.copy.fill(2)
-        said = why_it_ended(running)
+        said = wait_for_fault(running)
         assert "has lost events that group 'default' has applied" in said
-        assert why_it_ends(settings) == said
+        assert run_until_fault(settings) == said
         assert target.column("select id from projection order by seq") == applied
         assert target.value("select timeline from relay.groups") == 1
         assert target.value("select cardinality(slot_recreations) from relay.groups") == 0
@@ -320,7 +320,7 @@ def test_a_standby_is_promoted_while_relay_polls(target: Outbox, lossy: bool) ->
         # More than were lost: transaction ids and c_offsets go beyond those that were applied.
         pair.copy.fill(20)
         if lossy:
-            assert "may have lost events that group 'default' has polled" in why_it_ended(running)
+            assert "may have lost events that group 'default' has polled" in wait_for_fault(running)
             assert target.column("select id from projection order by seq") == applied
             return
         wait_until(lambda: target.handled() == 205)
@@ -348,7 +348,7 @@ def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> N
         pair.replicate()
         pair.fail_over()
         pair.copy.fill(1)
-        assert "only a replication connection can tell" in why_it_ended(running)
+        assert "only a replication connection can tell" in wait_for_fault(running)
     assert target.handled() == 100
 
 

@@ -95,8 +95,8 @@ def test_killed_at_twenty_random_moments(outbox: Outbox, tmp_path: Path) -> None
 
 
 @pytest.mark.rare
-def test_the_target_is_down_for_a_while(outbox: Outbox, mortal_server: Server) -> None:
-    target = mortal_server.create_database("target")
+def test_the_target_is_down_for_a_while(outbox: Outbox, killable_server: Server) -> None:
+    target = killable_server.create_database("target")
     with Outbox(target) as effects:
         effects.conn.execute(PROJECTION)
     settings = outbox.settings(target={"dsn": target})
@@ -105,13 +105,13 @@ def test_the_target_is_down_for_a_while(outbox: Outbox, mortal_server: Server) -
     with relaying(settings):
         with Outbox(target) as effects:
             wait_until(lambda: progress(effects) > 5_000)
-        mortal_server.stop("immediate")
-        down = outbox.tip()
+        killable_server.stop("immediate")
+        down = outbox.wal_end()
         outbox.fill(200)
         # Longer than every time-out of the pool and of the connection attempts together.
         with pytest.raises(AssertionError, match="not within"):
             wait_until(lambda: outbox.confirmed(down), 20)
-        mortal_server.start()
+        killable_server.start()
         outbox.wait_drained(120)
     with Outbox(target) as effects:
         assert effects.value("select count(*) from relay.dead_letter_queue") == 0
@@ -120,15 +120,15 @@ def test_the_target_is_down_for_a_while(outbox: Outbox, mortal_server: Server) -
 
 
 @pytest.fixture
-def mortal_outbox(mortal_server: Server) -> Iterator[Outbox]:
-    with Outbox(mortal_server.create_database("source")) as made:
+def mortal_outbox(killable_server: Server) -> Iterator[Outbox]:
+    with Outbox(killable_server.create_database("source")) as made:
         made.install()
         yield made
 
 
 @pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 def test_the_server_crashes_and_comes_back(
-    mortal_server: Server, mortal_outbox: Outbox, mode: str
+    killable_server: Server, mortal_outbox: Outbox, mode: str
 ) -> None:
     mortal_outbox.fill(6_000)
     source = {**mortal_outbox.config()["source"], "mode": mode}
@@ -136,8 +136,8 @@ def test_the_server_crashes_and_comes_back(
         for goal in (1_000, 8_000, 16_000):
             wait_until(lambda goal=goal: progress(mortal_outbox) > goal)  # type: ignore[misc]
             mortal_outbox.conn.close()
-            mortal_server.kill() if goal == 8_000 else mortal_server.stop("immediate")
-            mortal_server.start()
+            killable_server.kill() if goal == 8_000 else killable_server.stop("immediate")
+            killable_server.start()
             mortal_outbox.reconnect()
         mortal_outbox.publish(host(1), event(1))
         wait_until(lambda: mortal_outbox.value("select count(*) from projection") == 30_001, 120)

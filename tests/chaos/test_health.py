@@ -169,18 +169,18 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
 
 @pytest.mark.rare
 @pytest.mark.usefixtures("short_intervals")
-def test_the_database_is_away_for_longer_than_a_stall(mortal_server: Server) -> None:
-    with Outbox(mortal_server.create_database("source")) as outbox:
+def test_the_database_is_away_for_longer_than_a_stall(killable_server: Server) -> None:
+    with Outbox(killable_server.create_database("source")) as outbox:
         outbox.install()
         with asked(outbox) as poller:
             outbox.conn.close()
-            mortal_server.stop("immediate")
+            killable_server.stop("immediate")
             wait_until(lambda: not is_good(poller.port, "/readyz"), 30)
             time.sleep(STALL + 1)
             found = Scrape(poller.port)
             assert found.value("relay_database_up", database="target") == 0
             assert found.value("relay_slot_active") is None
-            mortal_server.start()
+            killable_server.start()
             wait_until(lambda: is_good(poller.port, "/readyz"))
             outbox.reconnect()
             outbox.publish(host(1), event(1))

@@ -22,7 +22,7 @@ from relay import handlers
 from relay.config.settings import Settings
 from relay.model.events import Transaction
 from relay.source import hybrid, recovery
-from tests.outbox import Outbox, host, relaying, wait_until, work_and_die
+from tests.outbox import Outbox, host, relaying, wait_until, work_and_crash
 from tests.postgres import start_server
 
 PUBLISHERS = 8
@@ -178,7 +178,7 @@ class World:
         """Let relay apply some tasks of what it takes first, and be killed."""
         if self.applied < len(self.committed):
             self.knows_slot = False
-            work_and_die(self._settings(mode, batch_size), tasks)
+            work_and_crash(self._settings(mode, batch_size), tasks)
 
     def _settings(self, mode: str, batch_size: int) -> Settings:
         source = {**self.outbox.config()["source"], "mode": mode}

@@ -145,11 +145,11 @@ def test_ids_of_any_type_go_end_to_end(
     with relaying(settings):
         insert(outbox, ids, 100, dict.fromkeys(range(40), 1))
         wait_until(lambda: outbox.value("select count(*) from batched") == 80)
-        wait_until(lambda: len(webhook.taken) == 80)
+        wait_until(lambda: len(webhook.accepted) == 80)
     assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")
     kinds = [declared(kind) for kind in IDS[ids].values()]
     assert outbox.column("select distinct kinds from batched") == [kinds]
-    sent = [request.event for request in webhook.taken]
+    sent = [request.event for request in webhook.accepted]
     assert sorted(each["id"] for each in sent) == sorted(row[0] for row in rows(outbox, "shop"))
     assert {(each["hostid"], each["userid"]) for each in sent} == {
         (row[1], row[2]) for row in rows(outbox, "shop")
@@ -176,10 +176,10 @@ def test_dead_letters_and_replays_keep_ids_of_any_type(
         ]
         outbox.conn.execute("alter table seen drop constraint seen_amount_check")
         webhook.answers = lambda _, body: Answer()
-        letters = DeadLetters(settings, outbox.conn)
+        dead_letters = DeadLetters(settings, outbox.conn)
         host = dead[0][1]
-        assert letters.find(DeadLetterSelection(host_id=host)).transactions == 1
-        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 2
+        assert dead_letters.find(DeadLetterSelection(host_id=host)).transactions == 1
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 2
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     assert rows(outbox, "seen") == rows(outbox, "batched") == rows(outbox, "shop")
     assert webhook.ids() == {row[0]: 1 for row in rows(outbox, "shop")}
@@ -423,9 +423,9 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
             )
             failing = False
             target.execute("alter table relayed drop constraint relayed_n_check")
-            letters = DeadLetters(settings, target)
-            letters.replay(letters.find(DeadLetterSelection()), None)
+            dead_letters = DeadLetters(settings, target)
+            dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
             wait_until(lambda: target.execute(deferred).fetchall() == [])
         found = target.execute("select n from relayed order by seq").fetchall()
         assert found == [(0,), (1,), (2,)]
-    assert [request.event["data"]["n"] for request in webhook.taken][-3:] == [0, 1, 2]
+    assert [request.event["data"]["n"] for request in webhook.accepted][-3:] == [0, 1, 2]

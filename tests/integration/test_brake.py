@@ -141,8 +141,8 @@ def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbo
     for number in range(LIMIT * 2):
         outbox.publish(host(number), event(1))
     outbox.drain(braking(outbox, limit=0))
-    letters = DeadLetters(braking(outbox), outbox.conn)
-    assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == LIMIT * 2
+    dead_letters = DeadLetters(braking(outbox), outbox.conn)
+    assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == LIMIT * 2
     with relaying(braking(outbox)):
         wait_until(
             lambda: (
@@ -187,11 +187,11 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
                 said.__dict__["fault"]
             )
             mended = True
-            wait_until(lambda: len(webhook.taken) == LIMIT * 2)
+            wait_until(lambda: len(webhook.accepted) == LIMIT * 2)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
             wait_until(lambda: not stopped(outbox))
     assert dead(outbox) == LIMIT
-    assert len(webhook.taken) == LIMIT * 2
+    assert len(webhook.accepted) == LIMIT * 2
 
 
 @pytest.mark.parametrize("amount", [-1, 1])
@@ -221,13 +221,13 @@ def test_what_is_deferred_with_transactions_of_a_stopped_handler_flows(
             assert dead(outbox) == LIMIT
             for number in range(3):
                 outbox.publish(host(number), event(number, event_type="hook", deliver_at=soon))
-            wait_until(lambda: len(webhook.taken) == 3)
+            wait_until(lambda: len(webhook.accepted) == 3)
             outbox.conn.execute(
                 "truncate broken; alter table projection drop constraint projection_amount_check"
             )
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
             wait_until(lambda: not stopped(outbox))
-    assert len(webhook.taken) == 3
+    assert len(webhook.accepted) == 3
     assert dead(outbox) == LIMIT
     assert outbox.value("select count(*) from projection") == LIMIT
     assert "a handler is stopped" in caplog.messages

@@ -27,7 +27,7 @@ from tests.brokers import (
     RedisServer,
     started,
 )
-from tests.sinks import made, transaction
+from tests.sinks import make_event, transaction
 
 pytestmark = pytest.mark.brokers
 
@@ -75,7 +75,7 @@ async def eventually(sink: Sink, *numbers: int) -> None:
     """Deliver, as often as it takes."""
     for _ in range(100):
         try:
-            await sink.deliver(transaction(*(made(number) for number in numbers)))
+            await sink.deliver(transaction(*(make_event(number) for number in numbers)))
         except Undelivered:
             await asyncio.sleep(0.1)
         else:
@@ -87,7 +87,7 @@ def test_transactions_of_many_hosts_arrive_at_once_and_in_order(broker: Broker) 
     async def deliver(sink: Sink) -> None:
         async def of(host: int) -> None:
             for first in range(0, 60, 3):
-                await sink.deliver(transaction(*(made(first + n, host) for n in range(3))))
+                await sink.deliver(transaction(*(make_event(first + n, host) for n in range(3))))
 
         await asyncio.gather(*(of(host) for host in range(64)))
 
@@ -100,7 +100,7 @@ def test_transactions_of_many_hosts_arrive_at_once_and_in_order(broker: Broker) 
 
 def test_a_large_transaction_is_sent_in_portions(broker: Broker) -> None:
     async def deliver(sink: Sink) -> None:
-        await sink.deliver(transaction(*(made(number) for number in range(3_000))))
+        await sink.deliver(transaction(*(make_event(number) for number in range(3_000))))
 
     using(broker, deliver, timeout=10)
     assert amounts(broker.events(), 1) == list(range(3_000))
@@ -110,9 +110,9 @@ def test_messages_of_a_transaction_do_not_wait_for_each_other(tmp_path: Path) ->
     """Sent one by one, 2,000 messages would take as many round trips."""
 
     async def deliver(sink: Sink) -> None:
-        await sink.deliver(transaction(made(0)))
+        await sink.deliver(transaction(make_event(0)))
         began = time.monotonic()
-        await sink.deliver(transaction(*(made(number) for number in range(1, 2_001))))
+        await sink.deliver(transaction(*(make_event(number) for number in range(1, 2_001))))
         assert time.monotonic() - began < 2
 
     with started(KafkaCluster, tmp_path / "broker") as cluster:
@@ -128,7 +128,10 @@ def test_an_outage_is_undelivered_and_passes(broker: Broker) -> None:
         for first in (2, 4, 6):
             began = time.monotonic()
             results = await asyncio.gather(
-                *(sink.deliver(transaction(made(first), made(first + 1))) for _ in range(10)),
+                *(
+                    sink.deliver(transaction(make_event(first), make_event(first + 1)))
+                    for _ in range(10)
+                ),
                 return_exceptions=True,
             )
             assert all(isinstance(result, Undelivered) for result in results), results
@@ -145,13 +148,13 @@ def test_an_outage_is_undelivered_and_passes(broker: Broker) -> None:
 
 def test_a_server_that_is_gone_without_a_word_is_noticed_in_time(process: Any) -> None:
     async def deliver(sink: Sink) -> None:
-        await sink.deliver(transaction(made(0)))
+        await sink.deliver(transaction(make_event(0)))
         process.freeze()
         try:
             for _ in range(2):
                 began = time.monotonic()
                 results = await asyncio.gather(
-                    *(sink.deliver(transaction(made(1), made(2))) for _ in range(20)),
+                    *(sink.deliver(transaction(make_event(1), make_event(2))) for _ in range(20)),
                     return_exceptions=True,
                 )
                 assert all(isinstance(result, Undelivered) for result in results), results
@@ -166,9 +169,9 @@ def test_a_server_that_is_gone_without_a_word_is_noticed_in_time(process: Any) -
 
 def test_a_sink_can_be_closed_while_its_server_is_gone(process: Any) -> None:
     async def deliver(sink: Sink) -> None:
-        await sink.deliver(transaction(made(0)))
+        await sink.deliver(transaction(make_event(0)))
         process.freeze()
-        waiting = asyncio.create_task(sink.deliver(transaction(made(1))))
+        waiting = asyncio.create_task(sink.deliver(transaction(make_event(1))))
         await asyncio.sleep(0.1)
         try:
             await sink.close()
@@ -191,17 +194,21 @@ def test_deliveries_that_are_cancelled_leave_nothing_broken(broker: Broker) -> N
     async def deliver(sink: Sink) -> None:
         for after in (0.0, 0.0002, 0.001, 0.003, 0.01):
             tasks = [
-                asyncio.create_task(sink.deliver(transaction(*(made(n, host) for n in range(50)))))
+                asyncio.create_task(
+                    sink.deliver(transaction(*(make_event(n, host) for n in range(50))))
+                )
                 for host in range(100, 120)
             ]
-            kept = asyncio.create_task(sink.deliver(transaction(*(made(n, 2) for n in range(50)))))
+            kept = asyncio.create_task(
+                sink.deliver(transaction(*(make_event(n, 2) for n in range(50))))
+            )
             await asyncio.sleep(after)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(each is None or isinstance(each, asyncio.CancelledError) for each in results)
             await kept
-        await sink.deliver(transaction(*(made(number) for number in range(50))))
+        await sink.deliver(transaction(*(make_event(number) for number in range(50))))
 
     using(broker, deliver)
     found = broker.events()
@@ -214,7 +221,8 @@ def test_the_first_deliveries_share_one_attempt_to_connect(process: Any) -> None
     async def deliver(sink: Sink) -> None:
         began = time.monotonic()
         results = await asyncio.gather(
-            *(sink.deliver(transaction(made(each))) for each in range(64)), return_exceptions=True
+            *(sink.deliver(transaction(make_event(each))) for each in range(64)),
+            return_exceptions=True,
         )
         assert all(isinstance(result, Undelivered) for result in results), results
         assert time.monotonic() - began < TIMEOUT * 2 + 1
@@ -236,10 +244,10 @@ async def delivered(sink: Sink, *events: Any) -> list[Any]:
 
 
 def test_what_kafka_refuses_concerns_no_other_message(tmp_path: Path) -> None:
-    large = made(1, payload=f'"{"x" * 2_000_000}"')
+    large = make_event(1, payload=f'"{"x" * 2_000_000}"')
 
     async def deliver(sink: Sink) -> None:
-        first, refused, last = await delivered(sink, made(0), large, made(2))
+        first, refused, last = await delivered(sink, make_event(0), large, make_event(2))
         assert first is last is None
         assert isinstance(refused, Rejected)
         assert str(refused) == "MSG_SIZE_TOO_LARGE"
@@ -253,9 +261,9 @@ def test_a_producer_of_kafka_that_is_beyond_repair_is_replaced(tmp_path: Path) -
     produce, out_of_order = 0, 45
 
     async def deliver(sink: Sink) -> None:
-        await sink.deliver(transaction(made(0)))
+        await sink.deliver(transaction(make_event(0)))
         cluster.fail_requests(produce, out_of_order)
-        results = await delivered(sink, *(made(each, each) for each in range(1, 20)))
+        results = await delivered(sink, *(make_event(each, each) for each in range(1, 20)))
         assert any(isinstance(result, Undelivered) for result in results)
         assert all(result is None or isinstance(result, Undelivered) for result in results)
         await eventually(sink, 20, 21)
@@ -274,13 +282,13 @@ def test_what_nats_refuses_concerns_no_other_message(tmp_path: Path) -> None:
         await client.close()
 
     def large(size: int) -> Any:
-        return made(1, payload=f'"{"x" * size}"')
+        return make_event(1, payload=f'"{"x" * size}"')
 
     async def deliver(sink: Sink) -> None:
-        wrong = made(2, event_type="a b")
-        elsewhere = made(3, payload="{}", event_type="order.placed")
+        wrong = make_event(2, event_type="a b")
+        elsewhere = make_event(3, payload="{}", event_type="order.placed")
         first, stream, server, subject, last = await delivered(
-            sink, made(0), large(200_000), large(2_000_000), wrong, elsewhere
+            sink, make_event(0), large(200_000), large(2_000_000), wrong, elsewhere
         )
         assert first is last is None
         assert isinstance(stream, Rejected)
@@ -292,7 +300,7 @@ def test_what_nats_refuses_concerns_no_other_message(tmp_path: Path) -> None:
 
     async def deliver_elsewhere(sink: Sink) -> None:
         with pytest.raises(Undelivered, match="NoStreamResponseError"):
-            await sink.deliver(transaction(made(0)))
+            await sink.deliver(transaction(make_event(0)))
 
     with started(NatsServer, tmp_path / "broker") as broker:
         asyncio.run(limit(broker.handler["servers"][0]))
@@ -302,7 +310,9 @@ def test_what_nats_refuses_concerns_no_other_message(tmp_path: Path) -> None:
 
 def test_what_redis_refuses_concerns_no_other_message(tmp_path: Path) -> None:
     async def deliver(sink: Sink) -> None:
-        first, refused, last = await delivered(sink, made(0), made(1, event_type="no"), made(2))
+        first, refused, last = await delivered(
+            sink, make_event(0), make_event(1, event_type="no"), make_event(2)
+        )
         assert first is last is None
         assert isinstance(refused, Rejected)
         assert str(refused) == "WRONGTYPE"
@@ -318,7 +328,9 @@ def rabbitmq_channel(broker: Any) -> Any:
 
 def test_messages_that_no_queue_of_rabbitmq_takes_hold_no_others_up(tmp_path: Path) -> None:
     async def deliver(sink: Sink) -> None:
-        events = [made(each, each, event_type=TYPE if each % 2 else "none") for each in range(100)]
+        events = [
+            make_event(each, each, event_type=TYPE if each % 2 else "none") for each in range(100)
+        ]
         for each, result in enumerate(await delivered(sink, *events)):
             if each % 2:
                 assert result is None
@@ -334,12 +346,12 @@ def test_messages_that_no_queue_of_rabbitmq_takes_hold_no_others_up(tmp_path: Pa
 def test_a_full_queue_of_rabbitmq_is_undelivered(tmp_path: Path) -> None:
     async def deliver(sink: Sink) -> None:
         for _ in range(2):
-            await sink.deliver(transaction(made(0, event_type="few")))
+            await sink.deliver(transaction(make_event(0, event_type="few")))
         with pytest.raises(Undelivered, match="NackError"):
             await sink.deliver(
-                transaction(*(made(each, event_type="few") for each in range(1, 10)))
+                transaction(*(make_event(each, event_type="few") for each in range(1, 10)))
             )
-        await sink.deliver(transaction(made(1)))
+        await sink.deliver(transaction(make_event(1)))
 
     with started(RabbitmqServer, tmp_path / "broker") as broker:
         rabbitmq_channel(broker).queue_declare(
@@ -353,14 +365,14 @@ def test_a_message_for_which_rabbitmq_closes_the_channel_concerns_no_other(tmp_p
 
     async def deliver(sink: Sink) -> None:
         for _ in range(3):
-            events = [made(each, each) for each in range(100)]
-            events[50] = made(50, 50, payload=f'"{"x" * 200_000}"')
+            events = [make_event(each, each) for each in range(100)]
+            events[50] = make_event(50, 50, payload=f'"{"x" * 200_000}"')
             results = await delivered(sink, *events)
             refused = results.pop(50)
             assert isinstance(refused, Rejected), refused
             assert str(refused) == "AMQP 406"
             assert results == [None] * 99
-        whole = transaction(*(made(each) if each != 5 else events[50] for each in range(10)))
+        whole = transaction(*(make_event(each) if each != 5 else events[50] for each in range(10)))
         with pytest.raises(Rejected, match="AMQP 406"):
             await sink.deliver(whole)
 
@@ -380,10 +392,10 @@ def test_a_message_for_which_rabbitmq_closes_the_channel_concerns_no_other(tmp_p
 
 def test_an_exchange_of_rabbitmq_that_is_not_there_is_undelivered(tmp_path: Path) -> None:
     async def deliver(sink: Sink) -> None:
-        for result in await delivered(sink, *(made(each, each) for each in range(20))):
+        for result in await delivered(sink, *(make_event(each, each) for each in range(20))):
             assert isinstance(result, Undelivered)
             assert str(result) == "AMQP 404"
-        long = made(1, event_type="x" * 300)
+        long = make_event(1, event_type="x" * 300)
         (result,) = await delivered(sink, long)
         assert isinstance(result, Rejected)
         assert str(result) == "ShortStringTooLong"
@@ -396,7 +408,9 @@ def test_a_connection_that_was_idle_is_used_again_and_nothing_comes_twice(broker
     async def deliver(sink: Sink) -> None:
         for first in (0, 100, 200):
             numbers = range(first, first + 64)
-            await asyncio.gather(*(sink.deliver(transaction(made(each, each))) for each in numbers))
+            await asyncio.gather(
+                *(sink.deliver(transaction(make_event(each, each))) for each in numbers)
+            )
             await asyncio.sleep(TIMEOUT + 0.5)
 
     using(broker, deliver)

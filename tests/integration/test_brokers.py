@@ -75,12 +75,12 @@ def test_what_a_broker_refuses_is_dead_lettered(outbox: Outbox, tmp_path: Path) 
         redis.Redis(port=broker.port).set("shop.13", "no stream")
         outbox.drain(outbox.settings(**sending(broker, topic="shop.{payload.amount}")))
         assert redis.Redis(port=broker.port).keys("shop.*").__len__() == 3
-    letters = outbox.conn.execute(
+    dead_letters = outbox.conn.execute(
         "select (payload->>'amount')::int, exception from relay.dead_letter_queue order by c_offset"
     ).fetchall()
-    assert [amount for amount, _ in letters] == [13, None]
-    assert "WRONGTYPE" in letters[0][1]
-    assert "the event has no text or number at payload.amount" in letters[1][1]
+    assert [amount for amount, _ in dead_letters] == [13, None]
+    assert "WRONGTYPE" in dead_letters[0][1]
+    assert "the event has no text or number at payload.amount" in dead_letters[1][1]
 
 
 def test_messages_in_rabbitmq_that_no_queue_takes_wait(outbox: Outbox, tmp_path: Path) -> None:

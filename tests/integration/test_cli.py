@@ -112,14 +112,14 @@ def test_dead_letters_are_listed_and_shown(config: Path, outbox: Outbox) -> None
             .split("dead letter")[1]
             .split("}")[0]
         )
-    (letter,) = json.loads(relay("dlq", "list", "--config", str(config), "--json").stdout)
-    assert letter["transaction_id"] == str(bad)
-    assert letter["events"] == 2
+    (dead_letter,) = json.loads(relay("dlq", "list", "--config", str(config), "--json").stdout)
+    assert dead_letter["transaction_id"] == str(bad)
+    assert dead_letter["events"] == 2
     shown = json.loads(
-        relay("dlq", "show", str(letter["id"]), "--config", str(config), "--json").stdout
+        relay("dlq", "show", str(dead_letter["id"]), "--config", str(config), "--json").stdout
     )
     assert [item["payload"] for item in shown] == [{"amount": -1}, {"amount": 2}]
-    assert relay("dlq", "show", str(letter["id"]), "--config", str(config)).returncode == 0
+    assert relay("dlq", "show", str(dead_letter["id"]), "--config", str(config)).returncode == 0
     piped = relay("dlq", "list", "--config", str(config), COLUMNS="40").stdout
     headings, row = (line.split("\t") for line in piped.splitlines())
     assert row[headings.index("transaction")] == str(bad)
@@ -287,18 +287,18 @@ def test_unreachable_server(outbox: Outbox, tmp_path: Path) -> None:
         )
 
 
-def test_run_waits_for_a_server_that_is_away(mortal_server: Server, tmp_path: Path) -> None:
-    with Outbox(mortal_server.create_database("late")) as outbox:
+def test_run_waits_for_a_server_that_is_away(killable_server: Server, tmp_path: Path) -> None:
+    with Outbox(killable_server.create_database("late")) as outbox:
         outbox.install()
         outbox.publish(host(1), event(1))
         config = outbox.config_file(tmp_path / "relay.yaml")
-        mortal_server.stop()
+        killable_server.stop()
         with running(config) as service:
             service.wait_said("waiting for the database")
             assert service.terminate() == 0
         with running(config) as service:
             wait_until(lambda: len(service.lines()) > 1)
-            mortal_server.start()
+            killable_server.start()
             service.wait_said("streaming")
             outbox.reconnect()
             outbox.wait_drained()
@@ -490,7 +490,7 @@ def test_a_statement_that_breaks_while_running_stops_and_blames_no_event(
 def test_a_revoked_right_is_found_by_check_or_stops_and_blames_no_event(
     outbox: Outbox, tmp_path: Path, kind: str
 ) -> None:
-    with outbox.clerk() as (name, dsn):
+    with outbox.limited_role() as (name, dsn):
         source = {**outbox.config()["source"], "dsn": dsn}
         more = python_handler("tests.callables:record") if kind == "python" else {}
         config = outbox.config_file(tmp_path / "relay.yaml", source=source, **more)

@@ -205,21 +205,21 @@ def test_a_proxy_says_who_it_is(outbox: Outbox) -> None:
 
 def test_what_a_payload_holds_is_text(outbox: Outbox, settings: Settings, address: str) -> None:
     """Scripts in a payload, an exception or a search are shown, and not run."""
-    (letter,) = kill_some(outbox, settings, note="</pre><script>alert(1)</script>")
+    (dead_letter,) = kill_some(outbox, settings, note="</pre><script>alert(1)</script>")
     outbox.conn.execute(
         "update relay.dead_letter_queue set exception = '<img src=x onerror=alert(2)>: x', handler = '<b>h</b>'"
     )
     visitor = Visitor(address, name="<i>anna</i>")
-    page = visitor.page(f"{G}/dead-letter?id={letter}")
+    page = visitor.page(f"{G}/dead-letter?id={dead_letter}")
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     for path in (
-        f"{G}/dead-letter?id={letter}",
+        f"{G}/dead-letter?id={dead_letter}",
         f"{G}/dead-letters",
         f"{G}/dead-letters?exception=<script>x",
     ):
         page = visitor.page(path)
         assert not re.search(r"<script>|<img|<b>h|<i>anna", page)
-    saved = visitor.client.get(f"{G}/dead-letter/payload?id={letter}")
+    saved = visitor.client.get(f"{G}/dead-letter/payload?id={dead_letter}")
     assert saved.headers["content-type"] == "application/json"
     assert saved.headers["content-disposition"].startswith("attachment")
     assert saved.json()["note"].startswith("</pre>")
@@ -512,13 +512,13 @@ def test_it_stays_usable_when_there_is_much(outbox: Outbox) -> None:
 
 def test_a_large_payload_is_cut(outbox: Outbox, settings: Settings, address: str) -> None:
     """A page has the beginning of it; the whole can be saved. What is too large to be sent is refused."""
-    (letter,) = kill_some(outbox, settings, note="y" * 3_000_000)
+    (dead_letter,) = kill_some(outbox, settings, note="y" * 3_000_000)
     visitor = Visitor(address)
-    page = visitor.page(f"{G}/dead-letter?id={letter}")
+    page = visitor.page(f"{G}/dead-letter?id={dead_letter}")
     assert len(page) < 60_000
     assert "of which the beginning is shown" in page
     assert "Too large to edit here" in page
-    saved = visitor.client.get(f"{G}/dead-letter/payload?id={letter}")
+    saved = visitor.client.get(f"{G}/dead-letter/payload?id={dead_letter}")
     assert len(saved.json()["note"]) == 3_000_000
     too_large = visitor.client.post(f"{G}/dead-letter/edit", content=b"x" * 2_000_000)
     assert too_large.status_code == 413
@@ -717,7 +717,7 @@ def test_an_odd_body_is_refused_in_a_sentence(outbox: Outbox, address: str) -> N
 def test_an_odd_payload_is_refused_in_a_sentence(
     outbox: Outbox, settings: Settings, address: str
 ) -> None:
-    (letter,) = kill_some(outbox, settings)
+    (dead_letter,) = kill_some(outbox, settings)
     visitor, program = Visitor(address), Program(address)
     for payload in (
         "[" * 50_000 + "]" * 50_000,
@@ -728,9 +728,9 @@ def test_an_odd_payload_is_refused_in_a_sentence(
         "1e999999",
         "\x00",
     ):
-        fields = {"id": str(letter), "payload": payload, "reason": "x"}
+        fields = {"id": str(dead_letter), "payload": payload, "reason": "x"}
         page = visitor.send(f"{G}/dead-letter/edit", **fields)
         body = {"reason": "x", "payload": payload}
-        answer = program.client.post(f"/dead-letters/{letter}/payload", json=body)
+        answer = program.client.post(f"/dead-letters/{dead_letter}/payload", json=body)
         assert page.status_code == answer.status_code == 409, payload[:30]
     assert outbox.value("select payload->>'amount' from relay.dead_letter_queue") == "-1"

@@ -71,7 +71,7 @@ def browser() -> Iterator[Browser]:
 
 
 def _log_in(browser: Browser, address: str) -> None:
-    browser.observations(*DESKTOP)
+    browser.set_view(*DESKTOP)
     # Cookies do not tell ports apart.
     browser.command("Network.clearBrowserCookies")
     browser.open(address)
@@ -126,9 +126,9 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         _log_in(browser, address)
         assert browser.text("#tiles").count("Dead letters") == 1
         _picture(browser, "light")
-        browser.observations(*DESKTOP, dark=True)
+        browser.set_view(*DESKTOP, dark=True)
         _picture(browser, "dark")
-        browser.observations(*DESKTOP)
+        browser.set_view(*DESKTOP)
         browser.click(".tile a[href$='dead-letters']")
         browser.wait_text("Why they died")
         browser.click(".kinds a")
@@ -147,7 +147,7 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         browser.wait_text("It has been applied.", "#do-area")
         assert "refunds are allowed now" in browser.text("#done-area")
         assert outbox.value("select count(*) from projection where amount = -5") == 1
-        assert browser.complaints() == []
+        assert browser.logged_errors() == []
 
 
 def test_an_operator_pauses_a_sink(
@@ -186,15 +186,15 @@ def test_an_operator_pauses_a_sink(
             for each in _PAGES:
                 browser.open(f"{address}/groups/default/{each}")
                 for dark in (False, True):
-                    browser.observations(*DESKTOP, dark=dark)
+                    browser.set_view(*DESKTOP, dark=dark)
                     assert browser.script(_CONTRAST) == [], each
                 assert browser.script(_UNNAMED) == [], each
-                browser.observations(*PHONE, phone=True)
+                browser.set_view(*PHONE, phone=True)
                 width = browser.script("return document.documentElement.scrollWidth")
                 assert width <= PHONE[0], each
             browser.open(f"{address}/groups/default/")
             _picture(browser, "phone")
-            assert browser.complaints() == []
+            assert browser.logged_errors() == []
 
 
 def test_a_keyboard_is_enough(outbox: Outbox, browser: Browser) -> None:

@@ -106,11 +106,11 @@ def test_a_malformed_edit_is_refused_with_its_line_and_changes_nothing(
     settings = outbox.settings()
     outbox.publish(host(1), event(-1))
     outbox.drain(settings)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
     file = tmp_path / "letters.jsonl"
     file.write_text(f'{{"id": 1, "payload": {{"amount": 1}}}}\n\n{line}\n')
     with pytest.raises(ConfigurationError, match=f"letters.jsonl:3: {fault}"):
-        letters.replay(letters.find(DeadLetterSelection()), None, file)
+        dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None, file)
     assert outbox.column("select status from relay.dead_letter_queue") == ["dead"]
     assert outbox.column("select payload from relay.dead_letter_queue") == [{"amount": -1}]
 
@@ -129,8 +129,8 @@ def test_a_scheduled_event_keeps_its_time(outbox: Outbox) -> None:
         "select deliver_at::text from outbox_message_t"
     )
     allow(outbox)
-    letters = DeadLetters(settings, outbox.conn)
-    letters.replay(letters.find(DeadLetterSelection()), None)
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
+    dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None)
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from projection") == 1)
     assert outbox.value(
@@ -178,7 +178,7 @@ def test_only_the_value_that_is_refused_degrades_and_a_replay_has_all_of_them(
                 (str(7000 + number), host(1), payload),
             )
         outbox.drain(settings, session)
-        letters = outbox.conn.execute(
+        rows = outbox.conn.execute(
             """
             select event_id, host_id, user_id, event_type, event_ts::timestamptz = '2020-05-06T07:08:09Z', payload,
                    refused::text
@@ -186,10 +186,10 @@ def test_only_the_value_that_is_refused_degrades_and_a_replay_has_all_of_them(
             """
         ).fetchall()
         kept = (str(host(1)), "Zoë", "placed", True)
-        assert [letter[:5] for letter in letters] == [("7000", *kept), ("7001", *kept)]
-        assert [letter[5] for letter in letters] == [json.loads(payloads[0]), payloads[1]]
-        assert letters[0][6] is None
-        assert json.loads(letters[1][6]) == {"payload": payloads[1]}
+        assert [row[:5] for row in rows] == [("7000", *kept), ("7001", *kept)]
+        assert [row[5] for row in rows] == [json.loads(payloads[0]), payloads[1]]
+        assert rows[0][6] is None
+        assert json.loads(rows[1][6]) == {"payload": payloads[1]}
         outbox.conn.execute("alter table applied drop constraint odd")
         found = DeadLetters(settings, outbox.conn)
         assert len(found.replay(found.find(DeadLetterSelection(ids=[1])), None)) == 1
@@ -258,11 +258,11 @@ def test_large_transactions_are_replayed_in_portions_and_in_order(
         outbox.publish(host(number % 2), *(event(-1 - n) for n in range(events)))
     outbox.drain(settings)
     allow(outbox)
-    letters = DeadLetters(settings, outbox.conn)
-    found = letters.find(DeadLetterSelection())
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
+    found = dead_letter_admin.find(DeadLetterSelection())
     assert (found.transactions, found.events) == (9, 36)
-    assert len(letters.replay(found, None)) == 9
-    assert len(letters.replay(found, None)) == 0
+    assert len(dead_letter_admin.replay(found, None)) == 9
+    assert len(dead_letter_admin.replay(found, None)) == 0
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from projection") == 36)
     outbox.conn.execute("delete from relay.dead_letter_queue")
@@ -281,9 +281,12 @@ def test_transactions_of_one_host_that_polling_read_stay_apart(outbox: Outbox) -
                     outbox.value("select count(*) from relay.dead_letter_queue") == number + 1
                 )
             )
-    letters = DeadLetters(settings, outbox.conn)
-    assert letters.find(DeadLetterSelection()).transactions == 3
-    assert len(letters.replay(letters.find(DeadLetterSelection(ids=[1])), None)) == 1
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
+    assert dead_letter_admin.find(DeadLetterSelection()).transactions == 3
+    assert (
+        len(dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection(ids=[1])), None))
+        == 1
+    )
     assert outbox.column("select status from relay.dead_letter_queue order by id") == [
         "replaying",
         "dead",

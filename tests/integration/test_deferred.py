@@ -425,7 +425,7 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
     outbox: Outbox,
 ) -> None:
     settings = outbox.settings(**WITH_SINK)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
     outbox.publish(host(1), event(-1, "odd"), event(2, "other"))
     outbox.publish(host(1), event(-3))
     outbox.drain(settings)
@@ -439,7 +439,7 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
     ]
     routed = outbox.settings(**{**WITH_SINK, "routes": routes})
     # It is still refused by the target, and remembered as what no sink has had.
-    letters.replay(letters.find(DeadLetterSelection()), None)
+    dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None)
     retry_deferred(routed)
     assert outbox.column("select count(*) from relay.deferred") == [0]
     assert outbox.column("select distinct undelivered from relay.dead_letter_queue order by 1") == [
@@ -447,7 +447,7 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
         True,
     ]
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
-    letters.replay(letters.find(DeadLetterSelection()), None)
+    dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None)
     retry_deferred(routed)
     assert outbox.column("select amount from projection order by seq") == [-1, -3]
     assert outbox.conn.execute(
@@ -569,9 +569,9 @@ def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None
     outbox.publish(host(2), event(-3))
     outbox.publish(host(3), event(4, **later))
     outbox.drain(settings)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letter_admin = DeadLetters(settings, outbox.conn)
     outbox.conn.execute("update relay.dead_letter_queue set exception = 'as it was'")
-    letters.replay(letters.find(DeadLetterSelection()), None)
+    dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None)
     outbox.conn.execute(
         "update relay.deferred set sink = 'hook' where hosts[1] = %s", (str(host(3)),)
     )
@@ -603,7 +603,10 @@ def test_what_is_cancelled_can_be_replayed(outbox: Outbox, config: Path) -> None
         for each in actions.recent(outbox.conn, "default", 10)
     ] == [("hook", "deferred cancel", 1), ("", "deferred cancel", 2)]
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
-    assert len(letters.replay(letters.find(DeadLetterSelection(sink="")), None)) == 2
+    assert (
+        len(dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection(sink="")), None))
+        == 2
+    )
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from projection") == 3)
 
@@ -735,7 +738,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
 
 
 def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
-    with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
+    with outbox.limited_role() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
         first, second = defer(conn, Deferral({"a"}), Deferral({"a"}, after=60))
         assert ids(deferred_due.claim(conn, "default", 10)) == [first]
         deferred.defer_again(conn, [(first, Deferral({"a"}))])
@@ -767,7 +770,7 @@ def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
 
 def test_edits_need_a_sink_that_is_there(outbox: Outbox) -> None:
     dead_letter_of_sink(outbox, "gone")
-    letters = DeadLetters(outbox.settings(**WITH_SINK), outbox.conn)
+    dead_letter_admin = DeadLetters(outbox.settings(**WITH_SINK), outbox.conn)
     with pytest.raises(ConfigurationError, match="no such sink"):
-        letters.replay(letters.find(DeadLetterSelection()), None)
+        dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None)
     assert outbox.column("select distinct status from relay.dead_letter_queue") == ["dead"]

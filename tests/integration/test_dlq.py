@@ -74,13 +74,18 @@ def test_replay_is_exact_and_in_order_on_both_engines(
     outbox.drain(settings, session)
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 60
     allow(outbox)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letters = DeadLetters(settings, outbox.conn)
     assert (
-        len(letters.replay(letters.find(DeadLetterSelection(host_id=str(host(1)))), "mended")) == 10
+        len(
+            dead_letters.replay(
+                dead_letters.find(DeadLetterSelection(host_id=str(host(1)))), "mended"
+            )
+        )
+        == 10
     )
     with relaying(settings, session):
         wait_until(lambda: outbox.value("select count(*) from projection") == 21)
-        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 20
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 20
         wait_until(lambda: outbox.value("select count(*) from projection") == 61)
     assert outbox.column("select distinct status from relay.dead_letter_queue") == ["replayed"]
     assert outbox.value("select count(*) from relay.deferred") == 0
@@ -104,9 +109,9 @@ def test_what_fails_again_is_dead_again(outbox: Outbox) -> None:
     settings = outbox.settings()
     outbox.publish(host(1), event(-1), event(2))
     outbox.drain(settings)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letters = DeadLetters(settings, outbox.conn)
     with relaying(settings):
-        assert len(letters.replay(letters.find(DeadLetterSelection()), "once more")) == 1
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), "once more")) == 1
         wait_until(
             lambda: outbox.column("select distinct attempts from relay.dead_letter_queue") == [2]
         )
@@ -137,12 +142,14 @@ def test_a_thousand_come_back_while_live_events_of_their_hosts_flow(outbox: Outb
                 writer.publish(host(number % 20), event(number), event(number))
 
     writer = threading.Thread(target=publish)
-    letters = DeadLetters(settings, outbox.conn)
+    dead_letters = DeadLetters(settings, outbox.conn)
     with relaying(settings):
         writer.start()
         try:
             wait_until(lambda: outbox.value("select count(*) from projection") > 100)
-            assert len(letters.replay(letters.find(DeadLetterSelection()), "all")) == 1_000
+            assert (
+                len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), "all")) == 1_000
+            )
             wait_until(
                 lambda: (
                     outbox.column("select distinct status from relay.dead_letter_queue")
@@ -240,13 +247,13 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
             "hook": {"type": "http", "url": webhook.url, "on_exhausted": "block_key"}
         }
         settings = outbox.settings(handlers=handlers, routes=[{"handlers": ["hook"]}])
-        letters = DeadLetters(settings, outbox.conn)
+        dead_letters = DeadLetters(settings, outbox.conn)
         for amount in (1, 13, 2):
             for number in (1, 2):
                 outbox.publish(host(number), event(amount))
         with relaying(settings):
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 4)
-            assert [each.event["data"]["amount"] for each in webhook.taken] == [1, 1]
+            assert [each.event["data"]["amount"] for each in webhook.accepted] == [1, 1]
             assert outbox.column("select blocked from relay.deferred order by blocked") == [
                 False,
                 False,
@@ -254,13 +261,13 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
                 True,
             ]
             webhook.answers = lambda _, body: Answer(200)
-            letters.replay(letters.find(DeadLetterSelection(host_id=str(host(1)))), None)
-            letters.discard(letters.find(DeadLetterSelection(host_id=str(host(2)))), None)
+            dead_letters.replay(dead_letters.find(DeadLetterSelection(host_id=str(host(1)))), None)
+            dead_letters.discard(dead_letters.find(DeadLetterSelection(host_id=str(host(2)))), None)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     amounts = {
         number: [
             each.event["data"]["amount"]
-            for each in webhook.taken
+            for each in webhook.accepted
             if each.event["hostid"] == str(host(number))
         ]
         for number in (1, 2)

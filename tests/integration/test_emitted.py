@@ -25,7 +25,7 @@ from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
 from tests.client_sessions import DRIVERS
-from tests.outbox import APPEND, Outbox, host, relaying, stream_and_die, wait_until
+from tests.outbox import APPEND, Outbox, host, relaying, stream_and_crash, wait_until
 from tests.process import relay
 from tests.webhook import Webhook
 
@@ -103,12 +103,12 @@ def test_messages_are_relayed_whole_and_in_order(
             emit(shop, message(-2), transactional=False)
         shop.conn.execute(EMIT, (True, "another", json.dumps(message(-3))))
         shop.wait_drained()
-        wait_until(lambda: len(webhook.taken) == 120)
+        wait_until(lambda: len(webhook.accepted) == 120)
     assert shop.column(AMOUNTS) == list(range(120))
     assert shop.value("select count(*) from relay.dead_letter_queue") == 0
     said = [each for each in caplog.messages if "belong to no transaction" in each]
     assert len(said) == 1
-    sent = {request.event["id"] for request in webhook.taken}
+    sent = {request.event["id"] for request in webhook.accepted}
     assert sent == set(shop.column("select id::text from projection"))
 
 
@@ -117,8 +117,8 @@ def test_what_was_applied_and_not_confirmed_is_applied_once(shop: Outbox) -> Non
     initialise(settings)
     for number in range(30):
         emit(shop, message(number, number % 4))
-    stream_and_die(settings, tasks=1)
-    stream_and_die(settings)
+    stream_and_crash(settings, tasks=1)
+    stream_and_crash(settings)
     with relaying(settings):
         emit(shop, message(30))
         shop.wait_drained()

@@ -113,7 +113,7 @@ def rows(shop: Outbox, table: str) -> list[Any]:
 
 
 def delivered(webhook: Webhook) -> dict[str, tuple[str | None, str | None]]:
-    events = [request.event for request in webhook.taken]
+    events = [request.event for request in webhook.accepted]
     return {each["id"]: (each.get("region"), each.get("priority")) for each in events}
 
 
@@ -173,15 +173,15 @@ def test_dead_letters_keep_headers(
         exported = relay("dlq", "export", "--config", str(file))
         found = [json.loads(line)["headers"] for line in exported.stdout.splitlines()]
         assert found == [{"region": region, "priority": "13"} for region in REGIONS]
-        letter = shop.value("select min(id) from relay.dead_letter_queue")
-        shown = relay("dlq", "show", str(letter), "--config", str(file))
+        dead_letter = shop.value("select min(id) from relay.dead_letter_queue")
+        shown = relay("dlq", "show", str(dead_letter), "--config", str(file))
         assert '{"region": "eu", "priority": "13"}' in shown.stdout
         for table in SEEN:
             shop.conn.execute(
                 f"alter table {table} drop constraint {table}_priority_check".encode()
             )
-        letters = DeadLetters(settings, shop.conn)
-        letters.replay(letters.find(DeadLetterSelection()), None)
+        dead_letters = DeadLetters(settings, shop.conn)
+        dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         assert_all_seen(shop, webhook)
 
 
@@ -236,18 +236,18 @@ def test_a_spark_sink_writes_headers_as_a_map(
             " values ('default', 'lake', 'x', gen_random_uuid(), %s, 'e', %s)",
             (str(host(1)), json.dumps({"region": "replayed", "priority": "1"})),
         )
-        letters = DeadLetters(settings, shop.conn)
-        letters.replay(letters.find(DeadLetterSelection()), None)
+        dead_letters = DeadLetters(settings, shop.conn)
+        dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(lambda: shop.value("select count(*) from relay.deferred") == 0)
     found = pyarrow.dataset.dataset(tmp_path / "lake", partitioning="hive").to_table().to_pylist()
     written = sorted(
         (each["id"], dict(each["headers"]).get("region"), dict(each["headers"]).get("priority"))
         for each in found
     )
-    letter = shop.value("select event_id from relay.dead_letter_queue")
+    dead_letter = shop.value("select event_id from relay.dead_letter_queue")
     published = shop.conn.execute(PUBLISHED.encode()).fetchall()
     assert written == sorted(
-        [*((str(id), *others) for id, *others in published), (letter, "replayed", "1")]
+        [*((str(id), *others) for id, *others in published), (dead_letter, "replayed", "1")]
     )
 
 

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from relay.source import recovery, walsender
-from tests.outbox import Outbox, event, host, relaying, wait_until, why_it_ended, why_it_ends
+from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_for_fault, wait_until
 from tests.process import relay
 
 LOST = "the source has lost events that group 'default' has applied"
@@ -87,7 +87,7 @@ def test_a_former_primary_is_refused(outbox: Outbox, mode: str) -> None:
     outbox.publish(host(1), event(1))
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     for _ in range(2):
-        said = why_it_ends(settings)
+        said = run_until_fault(settings)
         assert LOST in said
         assert "its timeline 1 has in common with timeline 2" in said
         assert "only what lies up to 0/1:" in said
@@ -118,7 +118,7 @@ def test_what_was_read_in_an_earlier_history_is_not_applied(outbox: Outbox) -> N
     outbox.wait_drained()
     outbox.conn.execute("update relay.groups set source_epoch = source_epoch + 1")
     outbox.publish(host(1), event(2))
-    assert "another instance has followed the source" in why_it_ended(running)
+    assert "another instance has followed the source" in wait_for_fault(running)
     assert outbox.handled() == 1
     outbox.drain(outbox.settings())
     outbox.assert_exact()
@@ -133,7 +133,7 @@ def test_who_stands_by_leaves_it_to_the_reader_of_the_slot_to_judge(
         advance_beyond_the_source(outbox)
         with relaying(outbox.settings()):
             wait_until(lambda: "another process reads the slot; standing by" in caplog.messages)
-    assert LOST in why_it_ends(outbox.settings())
+    assert LOST in run_until_fault(outbox.settings())
     assert outbox.handled() == 1
 
 
@@ -153,7 +153,7 @@ def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
         return system
 
     monkeypatch.setattr(recovery, "identify", slowly)
-    assert LOST in why_it_ends(outbox.settings())
+    assert LOST in run_until_fault(outbox.settings())
     assert outbox.column("select timeline from relay.groups") == [2]
 
 
@@ -169,7 +169,7 @@ def test_rows_that_were_restored_in_another_cluster_stop_relay(outbox: Outbox, m
     outbox.publish(host(1), event(2))
     outbox.conn.execute("update relay.groups set system_identifier = '1'")
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
-    assert "by a dump or by logical replication" in why_it_ends(settings)
+    assert "by a dump or by logical replication" in run_until_fault(settings)
     assert outbox.column("select amount from projection") == [1]
 
 

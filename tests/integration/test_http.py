@@ -166,12 +166,12 @@ def test_what_an_endpoint_refuses_is_its_own_dead_letter(
         outbox.publish(host(1), event(number))
     outbox.drain(outbox.settings(engine, **posting(webhook)), session)
     assert outbox.column("select amount from projection order by seq") == list(range(10, 16))
-    assert len(webhook.taken) == 5
-    (letter,) = outbox.conn.execute(
+    assert len(webhook.accepted) == 5
+    (dead_letter,) = outbox.conn.execute(
         "select payload, sink, exception from relay.dead_letter_queue"
     ).fetchall()
     output = f"Rejected: HTTP 422\nPOST {webhook.url}: 422 Unprocessable Entity\nno such product 13"
-    assert letter == ({"amount": 13}, "hook", output)
+    assert dead_letter == ({"amount": 13}, "hook", output)
     assert outbox.value("select count(*) from relay.deferred") == 0
     outbox.assert_exact()
 
@@ -193,13 +193,13 @@ def test_a_host_that_fails_is_deferred_in_order_and_no_other(
         outbox.wait_drained()
         assert outbox.value("select count(*) from projection") == 16
         assert outbox.column("select sink from relay.deferred") == ["hook"] * 8
-        assert len(webhook.taken) == 8
+        assert len(webhook.accepted) == 8
         outbox.publish(host(1), event(9))
         outbox.wait_drained()
         wait_until(lambda: outbox.value("select max(attempts) from relay.deferred") > 1, 10)
         assert outbox.value("select count(*) from relay.deferred where attempts > 0") == 1
         down = False
-        wait_until(lambda: len(webhook.taken) == 17)
+        wait_until(lambda: len(webhook.accepted) == 17)
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     assert webhook.order(host(1)) == outbox.column(
         "select c_offset from outbox_message_t where host_id = %s order by 1", (host(1),)
@@ -246,7 +246,7 @@ def test_exhausted_attempts_release_the_key_or_hold_it(
         wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1)
         wait_until(lambda: len(webhook.order(host(2))) == 1)
         if ending == "dead_letter":
-            wait_until(lambda: len(webhook.taken) == 3)
+            wait_until(lambda: len(webhook.accepted) == 3)
         else:
             outbox.publish(host(1), event(5))
             outbox.wait_drained()
@@ -273,11 +273,11 @@ def test_keys_by_aggregate_go_on_beside_each_other(outbox: Outbox, webhook: Webh
         outbox.publish(host(1), event(1, aggregate_id=name))
     with relaying(outbox.settings(**posting(webhook, False, order_by="aggregate"))):
         outbox.wait_drained()
-        wait_until(lambda: len(webhook.taken) == 2)
+        wait_until(lambda: len(webhook.accepted) == 2)
         webhook.answers = lambda _, body: Answer(200)
-        wait_until(lambda: len(webhook.taken) == 4)
+        wait_until(lambda: len(webhook.accepted) == 4)
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
-    assert [request.event["subject"] for request in webhook.taken] == ["b", "b", "a", "a"]
+    assert [request.event["subject"] for request in webhook.accepted] == ["b", "b", "a", "a"]
 
 
 def test_scheduled_events_are_held_overtaken_and_delivered_when_due(
@@ -290,10 +290,10 @@ def test_scheduled_events_are_held_overtaken_and_delivered_when_due(
     with relaying(settings, session):
         outbox.wait_drained()
         assert outbox.column("select amount from projection") == [3]
-        assert len(webhook.taken) == 1
+        assert len(webhook.accepted) == 1
         assert sorted(outbox.column("select sink from relay.deferred")) == ["", "hook"]
     with relaying(settings, session):
-        wait_until(lambda: outbox.handled() == len(webhook.taken) == 3)
+        wait_until(lambda: outbox.handled() == len(webhook.accepted) == 3)
         late = datetime.now(UTC) - due
     assert timedelta(0) < late < timedelta(seconds=1.5)
     assert [request.event["data"]["amount"] for request in webhook.requests] == [3, 1, 2]
@@ -336,7 +336,7 @@ def test_a_circuit_breaker_stops_the_sink_and_spends_no_attempts(
         wait_until(lambda: outbox.value("select fault from relay.sinks") == "Undelivered: HTTP 503")
         assert outbox.value("select count(*) from relay.deferred") <= 4
         webhook.answers = lambda _, body: Answer(200)
-        wait_until(lambda: len(webhook.taken) == 30)
+        wait_until(lambda: len(webhook.accepted) == 30)
         wait_until(lambda: outbox.value("select fault from relay.sinks") is None)
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
     outbox.assert_exact()
@@ -360,7 +360,7 @@ def test_a_hanging_endpoint_is_given_up_in_time(outbox: Outbox, webhook: Webhook
             "Undelivered: no complete response in 0.3 s"
         ]
         webhook.answers = lambda _, body: Answer(200)
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
 
 
 def test_secrets_come_from_files_and_the_environment(
@@ -452,17 +452,17 @@ def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
             outbox.publish(host(number % 2), event(number))
     config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook))
     with running(config) as service:
-        wait_until(lambda: len(webhook.taken) >= 20)
+        wait_until(lambda: len(webhook.accepted) >= 20)
         began = time.monotonic()
         assert service.terminate() == 0
         assert time.monotonic() - began < 5
-        assert len(webhook.taken) < 60
+        assert len(webhook.accepted) < 60
         # Of a commit everything is delivered or deferred.
         deferred = outbox.value("select count(*) from relay.deferred")
-        assert len(webhook.taken) + deferred == 60
+        assert len(webhook.accepted) + deferred == 60
     webhook.answers = lambda _, body: Answer(200)
     with running(config) as service:
-        wait_until(lambda: len(webhook.taken) == 60)
+        wait_until(lambda: len(webhook.accepted) == 60)
         assert service.terminate() == 0
     assert set(webhook.ids().values()) == {1}
     for number in (0, 1):
@@ -486,9 +486,9 @@ def test_a_transaction_of_several_megabytes_waits_whole_and_a_larger_one_in_a_fi
         assert outbox.value("select count(*) from relay.deferred") == 2
         assert outbox.value("select max(portion) from relay.deferred_rows") > 1
         webhook.answers = lambda _, body: Answer(200)
-        wait_until(lambda: len(webhook.taken) == 2)
+        wait_until(lambda: len(webhook.accepted) == 2)
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
-    assert [len(json.loads(each.body)) for each in webhook.taken] in ([3_000, 300], [300, 3_000])
+    assert [len(json.loads(each.body)) for each in webhook.accepted] in ([3_000, 300], [300, 3_000])
     assert outbox.value("select count(*) from relay.deferred_rows") == 0
     outbox.assert_exact()
 
@@ -496,7 +496,7 @@ def test_a_transaction_of_several_megabytes_waits_whole_and_a_larger_one_in_a_fi
 def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
     outbox: Outbox, webhook: Webhook
 ) -> None:
-    with outbox.clerk() as (_, dsn):
+    with outbox.limited_role() as (_, dsn):
         source = {**outbox.config()["source"], "dsn": dsn}
         settings = outbox.settings(source=source, **posting(webhook))
         webhook.answers = lambda _, body: Answer(400 if b'"amount": 13' in body else 503)
@@ -507,13 +507,19 @@ def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
             outbox.wait_drained()
             webhook.answers = lambda _, body: Answer(200)
             with connect(dsn) as conn:
-                letters = DeadLetters(settings, conn)
-                wait_until(
-                    lambda: len(letters.replay(letters.find(DeadLetterSelection()), "mended")) == 1
-                )
-                wait_until(lambda: len(webhook.taken) == 1_487)
+                dead_letters = DeadLetters(settings, conn)
                 wait_until(
                     lambda: (
-                        letters.purge(letters.find(DeadLetterSelection(), ("replayed",)), None) == 1
+                        len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), "mended"))
+                        == 1
+                    )
+                )
+                wait_until(lambda: len(webhook.accepted) == 1_487)
+                wait_until(
+                    lambda: (
+                        dead_letters.purge(
+                            dead_letters.find(DeadLetterSelection(), ("replayed",)), None
+                        )
+                        == 1
                     )
                 )

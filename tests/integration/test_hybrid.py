@@ -16,7 +16,7 @@ from relay.faults import RelayError
 from relay.source import hybrid
 from relay.source.hybrid import StreamSource
 from relay.source.receiver import Receiver
-from tests.outbox import Outbox, event, host, relaying, stream_and_die, wait_until
+from tests.outbox import Outbox, event, host, relaying, stream_and_crash, wait_until
 from tests.postgres import start_server
 
 
@@ -189,7 +189,7 @@ def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alon
     with outbox.conn.transaction():
         for number in (1, 2):
             outbox.publish(host(number), event(number))
-    stream_and_die(settings, tasks=1)
+    stream_and_crash(settings, tasks=1)
     assert outbox.value("select count(*) from projection") == 2
     if found == "by comparison":
         # As a relay leaves it that does not end by itself.

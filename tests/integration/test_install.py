@@ -327,7 +327,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
 
 
 def test_who_acted_on_a_dead_letter_cannot_be_forged(outbox: Outbox) -> None:
-    with outbox.clerk() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
+    with outbox.limited_role() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
         for forged in ("acted_by", "acted_at"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 conn.execute(
@@ -348,16 +348,16 @@ def test_who_acted_on_a_dead_letter_cannot_be_forged(outbox: Outbox) -> None:
 
 
 def test_roles_have_what_the_mode_needs_and_installing_works_without_a_superuser(
-    mortal_server: Server,
+    killable_server: Server,
 ) -> None:
-    with psycopg.connect(mortal_server.dsn(), autocommit=True) as conn:
+    with psycopg.connect(killable_server.dsn(), autocommit=True) as conn:
         conn.execute("create role installer login createrole password 'p'")
         conn.execute("create role humble login password 'p'")
-    mortal_server.create_database("first", "owner installer")
-    mortal_server.create_database("second", "owner humble")
+    killable_server.create_database("first", "owner installer")
+    killable_server.create_database("second", "owner humble")
 
     def install(database: str, user: str | None, mode: str) -> str:
-        admin = mortal_server.dsn(database)
+        admin = killable_server.dsn(database)
         dsn = psycopg.conninfo.make_conninfo(admin, user=user, password="p") if user else admin
         with Outbox(admin) as outbox:
             source = {"dsn": dsn, "slot": database, "publication": database, "mode": mode}
@@ -371,7 +371,7 @@ def test_roles_have_what_the_mode_needs_and_installing_works_without_a_superuser
         return str(owner)
 
     def replicates() -> bool:
-        with psycopg.connect(mortal_server.dsn()) as conn:
+        with psycopg.connect(killable_server.dsn()) as conn:
             row = conn.execute(
                 "select rolreplication from pg_roles where rolname = 'relay'"
             ).fetchone()
@@ -380,7 +380,7 @@ def test_roles_have_what_the_mode_needs_and_installing_works_without_a_superuser
     assert install("first", "installer", "poll") == "relay_owner"
     assert install("second", "humble", "poll") == "humble"
     assert not replicates()
-    mortal_server.create_database("third")
+    killable_server.create_database("third")
     assert install("third", None, "auto") == "relay_owner"
     assert replicates()
 
@@ -599,11 +599,11 @@ def test_a_low_wal_level_is_the_same_to_init_and_check(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_the_documentation_leave_the_role_the_stream_only(
-    mortal_server: Server,
+    killable_server: Server,
 ) -> None:
-    if not isinstance(mortal_server, EmbeddedServer):
+    if not isinstance(killable_server, EmbeddedServer):
         pytest.skip("needs the server's pg_hba.conf")
-    app_dsn = mortal_server.create_database("app")
+    app_dsn = killable_server.create_database("app")
     with Outbox(app_dsn) as outbox:
         outbox.install()
         outbox.conn.execute("alter role relay login password 'p'")
@@ -616,12 +616,12 @@ def test_the_lines_of_the_documentation_leave_the_role_the_stream_only(
                 return False
             return True
 
-        other = mortal_server.dsn()
+        other = killable_server.dsn()
         assert connects(other)
         assert connects(app_dsn, replication="true")
         section = (ROOT / "docs" / "security.md").read_text().split("pg_hba.conf\n")[1]
         lines = section.split("```")[0].replace("10.0.0.5/32", "127.0.0.1/32")
-        file = mortal_server.cluster.data / "pg_hba.conf"
+        file = killable_server.cluster.data / "pg_hba.conf"
         file.write_text(lines + file.read_text())
         outbox.conn.execute("select pg_reload_conf()")
         wait_until(lambda: not connects(other))

@@ -70,7 +70,7 @@ def meagre(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def letters(outbox: Outbox) -> list[tuple[Any, ...]]:
+def dead_events(outbox: Outbox) -> list[tuple[Any, ...]]:
     return outbox.conn.execute(
         "select c_offset, payload ->> 'amount', by_reference from relay.dead_letter_queue order by c_offset"
     ).fetchall()
@@ -91,7 +91,7 @@ def check_passed(outbox: Outbox, settings: Settings, session: Session | None = N
         outbox.publish(host(2), event(9))
         outbox.wait_drained()
     assert outbox.column("select amount from projection order by c_offset") == [1, 2, 3, 7, 8, 9]
-    assert letters(outbox) == [(4, "4", False), (5, None, True), (6, "6", False)]
+    assert dead_events(outbox) == [(4, "4", False), (5, None, True), (6, "6", False)]
     assert outbox.value("select count(*) from relay.suspects") == 0
     outbox.assert_exact()
 
@@ -134,7 +134,7 @@ def test_a_dead_letter_by_reference_is_replayed_with_another_payload_only(
     )
     settings = limited(outbox)
     outbox.drain(settings)
-    assert letters(outbox) == [(1, "4", False), (2, None, True)]
+    assert dead_events(outbox) == [(1, "4", False), (2, None, True)]
     with connect(outbox.dsn) as conn:
         dead_letters = DeadLetters(settings, conn)
         found = dead_letters.find(DeadLetterSelection())

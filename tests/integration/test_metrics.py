@@ -43,7 +43,7 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
                 outbox.publish(host(number), event(1), event(2))
             outbox.publish(host(99), event(-1))
             outbox.wait_handled()
-            wait_until(lambda: len(webhook.taken) == 41)
+            wait_until(lambda: len(webhook.accepted) == 41)
 
             def value(name: str, **labels: str) -> float | None:
                 return Scrape(port).value(name, group="default", **labels)

@@ -24,7 +24,7 @@ from relay.model.transactions import Transactions
 from relay.source import hybrid
 from relay.source.wal import commits_after
 from relay.store import offsets
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_die, wait_until
+from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_crash, wait_until
 from tests.process import relay, running
 
 APPEND_SHOP = """
@@ -112,7 +112,7 @@ def test_seek_to_a_time_to_a_position_and_in_one_partition(outbox: Outbox, tmp_p
         (outbox.slot,),
     )
     outbox.publish(host(1), event(3))
-    lsn = outbox.tip()
+    lsn = outbox.wal_end()
     outbox.publish(host(2), event(4))
     moved = relay("offsets", "seek", "--to", lsn, "--yes", "--config", str(config))
     assert f"at {lsn}: 0 events will be delivered again, 1 will be passed over" in moved.stdout
@@ -153,7 +153,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
     settings = outbox.settings()
     outbox.publish(host(1), event(1))
     outbox.drain(settings)
-    lsn = outbox.tip()
+    lsn = outbox.wal_end()
     with Outbox(outbox.dsn) as early, Outbox(outbox.dsn) as late:
         before, after = ExitStack(), ExitStack()
         if in_progress:
@@ -186,7 +186,7 @@ def test_a_seek_to_a_position_in_the_wal_does_not_mind_publishers(
     settings = outbox.settings()
     outbox.publish(host(1), event(1))
     outbox.drain(settings)
-    lsn = outbox.tip()
+    lsn = outbox.wal_end()
     done = Event()
 
     def publish(number: int) -> None:
@@ -338,7 +338,7 @@ def test_a_group_is_repartitioned_although_noted_events_are_gone(
     with outbox.conn.transaction():
         for number in (1, 2):
             outbox.publish(host(number), event(number))
-    stream_and_die(outbox.settings())
+    stream_and_crash(outbox.settings())
     assert outbox.value("select count(*) from relay.applied_commits") > 0
     outbox.conn.execute("delete from outbox_message_t")
     repartition(outbox.settings(), 4)
@@ -386,8 +386,8 @@ def test_a_seek_of_one_partition_leaves_the_dead_letters_of_the_others(outbox: O
     move = moves.plan_seek(settings, "beginning", partition)
     assert move.given_up == (1, 0)
     moves.seek(settings, move, partition)
-    letters = "select host_id::uuid, status from relay.dead_letter_queue order by host_id"
-    assert outbox.conn.execute(letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
+    dead_letters = "select host_id::uuid, status from relay.dead_letter_queue order by host_id"
+    assert outbox.conn.execute(dead_letters).fetchall() == [(host(2), "discarded"), (None, "dead")]
 
 
 def test_a_seek_into_a_commit_gives_up_all_of_its_dead_letters(outbox: Outbox) -> None:

@@ -41,11 +41,15 @@ def test_one_failing_transaction_between_two_good_ones(
     outbox.publish(host(1), event(5))
     outbox.drain(outbox.settings(engine), session)
     assert outbox.column("select amount from projection order by seq") == [1, 2, 5]
-    letters = dead(outbox)
-    assert [letter[0] for letter in letters] == [bad] * 3
-    assert [letter[3] for letter in letters] == [{"amount": 3}, {"amount": -1}, {"amount": 4}]
-    assert {letter[1] for letter in letters} == {"projection"}
-    assert all("CheckViolation" in str(letter[2]) for letter in letters)
+    dead_letters = dead(outbox)
+    assert [dead_letter[0] for dead_letter in dead_letters] == [bad] * 3
+    assert [dead_letter[3] for dead_letter in dead_letters] == [
+        {"amount": 3},
+        {"amount": -1},
+        {"amount": 4},
+    ]
+    assert {dead_letter[1] for dead_letter in dead_letters} == {"projection"}
+    assert all("CheckViolation" in str(dead_letter[2]) for dead_letter in dead_letters)
     outbox.assert_exact()
 
 
@@ -58,7 +62,7 @@ def test_a_commit_with_several_business_transactions_loses_only_the_failing_one(
         outbox.publish(host(2), event(3))
     outbox.drain(outbox.settings(engine), session)
     assert sorted(outbox.column("select amount from projection")) == [1, 3]
-    assert {letter[0] for letter in dead(outbox)} == {bad}
+    assert {dead_letter[0] for dead_letter in dead(outbox)} == {bad}
     outbox.assert_exact()
 
 
@@ -74,7 +78,7 @@ def test_without_transaction_id_host_and_user_stand_for_the_transaction(
             )
     outbox.drain(outbox.settings(engine), session)
     assert outbox.column("select amount from projection") == [3]
-    assert [letter[0] for letter in dead(outbox)] == [None, None]
+    assert [dead_letter[0] for dead_letter in dead(outbox)] == [None, None]
     outbox.assert_exact()
 
 
@@ -100,7 +104,7 @@ def test_many_failing_transactions_among_many(
         if amount < 0:
             bad.add(transaction)
     outbox.drain(outbox.settings(engine), session)
-    assert {letter[0] for letter in dead(outbox)} == bad
+    assert {dead_letter[0] for dead_letter in dead(outbox)} == bad
     assert outbox.value("select count(*) from projection") == 2 * (200 - len(bad))
     outbox.assert_exact()
 
@@ -135,7 +139,7 @@ def test_deferred_constraints_blame_the_right_transaction(
     good.append(outbox.publish(host(1), event(3)))
     outbox.drain(outbox.settings(engine), session)
     assert outbox.column("select transaction_id from projection order by seq") == good
-    assert [letter[0] for letter in dead(outbox)] == [bad]
+    assert [dead_letter[0] for dead_letter in dead(outbox)] == [bad]
 
 
 def both_kinds(outbox: Outbox, engine: str) -> Settings:
@@ -176,7 +180,7 @@ def test_poison_in_a_batch_handler_is_found_and_takes_its_other_effects_along(
         outbox.publish(host(1), event(500 if number == 11 else 2))
     outbox.drain(settings, session)
     assert outbox.column("select amount from totals") == [38]
-    assert [letter[1] for letter in dead(outbox)] == ["totals"]
+    assert [dead_letter[1] for dead_letter in dead(outbox)] == ["totals"]
     outbox.assert_exact()
 
 
@@ -221,10 +225,11 @@ def test_a_python_handler_writes_in_the_same_transaction(
     outbox.publish(host(2), event(5))
     outbox.drain(outbox.settings(engine, **PYTHON), session)
     assert sorted(outbox.column("select amount from projection")) == [1, 2, 5]
-    letters = dead(outbox)
-    assert [letter[0] for letter in letters] == [bad, bad]
+    dead_letters = dead(outbox)
+    assert [dead_letter[0] for dead_letter in dead_letters] == [bad, bad]
     assert all(
-        str(letter[2]).startswith("ValueError: thirteen is not an amount\n") for letter in letters
+        str(dead_letter[2]).startswith("ValueError: thirteen is not an amount\n")
+        for dead_letter in dead_letters
     )
     outbox.assert_exact()
 
@@ -254,10 +259,15 @@ def test_a_serialization_failure_is_tried_again_and_dead_letters_nothing(
 
 
 @pytest.mark.parametrize(
-    ("policy", "letters", "applied"), [("dead_letter", 2, 1), ("ignore", 0, 2)]
+    ("policy", "dead_letters", "applied"), [("dead_letter", 2, 1), ("ignore", 0, 2)]
 )
 def test_unrouted_events_follow_the_policy(
-    outbox: Outbox, engine: str, session: Session | None, policy: str, letters: int, applied: int
+    outbox: Outbox,
+    engine: str,
+    session: Session | None,
+    policy: str,
+    dead_letters: int,
+    applied: int,
 ) -> None:
     outbox.publish(host(1), event(1))
     outbox.publish(host(1), event(2), event(3, event_type="unheard.of"))
@@ -268,9 +278,9 @@ def test_unrouted_events_follow_the_policy(
     )
     outbox.drain(settings, session)
     assert outbox.value("select count(*) from projection") == applied
-    assert [letter[1:3] for letter in dead(outbox)] == [
+    assert [dead_letter[1:3] for dead_letter in dead(outbox)] == [
         (None, "NotRouted: no route matches the event_type 'unheard.of'")
-    ] * letters
+    ] * dead_letters
 
 
 def test_redelivery_is_recognised(outbox: Outbox, engine: str, session: Session | None) -> None:
@@ -374,7 +384,7 @@ def test_poison_among_many_events_of_a_statement_takes_only_its_transaction_alon
     bad = outbox.publish(host(0), event(1), event(-1))
     outbox.fill(100, hosts=1)
     outbox.drain(outbox.settings(engine), session)
-    assert {letter[0] for letter in dead(outbox)} == {bad}
+    assert {dead_letter[0] for dead_letter in dead(outbox)} == {bad}
     assert outbox.value("select count(*) from projection") == 1_000
     outbox.assert_exact()
 
@@ -445,7 +455,7 @@ def test_order_survives_rows_of_every_size_and_poison(
     handlers = {"projection": {"type": "sql", "each": each, "statement": statement}}
     outbox.conn.execute("alter table outbox_message_t alter payload set storage plain")
     outbox.drain(outbox.settings(engine, handlers=handlers), session)
-    assert {letter[0] for letter in dead(outbox)} == bad
+    assert {dead_letter[0] for dead_letter in dead(outbox)} == bad
     assert outbox.value("select count(*) from projection") == 3 * (300 - len(bad))
     found = outbox.column("select c_offset from projection order by seq")
     assert found == sorted(found)

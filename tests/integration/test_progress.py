@@ -76,16 +76,16 @@ def test_functions_report_without_a_terminal(outbox: Outbox, tmp_path: Path) -> 
     outbox.conn.execute("alter table projection alter column amount drop not null")
     outbox.drain(settings)
     with reach_target(settings) as target:
-        letters = DeadLetters(settings, target)
-        found = letters.find(DeadLetterSelection())
-        numbers = letters.replay(found, None, report=progress)
+        dead_letters = DeadLetters(settings, target)
+        found = dead_letters.find(DeadLetterSelection())
+        numbers = dead_letters.replay(found, None, report=progress)
         assert output[-1] == ("queuing transactions", 4, 4)
         with relaying(settings):
-            assert letters.outcome(numbers, progress).dead == 4
+            assert dead_letters.outcome(numbers, progress).dead == 4
         assert output[-1] == ("waiting for transactions", 4, 4)
-        letters.discard(letters.find(DeadLetterSelection()), None, progress)
+        dead_letters.discard(dead_letters.find(DeadLetterSelection()), None, progress)
         assert output[-1] == ("discarding transactions", 4, 4)
-        letters.purge(letters.find(DeadLetterSelection(), ("discarded",)), None, progress)
+        dead_letters.purge(dead_letters.find(DeadLetterSelection(), ("discarded",)), None, progress)
         assert output[-1] == ("deleting dead letters", 4, 4)
         erase(settings, outbox.conn, target, str(host(1)), progress=progress)
     what, done, total = output[-1]

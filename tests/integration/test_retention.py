@@ -198,7 +198,7 @@ def test_rows_beyond_all_partitions_get_one(rotated: Outbox) -> None:
 
 def test_the_role_relay_suffices(rotated: Outbox) -> None:
     settings = relayed(rotated)
-    with rotated.clerk() as (_, dsn):
+    with rotated.limited_role() as (_, dsn):
         turn(settings, days=30, dsn=dsn)
         assert rotated.value("select count(*) from outbox_message_t") == 0
         with psycopg.connect(dsn, autocommit=True) as conn:
@@ -420,7 +420,7 @@ def test_closed_dead_letters_and_old_actions_are_removed(outbox: Outbox) -> None
         insert into relay.actions (group_id, action, acted_at) values ('default', 'seek', now() - interval '100 days');
         """
     )
-    with outbox.clerk() as (_, dsn):
+    with outbox.limited_role() as (_, dsn):
         turn(outbox.settings(), dsn=dsn)
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 4
     old = "select status from relay.dead_letter_queue where created_dt < now() - interval '90 days'"
@@ -531,7 +531,7 @@ def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
         # A reader holds the events of all outboxes of the database.
         outbox.conn.execute("update relay.snapshots set snapshot = pg_current_snapshot()")
         turn(outbox.settings())
-        with outbox.clerk() as (_, dsn):
+        with outbox.limited_role() as (_, dsn):
             turn(settings, days=30, dsn=dsn)
         assert outbox.value("select count(*) from shop.events") == 0
         assert outbox.column(
@@ -558,7 +558,7 @@ def test_a_schema_that_is_migrated_still_removes_events(kept: Outbox) -> None:
             (former,),
         )
         assert initialise(settings) == ["schema file source/002_retention.sql"]
-        with kept.clerk() as (_, dsn):
+        with kept.limited_role() as (_, dsn):
             turn(settings, days=30, dsn=dsn)
         assert kept.value("select count(*) from outbox_message_t") == 0
     finally:

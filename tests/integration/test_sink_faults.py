@@ -42,7 +42,7 @@ def test_an_instance_that_lost_the_slot_leaves_its_sinks_to_the_one_that_has_it(
         config = outbox.config_file(tmp_path / "relay.yaml", source=source, **posting(webhook))
         with running(config) as frozen:
             outbox.publish(host(1), event(1))
-            wait_until(lambda: len(webhook.taken) == 1)
+            wait_until(lambda: len(webhook.accepted) == 1)
             wait_until(lambda: outbox.value("select state from relay.sinks") == "attached")
             first = reader(outbox)
             with relaying(load(config)):
@@ -53,7 +53,7 @@ def test_an_instance_that_lost_the_slot_leaves_its_sinks_to_the_one_that_has_it(
                 for number in range(20):
                     outbox.publish(host(number % 4), event(number))
                 outbox.wait_handled()
-                wait_until(lambda: len(webhook.taken) == 21, 20)
+                wait_until(lambda: len(webhook.accepted) == 21, 20)
                 outbox.wait_drained()
     assert set(webhook.ids().values()) == {1}
 
@@ -72,11 +72,11 @@ def test_a_sink_that_is_left_to_another_instance_ends_what_is_under_way(outbox: 
 
 
 def test_a_source_that_restarts_costs_a_polling_sink_no_copy(
-    mortal_server: Server, outbox: Outbox
+    killable_server: Server, outbox: Outbox
 ) -> None:
     """The target lives on, so what is under way can be stored."""
-    mortal_server.create_database("source")
-    dsn = mortal_server.dsn("source")
+    killable_server.create_database("source")
+    dsn = killable_server.dsn("source")
     with Webhook() as webhook, Outbox(dsn) as source:
         webhook.answers = lambda _, body: Answer(204, after=0.5)
         config = posting(webhook, concurrency=4)
@@ -86,13 +86,13 @@ def test_a_source_that_restarts_costs_a_polling_sink_no_copy(
         initialise(settings)
         with relaying(settings):
             source.publish(host(0), event(0))
-            wait_until(lambda: len(webhook.taken) == 1)
+            wait_until(lambda: len(webhook.accepted) == 1)
             for number in range(1, 13):
                 source.publish(host(number), event(number))
-            wait_until(lambda: len(webhook.taken) >= 5)
-            mortal_server.stop("immediate")
+            wait_until(lambda: len(webhook.accepted) >= 5)
+            killable_server.stop("immediate")
             time.sleep(1.0)
-            mortal_server.start()
+            killable_server.start()
             wait_until(lambda: len(webhook.ids()) == 13, 30)
             time.sleep(1.5)
     assert set(webhook.ids().values()) == {1}
@@ -131,7 +131,7 @@ def test_a_key_that_fails_while_held_keys_are_looked_up_is_held(
             wait_until(lambda: outbox.value("select count(*) from projection") == 2)
             time.sleep(0.8)
             outbox.publish(host(1), event(2))
-            wait_until(lambda: len(webhook.taken) == 2)
+            wait_until(lambda: len(webhook.accepted) == 2)
     assert webhook.order(host(1)) == [2, 3]
 
 
@@ -166,7 +166,7 @@ def test_rows_from_before_relay_are_not_lost_with_a_restart(outbox: Outbox) -> N
         settings = outbox.settings(**config)
         initialise(settings)
         with relaying(settings):
-            wait_until(lambda: len(webhook.taken) == 10)
+            wait_until(lambda: len(webhook.accepted) == 10)
         with relaying(settings):
             wait_until(lambda: set(webhook.ids()) == ids(outbox), 20)
     assert set(webhook.ids().values()) == {1}
@@ -189,7 +189,7 @@ def test_another_way_to_read_the_source_costs_no_copy(
             with relaying(settings, accept_configuration=True):
                 for number in range(20):
                     outbox.publish(host(number % 4), event(number))
-                wait_until(lambda turn=turn: len(webhook.taken) >= 20 * turn + 20, 20)  # type: ignore[misc]
+                wait_until(lambda turn=turn: len(webhook.accepted) >= 20 * turn + 20, 20)  # type: ignore[misc]
                 outbox.wait_handled()
                 if mode != "poll":
                     outbox.wait_drained()
@@ -217,7 +217,7 @@ def test_a_sink_whose_progress_cannot_be_stored_holds_no_wal(
                 other.execute("select from relay.sinks where sink = 'hook0' for update")
                 for number in range(10):
                     outbox.publish(host(number), event(number))
-                wait_until(lambda: len(second.taken) == 11, 10)
+                wait_until(lambda: len(second.accepted) == 11, 10)
                 outbox.wait_drained(10)
                 time.sleep(1)
                 outbox.publish(host(1), event(11))
@@ -238,11 +238,11 @@ def test_a_sink_that_is_back_where_only_the_wal_is_read_misses_nothing_silently(
         for number, settings in enumerate((both, without, both)):
             with relaying(settings, accept_configuration=True):
                 outbox.publish(host(1), event(number))
-                wait_until(lambda number=number: len(first.taken) > number)  # type: ignore[misc]
+                wait_until(lambda number=number: len(first.accepted) > number)  # type: ignore[misc]
                 outbox.wait_drained()
                 if settings is both:
                     wait_until(lambda: state(outbox, "hook1") == "attached")
-    assert len(second.taken) == 2
+    assert len(second.accepted) == 2
     said = [r.getMessage() for r in caplog.records if r.__dict__.get("handler") == "hook1"]
     assert [line for line in said if "kept for it" in line] == [
         "a sink is not configured, and without polling nothing is kept for it",
@@ -251,10 +251,10 @@ def test_a_sink_that_is_back_where_only_the_wal_is_read_misses_nothing_silently(
 
 
 def test_a_target_that_restarts_loses_nothing_and_keeps_the_order(
-    mortal_server: Server, outbox: Outbox
+    killable_server: Server, outbox: Outbox
 ) -> None:
-    mortal_server.create_database("target")
-    dsn = mortal_server.dsn("target")
+    killable_server.create_database("target")
+    dsn = killable_server.dsn("target")
     with Webhook(lambda _, body: Answer(204, after=0.02)) as webhook:
         config = posting(webhook, projected=False, concurrency=4)
         slot = f"{outbox.slot}_remote"
@@ -266,9 +266,9 @@ def test_a_target_that_restarts_loses_nothing_and_keeps_the_order(
             for number in range(300):
                 outbox.publish(host(number % 6), event(number))
                 if number in (100, 200):
-                    mortal_server.stop("immediate")
+                    killable_server.stop("immediate")
                     time.sleep(1.0)
-                    mortal_server.start()
+                    killable_server.start()
                 time.sleep(0.005)
             wait_until(lambda: set(webhook.ids()) == ids(outbox), 40)
     assert_in_order(outbox, webhook, 6)
@@ -284,9 +284,9 @@ def test_a_sink_that_was_polled_and_stored_is_stored_again_once_it_is_streamed(
             settings = outbox.settings(source={**source, "mode": mode}, **posting(webhook))
             initialise(settings)
             with relaying(settings, accept_configuration=True):
-                before = len(webhook.taken)
+                before = len(webhook.accepted)
                 outbox.publish(host(1), event(1))
-                wait_until(lambda before=before: len(webhook.taken) == before + 1, 20)  # type: ignore[misc]
+                wait_until(lambda before=before: len(webhook.accepted) == before + 1, 20)  # type: ignore[misc]
                 if mode == "auto":
                     wait_until(lambda: state(outbox) == "attached", 20)
                     outbox.wait_drained()

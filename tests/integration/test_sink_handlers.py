@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered, describe, exception_text
 from relay.handlers.http import Http, retry_after, signature
-from tests.sinks import made, transaction
+from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 
 SECRET = "hunter2"
@@ -57,7 +57,7 @@ def fault_of(url: str, **settings: Any) -> Undelivered | Rejected:
 
     async def deliver(sink: Http) -> None:
         with pytest.raises((Undelivered, Rejected)) as found:
-            await sink.deliver(transaction(made(1)))
+            await sink.deliver(transaction(make_event(1)))
         raised.append(found.value)
 
     using(url, deliver, **settings)
@@ -102,7 +102,7 @@ def read_request(conn: socket.socket) -> None:
 def test_a_transaction_is_posted_in_order_over_one_connection(webhook: Webhook) -> None:
     async def deliver(sink: Http) -> None:
         for first in (0, 10):
-            await sink.deliver(transaction(*(made(first + each) for each in range(10))))
+            await sink.deliver(transaction(*(make_event(first + each) for each in range(10))))
 
     using(webhook.url, deliver)
     assert [request.event["data"]["amount"] for request in webhook.requests] == list(range(20))
@@ -114,7 +114,9 @@ def test_each_way_to_carry_events_is_signed_and_compressed(webhook: Webhook, mod
     more: dict[str, Any] = {"each": "transaction"} if mode == "transaction" else {"mode": mode}
 
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1), made(2, payload=f'"{"x" * 3_000_000}"')))
+        await sink.deliver(
+            transaction(make_event(1), make_event(2, payload=f'"{"x" * 3_000_000}"'))
+        )
 
     using(webhook.url, deliver, signing_secret="s3cret", compress_above=1_000, **more)
     requests = webhook.requests
@@ -142,7 +144,7 @@ def test_many_transactions_at_once_have_a_connection_each(webhook: Webhook) -> N
 
     async def deliver(sink: Http) -> None:
         began = time.monotonic()
-        await asyncio.gather(*(sink.deliver(transaction(made(each))) for each in range(50)))
+        await asyncio.gather(*(sink.deliver(transaction(make_event(each))) for each in range(50)))
         assert time.monotonic() - began < 1.5
 
     using(webhook.url, deliver, concurrency=50)
@@ -152,7 +154,7 @@ def test_many_transactions_at_once_have_a_connection_each(webhook: Webhook) -> N
 
 def test_no_more_connections_than_concurrency(webhook: Webhook) -> None:
     async def deliver(sink: Http) -> None:
-        await asyncio.gather(*(sink.deliver(transaction(made(each))) for each in range(30)))
+        await asyncio.gather(*(sink.deliver(transaction(make_event(each))) for each in range(30)))
 
     using(webhook.url, deliver, concurrency=3)
     assert len(webhook.requests) == 30
@@ -165,7 +167,7 @@ def test_credentials_and_query_of_the_address_are_sent_as_they_are_written(
     url = webhook.url.replace("http://", "http://me:p%40ss@")
 
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1)))
+        await sink.deliver(transaction(make_event(1)))
 
     using(f"{url}/a%2Fb?sig=a%2Fb%3D+c%20d&é#part", deliver)
     (request,) = webhook.requests
@@ -176,7 +178,7 @@ def test_credentials_and_query_of_the_address_are_sent_as_they_are_written(
 
 def test_headers_of_the_configuration_replace_relay_s_own(webhook: Webhook) -> None:
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1)))
+        await sink.deliver(transaction(make_event(1)))
 
     headers = {"Content-Type": "application/json", "User-Agent": "shop", "Host": "shop.example"}
     using(webhook.url, deliver, headers=headers)
@@ -188,7 +190,7 @@ def test_headers_of_the_configuration_replace_relay_s_own(webhook: Webhook) -> N
 @pytest.mark.parametrize("identity", ["a\r\nx-evil: 1", "é", "a" * 3_000, "50%"])
 def test_an_identity_that_no_header_can_have_is_encoded(webhook: Webhook, identity: str) -> None:
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1, id=identity)))
+        await sink.deliver(transaction(make_event(1, id=identity)))
 
     using(webhook.url, deliver, signing_secret="s")
     (request,) = webhook.requests
@@ -253,9 +255,9 @@ def test_a_hanging_endpoint_holds_no_other_delivery_up(webhook: Webhook) -> None
     webhook.answers = lambda headers, body: Answer(204, after=30 if b'"amount": 0}' in body else 0)
 
     async def deliver(sink: Http) -> None:
-        hanging = asyncio.create_task(sink.deliver(transaction(made(0))))
+        hanging = asyncio.create_task(sink.deliver(transaction(make_event(0))))
         began = time.monotonic()
-        await sink.deliver(transaction(*(made(each) for each in range(1, 21))))
+        await sink.deliver(transaction(*(make_event(each) for each in range(1, 21))))
         assert time.monotonic() - began < 1
         with pytest.raises(Undelivered, match="no complete response in 2 s"):
             await hanging
@@ -275,7 +277,7 @@ def test_gigabytes_of_a_response_are_neither_read_nor_held(webhook: Webhook, sta
         tracemalloc.start()
         try:
             results = await asyncio.gather(
-                *(sink.deliver(transaction(made(each))) for each in range(1, 11)),
+                *(sink.deliver(transaction(make_event(each))) for each in range(1, 11)),
                 return_exceptions=True,
             )
             _, peak = tracemalloc.get_traced_memory()
@@ -297,7 +299,7 @@ def test_a_small_response_is_read_so_that_its_connection_is_used_again(webhook: 
     webhook.answers = lambda headers, body: Answer(200, body=b"x" * 7_000)
 
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(*(made(each) for each in range(10))))
+        await sink.deliver(transaction(*(make_event(each) for each in range(10))))
 
     using(webhook.url, deliver)
     assert webhook.connections == 1
@@ -405,7 +407,7 @@ def test_an_idle_connection_that_the_endpoint_closed_is_not_used() -> None:
 
     async def deliver(sink: Http) -> None:
         for number in range(3):
-            await sink.deliver(transaction(made(number)))
+            await sink.deliver(transaction(make_event(number)))
             await asyncio.sleep(0.3)
 
     with raw_server(answer_one) as url:
@@ -468,13 +470,15 @@ def test_a_sink_that_is_closed_meanwhile_rejects_nothing(webhook: Webhook) -> No
     webhook.answers = lambda headers, body: Answer(204, after=0.05)
 
     async def deliver(sink: Http) -> None:
-        running = asyncio.create_task(sink.deliver(transaction(*(made(each) for each in range(9)))))
+        running = asyncio.create_task(
+            sink.deliver(transaction(*(make_event(each) for each in range(9))))
+        )
         await asyncio.sleep(0.12)
         await sink.close()
         with pytest.raises(Undelivered):
             await running
         with pytest.raises(Undelivered):
-            await sink.deliver(transaction(made(1)))
+            await sink.deliver(transaction(make_event(1)))
 
     using(webhook.url, deliver)
 
@@ -486,15 +490,15 @@ def test_a_delivery_that_is_cancelled_leaves_nothing_broken(webhook: Webhook) ->
 
     async def deliver(sink: Http) -> None:
         for after in (0.0, 0.001, 0.01, 0.1):
-            task = asyncio.create_task(sink.deliver(transaction(made(0))))
+            task = asyncio.create_task(sink.deliver(transaction(make_event(0))))
             await asyncio.sleep(after)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await sink.deliver(transaction(*(made(each) for each in range(1, 6))))
+            await sink.deliver(transaction(*(make_event(each) for each in range(1, 6))))
 
     using(webhook.url, deliver, concurrency=1)
-    amounts = [json.loads(request.body)["data"]["amount"] for request in webhook.taken]
+    amounts = [json.loads(request.body)["data"]["amount"] for request in webhook.accepted]
     assert [amount for amount in amounts if amount] == list(range(1, 6)) * 4
 
 
@@ -505,7 +509,7 @@ def test_proxies_of_the_environment_are_used(
     webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1)))
+        await sink.deliver(transaction(make_event(1)))
 
     proxy = webhook.url.removesuffix("/events").replace("://", "://me:pass@")
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -542,7 +546,7 @@ def test_an_endpoint_behind_tls(tmp_path: Path) -> None:
     authority.issue_cert("relay.example").private_key_and_cert_chain_pem.write_to_path(mine)
 
     async def deliver(sink: Http) -> None:
-        await sink.deliver(transaction(made(1), made(2)))
+        await sink.deliver(transaction(make_event(1), make_event(2)))
 
     with Webhook(tls=server) as webhook:
         fault = fault_of(webhook.url, tls={"ca_file": other, "cert_file": mine})

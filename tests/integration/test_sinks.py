@@ -20,7 +20,7 @@ from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.cli.app import app
 from relay.faults import ConfigurationError, Unreachable
-from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until, why_it_ends
+from tests.outbox import APPEND, Outbox, event, host, relaying, run_until_fault, wait_until
 from tests.process import running
 from tests.webhook import Answer, Answers, Webhook
 
@@ -73,7 +73,7 @@ def test_an_endpoint_that_fails_costs_the_other_one_no_copy(
     with relaying(outbox.settings(**posting(*webhooks))):
         for number in range(40):
             outbox.publish(host(number % 8), event(number))
-        wait_until(lambda: len(healthy.taken) == 40)
+        wait_until(lambda: len(healthy.accepted) == 40)
         outbox.wait_handled()
         wait_until(lambda: len(failing.requests) >= 8)
         # Few are copied: the sink stops.
@@ -122,17 +122,17 @@ def test_a_slow_delivery_holds_back_neither_the_target_nor_other_sinks(
     slow.answers = lambda _, body: Answer(204, after=1.0)
     with relaying(outbox.settings(**posting(*webhooks))):
         outbox.publish(host(0), event(0))
-        wait_until(lambda: len(quick.taken) == 1)
+        wait_until(lambda: len(quick.accepted) == 1)
         for _ in range(6):
             outbox.publish(host(1), event(1))
         wait_until(lambda: len(slow.requests) >= 2)
         began = time.monotonic()
         outbox.publish(host(2), event(2))
-        wait_until(lambda: len(quick.taken) == 8)
+        wait_until(lambda: len(quick.accepted) == 8)
         outbox.wait_handled()
         assert time.monotonic() - began < 1.0
-        assert len(slow.taken) < 7
-        wait_until(lambda: len(slow.taken) == 8)
+        assert len(slow.accepted) < 7
+        wait_until(lambda: len(slow.accepted) == 8)
     outbox.assert_exact()
 
 
@@ -166,7 +166,7 @@ def test_a_timeout_of_idle_transactions_costs_nothing(
     with relaying(outbox.settings(**posting(webhook, concurrency=20))):
         for number in range(40):
             outbox.publish(host(number % 20), event(number))
-        wait_until(lambda: len(webhook.taken) == 40)
+        wait_until(lambda: len(webhook.accepted) == 40)
         outbox.wait_drained()
     assert set(webhook.ids().values()) == {1}
 
@@ -180,7 +180,7 @@ def test_deliveries_run_side_by_side_behind_a_circuit_breaker(
         began = time.monotonic()
         for number in range(8):
             outbox.publish(host(number), event(number))
-        wait_until(lambda: len(webhook.taken) == 8)
+        wait_until(lambda: len(webhook.accepted) == 8)
         assert time.monotonic() - began < 2.0
 
 
@@ -196,11 +196,11 @@ def test_a_sink_that_hangs_leaves_the_stream_and_comes_back(
         wait_until(lambda: state(outbox) == "lagging")
         # The WAL does not wait.
         outbox.wait_drained(10)
-        assert len(hanging.taken) < 3
+        assert len(hanging.accepted) < 3
         hanging.answers = lambda _, body: Answer(204)
         wait_until(lambda: state(outbox) == "attached")
         outbox.publish(host(1), event(4))
-        wait_until(lambda: len(hanging.taken) == len(healthy.taken) == 4)
+        wait_until(lambda: len(hanging.accepted) == len(healthy.accepted) == 4)
     assert set(hanging.ids().values()) == set(healthy.ids().values()) == {1}
 
 
@@ -218,14 +218,14 @@ def test_what_hangs_keeps_only_its_key(outbox: Outbox, webhooks: list[Webhook], 
         for number in range(1, 10):
             outbox.publish(host(number), event(number))
             # Each is a difference of its own.
-            wait_until(lambda taken=number: len(webhook.taken) == taken, 5)  # type: ignore[misc]
+            wait_until(lambda taken=number: len(webhook.accepted) == taken, 5)  # type: ignore[misc]
         assert not let_go.is_set()
         outbox.publish(host(0), event(10))
         if mode == "auto":
             # The WAL does not wait.
             outbox.wait_drained(10)
         let_go.set()
-        wait_until(lambda: len(webhook.taken) == 11)
+        wait_until(lambda: len(webhook.accepted) == 11)
         wait_until(lambda: outbox.value("select following is null from relay.sinks"))
         if mode == "auto":
             wait_until(lambda: state(outbox) == "attached")
@@ -276,7 +276,7 @@ def test_a_target_that_stands_still_does_not_stop_a_sink(
             other.execute("lock projection")
             for number in range(1, 20):
                 outbox.publish(host(number % 4), event(number))
-            wait_until(lambda: len(webhook.taken) == 20)
+            wait_until(lambda: len(webhook.accepted) == 20)
             wait_until(lambda: state(outbox) == "lagging")
         outbox.wait_handled()
         wait_until(lambda: state(outbox) == "attached")
@@ -292,7 +292,7 @@ def test_polling_feeds_sinks_too(outbox: Outbox, webhooks: list[Webhook]) -> Non
     with relaying(settings):
         for number in range(50):
             outbox.publish(host(number % 4), event(number))
-        wait_until(lambda: len(webhook.taken) == 50)
+        wait_until(lambda: len(webhook.accepted) == 50)
         outbox.wait_handled()
     assert set(webhook.ids().values()) == {1}
     assert_in_order(outbox, webhook, 4)
@@ -311,10 +311,10 @@ def test_only_the_wal_feeds_a_sink_that_fails(outbox: Outbox, webhooks: list[Web
         outbox.wait_drained()
         assert outbox.value("select count(*) from relay.deferred where sink = 'hook0'") == 40
         webhook.answers = lambda _, body: Answer(204)
-        wait_until(lambda: len(webhook.taken) == 40)
+        wait_until(lambda: len(webhook.accepted) == 40)
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
         outbox.publish(host(1), event(41))
-        wait_until(lambda: len(webhook.taken) == 41)
+        wait_until(lambda: len(webhook.accepted) == 41)
         outbox.wait_drained()
     assert set(webhook.ids().values()) == {1}
     assert_in_order(outbox, webhook, 8)
@@ -327,16 +327,16 @@ def test_a_paused_sink_keeps_its_position_and_costs_nothing(
     paused, other = webhooks
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        wait_until(lambda: len(paused.taken) == len(other.taken) == 1)
+        wait_until(lambda: len(paused.accepted) == len(other.accepted) == 1)
         assert sinks.set_paused(settings, "hook0", True, "maintenance")
         assert not sinks.set_paused(settings, "hook0", True, None)
         wait_until(lambda: outbox.value("select paused_at from relay.sinks where sink = 'hook0'"))
         time.sleep(1.2)
         for number in range(20):
             outbox.publish(host(number), event(number))
-        wait_until(lambda: len(other.taken) == 21)
+        wait_until(lambda: len(other.accepted) == 21)
         outbox.wait_drained()
-        assert len(paused.taken) == 1
+        assert len(paused.accepted) == 1
         assert outbox.value("select count(*) from relay.deferred") == 0
         found = {each.name: each for each in sinks.listed(settings)}
         assert (found["hook0"].state, found["hook0"].unread) == ("paused", 20)
@@ -347,7 +347,7 @@ def test_a_paused_sink_keeps_its_position_and_costs_nothing(
         assert found["hook0"].why == f"by {outbox.value('select session_user')}: maintenance"
     with relaying(settings):
         assert sinks.set_paused(settings, "hook0", False, "done")
-        wait_until(lambda: len(paused.taken) == 21)
+        wait_until(lambda: len(paused.accepted) == 21)
     assert set(paused.ids().values()) == {1}
     assert outbox.column("select action from relay.actions order by id") == [
         "sink pause",
@@ -404,7 +404,7 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
     require(settings)
     with pytest.raises(ConfigurationError, match="hook0: lags, and what it has still to deliver"):
         require(only_wal)
-    assert "hook0: lags, and what it has still to deliver" in why_it_ends(only_wal)
+    assert "hook0: lags, and what it has still to deliver" in run_until_fault(only_wal)
 
 
 def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list[Webhook]) -> None:
@@ -413,7 +413,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
     with relaying(settings):
         for number in range(30):
             outbox.publish(host(number % 3), event(number))
-        wait_until(lambda: len(again.taken) == len(other.taken) == 30)
+        wait_until(lambda: len(again.accepted) == len(other.accepted) == 30)
         again.requests.clear()
         move = sinks.plan_seek(settings, "hook0", "beginning")
         sinks.seek(settings, "hook0", move.goal, "sink rebuild", "a new consumer")
@@ -422,12 +422,12 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
             "dead": 0,
             "deferred": 0,
         }
-        wait_until(lambda: len(again.taken) == 30)
+        wait_until(lambda: len(again.accepted) == 30)
         wait_until(lambda: state(outbox) == "attached")
         for number in range(30, 40):
             outbox.publish(host(number % 3), event(number))
-        wait_until(lambda: len(again.taken) == 40)
-        wait_until(lambda: len(other.taken) == 40)
+        wait_until(lambda: len(again.accepted) == 40)
+        wait_until(lambda: len(other.accepted) == 40)
         assert_in_order(outbox, again, 3)
         middle = int(
             outbox.value(
@@ -437,7 +437,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
         again.requests.clear()
         move = sinks.plan_seek(settings, "hook0", str(middle))
         sinks.seek(settings, "hook0", move.goal, "sink seek", None)
-        wait_until(lambda: len(again.taken) == 20)
+        wait_until(lambda: len(again.accepted) == 20)
         wait_until(lambda: state(outbox) == "attached")
     assert set(again.ids().values()) == set(other.ids().values()) == {1}
     with pytest.raises(ConfigurationError, match="there is no sink 'hook9'"):
@@ -453,8 +453,8 @@ def test_a_new_sink_begins_where_it_says(outbox: Outbox, webhooks: list[Webhook]
     initialise(outbox.settings(**config))
     with relaying(outbox.settings(**config)):
         outbox.publish(host(1), event(10))
-        wait_until(lambda: len(webhooks[0].taken) == 11)
-        wait_until(lambda: len(webhooks[1].taken) == 1)
+        wait_until(lambda: len(webhooks[0].accepted) == 11)
+        wait_until(lambda: len(webhooks[1].accepted) == 1)
     assert_in_order(outbox, webhooks[0], 1)
 
 
@@ -464,17 +464,17 @@ def test_a_sink_that_is_gone_is_noticed_and_goes_on_when_it_is_back(
     with_both, without = posting(*webhooks), posting(webhooks[0])
     with relaying(outbox.settings(**with_both)):
         outbox.publish(host(1), event(1))
-        wait_until(lambda: len(webhooks[1].taken) == 1)
+        wait_until(lambda: len(webhooks[1].accepted) == 1)
     settings = outbox.settings(**without)
     with relaying(settings, accept_configuration=True):
         outbox.publish(host(1), event(2))
-        wait_until(lambda: len(webhooks[0].taken) == 2)
+        wait_until(lambda: len(webhooks[0].accepted) == 2)
     found = {each.name: each.state for each in sinks.listed(settings)}
     assert found["hook1"] == "not configured"
     with pytest.raises(ConfigurationError, match="is configured"):
         sinks.drop(settings, "hook0", None)
     with relaying(outbox.settings(**with_both), accept_configuration=True):
-        wait_until(lambda: len(webhooks[1].taken) == 2)
+        wait_until(lambda: len(webhooks[1].accepted) == 2)
         # It would begin again at its `start`, and what it has not delivered yet would be forgotten.
         with pytest.raises(ConfigurationError, match="runs with a configuration that still has"):
             sinks.drop(settings, "hook1", None)
@@ -503,7 +503,7 @@ def test_sinks_that_move_with_the_group_are_noted(outbox: Outbox, webhooks: list
     settings = outbox.settings(source=source, **posting(webhooks[0]))
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        wait_until(lambda: len(webhooks[0].taken) == 1)
+        wait_until(lambda: len(webhooks[0].accepted) == 1)
     seek(settings, plan_seek(settings, "end", None), None)
     assert outbox.conn.execute(
         "select sink, action, reason from relay.actions order by id"
@@ -536,10 +536,10 @@ def test_a_killed_relay_goes_on_within_seconds_and_loses_nothing(
     config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook))
     for _ in range(3):
         with running(config) as service:
-            goal = len(webhook.taken) + 20
+            goal = len(webhook.accepted) + 20
             for number in range(60):
                 outbox.publish(host(number % 4), event(number))
-            wait_until(lambda goal=goal: len(webhook.taken) > goal)  # type: ignore[misc]
+            wait_until(lambda goal=goal: len(webhook.accepted) > goal)  # type: ignore[misc]
             service.kill()
     with running(config) as service:
         wait_until(lambda: set(webhook.ids()) == ids(outbox), 30)
@@ -562,7 +562,7 @@ def test_a_kill_repeats_only_what_was_not_done(
     with running(config) as service:
         for number in range(50):
             outbox.publish(host(number), event(number))
-        wait_until(lambda: len(webhook.taken) == 49)
+        wait_until(lambda: len(webhook.accepted) == 49)
         wait_until(lambda: outbox.value(DONE) == 49)
         service.kill()
     let_go.set()
@@ -623,7 +623,7 @@ def test_a_source_that_lost_what_was_delivered_stops_relay_until_somebody_decide
     with relaying(settings):
         for number in range(10):
             outbox.publish(host(number % 3), event(number))
-        wait_until(lambda: len(ahead.taken) == len(other.taken) == 10)
+        wait_until(lambda: len(ahead.accepted) == len(other.accepted) == 10)
         outbox.wait_handled()
     outbox.conn.execute(
         "update relay.sinks set delivered_lsn = delivered_lsn + 10000000000,"
@@ -633,7 +633,7 @@ def test_a_source_that_lost_what_was_delivered_stops_relay_until_somebody_decide
     )
     first = outbox.value("select max(c_offset) + 1 from outbox_message_t")
     outbox.publish(host(1), event(10))
-    assert said in why_it_ends(settings)
+    assert said in run_until_fault(settings)
     assert outbox.handled() == 10
     move = plan_seek(settings, str(first), None)
     assert move.sinks == ["hook0"]
@@ -651,11 +651,11 @@ def test_two_instances_share_a_sink_without_delivering_twice(
     settings = outbox.settings(**posting(webhook))
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
         with relaying(settings):
             for number in range(30):
                 outbox.publish(host(number % 4), event(number))
-            wait_until(lambda: len(webhook.taken) == 31)
+            wait_until(lambda: len(webhook.accepted) == 31)
     assert set(webhook.ids().values()) == {1}
     assert_in_order(outbox, webhook, 4)
 
@@ -667,13 +667,13 @@ def test_the_rights_that_are_granted_suffice_for_a_sink_and_its_operator(
     webhook.answers = lambda _, body: Answer(
         400 if b'"amount": 13' in body else 503 if b'"amount": 7' in body else 204
     )
-    with outbox.clerk() as (_, dsn):
+    with outbox.limited_role() as (_, dsn):
         source = {**outbox.config()["source"], "dsn": dsn}
         settings = outbox.settings(source=source, **posting(webhook))
         with relaying(settings):
             for number in (1, 13, 7):
                 outbox.publish(host(number), event(number))
-            wait_until(lambda: len(webhook.taken) == 1)
+            wait_until(lambda: len(webhook.accepted) == 1)
             wait_until(lambda: outbox.column("select sink from relay.deferred") == ["hook0"])
             wait_until(
                 lambda: outbox.column("select sink from relay.dead_letter_queue") == ["hook0"]
@@ -682,7 +682,7 @@ def test_the_rights_that_are_granted_suffice_for_a_sink_and_its_operator(
             assert sinks.set_paused(settings, "hook0", False, None)
             move = sinks.plan_seek(settings, "hook0", "beginning")
             sinks.seek(settings, "hook0", move.goal, "sink seek", "once more")
-            wait_until(lambda: len(webhook.taken) == 2)
+            wait_until(lambda: len(webhook.accepted) == 2)
             assert [each.name for each in sinks.listed(settings)] == ["hook0"]
         sinks.drop(outbox.settings(source=source), "hook0", "no longer wanted")
     assert outbox.column("select action from relay.actions order by id") == [

@@ -222,7 +222,7 @@ def test_a_million_events_in_one_transaction_stay_out_of_memory(
     with running(config) as service:
         service.wait_said("the Spark session is ready", 120)
         process = psutil.Process(service.process.pid)
-        tip = outbox.tip()
+        tip = outbox.wal_end()
         peak = 0
 
         def drained() -> bool:

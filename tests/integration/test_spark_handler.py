@@ -319,8 +319,8 @@ def test_a_replayed_dead_letter_comes_with_a_batch(
         settings = outbox.settings(**lake(tmp_path / "lake"))
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
             pin_text_form(conn)
-            letters = DeadLetters(settings, conn)
-            letters.replay(letters.find(DeadLetterSelection()), None)
+            dead_letters = DeadLetters(settings, conn)
+            dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(lambda: has_files(tmp_path / "lake"))
         written_all(outbox)
     found = assert_each_once(outbox, tmp_path / "lake")
@@ -522,7 +522,7 @@ def test_the_rights_that_are_granted_suffice(
     outbox: Outbox, session: Session, tmp_path: Path
 ) -> None:
     outbox.publish(host(1), event(1))
-    with outbox.clerk() as (_, dsn):
+    with outbox.limited_role() as (_, dsn):
         source = {**outbox.config()["source"], "dsn": dsn}
         with relayed(outbox, "inline", session, source=source, **lake(tmp_path / "lake")):
             written_all(outbox)
@@ -850,8 +850,8 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
         written_all(outbox)
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
             pin_text_form(conn)
-            letters = DeadLetters(settings, conn)
-            letters.replay(letters.find(DeadLetterSelection()), None)
+            dead_letters = DeadLetters(settings, conn)
+            dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(
             lambda: outbox.value("select count(*) from relay.spark_batches where number = 2") == 1
         )

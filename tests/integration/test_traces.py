@@ -62,7 +62,7 @@ def posting(webhook: Webhook, **more: Any) -> dict[str, Any]:
 
 def tracing(webhook: Webhook) -> list[str | None]:
     """The header of each request that was taken."""
-    return [request.headers.get("traceparent") for request in webhook.taken]
+    return [request.headers.get("traceparent") for request in webhook.accepted]
 
 
 @pytest.mark.parametrize("mode", ["wal", "poll"])
@@ -79,7 +79,7 @@ def test_an_order_is_one_tree_from_its_transaction_to_the_endpoint(
     config["source"] = {**outbox.config()["source"], "mode": "auto" if mode == "wal" else mode}
     with relaying(outbox.settings(engine, **config), session):
         order = shop.add_rows(host(1), 5)
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
         outbox.wait_handled()
     spans = exported.get_finished_spans()
     (processed,), (sent,), (batch,) = (of(spans, name) for name in ("process", "send", "apply"))
@@ -128,7 +128,7 @@ def test_a_batch_is_linked_to_each_order_that_it_joins(
     orders = [shop.add_rows(host(number), 1) for number in range(5)]
     outbox.publish(host(9), event(1))
     with relaying(outbox.settings(**posting(webhook))):
-        wait_until(lambda: len(webhook.taken) == 6)
+        wait_until(lambda: len(webhook.accepted) == 6)
         outbox.wait_handled()
     spans = exported.get_finished_spans()
     links = {link.context.span_id for batch in of(spans, "apply") for link in batch.links}
@@ -150,7 +150,7 @@ def test_events_of_several_traces_in_one_transaction_keep_theirs(
     events = [event(n, metadata={"traceparent": each}) for n, each in enumerate(others)]
     with relaying(outbox.settings(**posting(webhook))):
         outbox.publish(host(1), *events, event(9, metadata={"traceparent": PARENT[:-2] + "00"}))
-        wait_until(lambda: len(webhook.taken) == 4)
+        wait_until(lambda: len(webhook.accepted) == 4)
         outbox.wait_handled()
     spans = exported.get_finished_spans()
     sent = {format_trace_id(s.context.trace_id): s for s in of(spans, "send") if s.context}
@@ -166,7 +166,7 @@ def test_what_is_not_sampled_has_no_spans(
 ) -> None:
     with relaying(outbox.settings(**posting(webhook))):
         order = shop.add_rows(host(1), 1, sampled=False)
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
         outbox.wait_handled()
     assert exported.get_finished_spans() == ()
     # The endpoint gets to know that the trace is not sampled.
@@ -180,7 +180,7 @@ def test_each_attempt_is_a_span_of_the_order(
     webhook.answers = lambda *_: Answer(503 if len(webhook.requests) < 3 else 204)
     with relaying(outbox.settings(**posting(webhook, circuit_breaker=None))):
         order = shop.add_rows(host(1), 1)
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
     sent = of(exported.get_finished_spans(), "send")
     assert [span.status.status_code for span in sent] == [StatusCode.ERROR] * 3 + [StatusCode.UNSET]
     assert sent[0].status.description == "Undelivered: HTTP 503"
@@ -204,8 +204,8 @@ def test_a_dead_transaction_and_its_replay_are_in_the_trace_of_the_order(
         order = shop.add_rows(host(1), -1)
         wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
         outbox.conn.execute("alter table projection drop constraint projection_amount_check")
-        letters = DeadLetters(settings, outbox.conn)
-        letters.replay(letters.find(DeadLetterSelection()), "mended")
+        dead_letters = DeadLetters(settings, outbox.conn)
+        dead_letters.replay(dead_letters.find(DeadLetterSelection()), "mended")
         wait_until(lambda: outbox.column("select amount from projection") == [-1])
     dead, replayed = of(exported.get_finished_spans(), "process")
     assert is_child(dead, order)
@@ -258,10 +258,10 @@ def test_hostile_metadata_break_nothing(
     with relaying(outbox.settings(**posting(webhook))):
         for number, metadata in enumerate(HOSTILE):
             outbox.publish(host(number), event(1, metadata=metadata))
-        wait_until(lambda: len(webhook.taken) == len(HOSTILE))
+        wait_until(lambda: len(webhook.accepted) == len(HOSTILE))
         outbox.wait_handled()
     outbox.assert_exact()
-    names = {name for request in webhook.taken for name in request.headers}
+    names = {name for request in webhook.accepted for name in request.headers}
     assert not names & {"x-evil", "baggage", "tracestate"}
     given = [each for each in tracing(webhook) if each is not None]
     # A valid parent counts without the state that is not.
@@ -287,7 +287,7 @@ def test_an_exporter_that_fails_concerns_nobody(
     with relaying(outbox.settings(**posting(webhook))):
         for number in range(5):
             shop.add_rows(host(1), number)
-            wait_until(lambda number=number: len(webhook.taken) == number + 1)  # type: ignore[misc]
+            wait_until(lambda number=number: len(webhook.accepted) == number + 1)  # type: ignore[misc]
         outbox.wait_handled()
     outbox.assert_exact()
     lines = [r for r in caplog.records if r.message.startswith("traces cannot be sent")]
@@ -313,7 +313,7 @@ def test_a_collector_that_hangs_delays_neither_events_nor_for_long_the_end(
     with relaying(outbox.settings(**posting(webhook))):
         for number in range(3):
             shop.add_rows(host(1), number)
-            wait_until(lambda number=number: len(webhook.taken) > number)  # type: ignore[misc]
+            wait_until(lambda number=number: len(webhook.accepted) > number)  # type: ignore[misc]
         outbox.wait_handled()
         began = time.monotonic()
     assert time.monotonic() - began < 5
@@ -335,7 +335,7 @@ def test_spans_that_cannot_be_made_concern_nobody(
     with relaying(outbox.settings(**posting(webhook))):
         shop.add_rows(host(1), 1)
         shop.add_rows(host(1), -1)
-        wait_until(lambda: len(webhook.taken) == 2)
+        wait_until(lambda: len(webhook.accepted) == 2)
         outbox.wait_handled()
     outbox.assert_exact()
     assert not of(exported.get_finished_spans(), "send")
@@ -349,7 +349,7 @@ def test_a_large_transaction_has_one_span(
     config["batch"] = {"max_bytes": 50_000}
     with relaying(outbox.settings(**config)):
         outbox.publish(host(1), *(event(number, **more) for number in range(3_000)))
-        wait_until(lambda: len(webhook.taken) == 1)
+        wait_until(lambda: len(webhook.accepted) == 1)
         outbox.wait_handled()
     spans = exported.get_finished_spans()
     (processed,), (sent,) = of(spans, "process"), of(spans, "send")
@@ -394,7 +394,7 @@ def test_a_process_sends_its_spans_to_a_collector(
         with running(config, **variables) as process:
             order = shop.add_rows(host(1), 3)
             dead = shop.add_rows(host(2), -3)
-            wait_until(lambda: len(webhook.taken) == 2)
+            wait_until(lambda: len(webhook.accepted) == 2)
             outbox.wait_handled()
             assert process.terminate() == 0
             lines = process.lines()
@@ -410,9 +410,9 @@ def test_a_process_sends_its_spans_to_a_collector(
     said = {each.key: each.value.string_value for each in resource.attributes}
     assert said["service.name"] == "relay"
     assert said["deployment.environment.name"] == "test"
-    (letter,) = [line for line in lines if line["message"] == "dead letter"]
-    assert letter["trace_id"] == format_trace_id(dead.trace_id)
-    assert letter["batch"] > 0
+    (dead_letter,) = [line for line in lines if line["message"] == "dead letter"]
+    assert dead_letter["trace_id"] == format_trace_id(dead.trace_id)
+    assert dead_letter["batch"] > 0
 
 
 def test_a_process_without_a_collector_relays_and_ends(

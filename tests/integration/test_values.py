@@ -86,8 +86,8 @@ def test_no_setting_of_a_session_changes_a_dead_letter(
     outbox.conn.execute("alter table projection drop constraint projection_amount_check")
     outbox.conn.execute("alter table projection add event_ts timestamptz")
     with reach(dsn, "target.dsn") as conn:
-        letters = DeadLetters(settings, conn)
-        assert len(letters.replay(letters.find(DeadLetterSelection()), None)) == 1
+        dead_letters = DeadLetters(settings, conn)
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 1
     statement = "insert into projection (id, event_ts) values (%(id)s, %(event_ts)s)"
     handlers = {"projection": {"type": "sql", "statement": statement}}
     with relaying(outbox.settings(**overrides, handlers=handlers)):

@@ -32,7 +32,7 @@ from relay.faults import (
 )
 from relay.model.events import Event
 from tests.event_types import EVENTS, OrderPlaced, registry
-from tests.sinks import made
+from tests.sinks import make_event
 
 JSON = st.recursive(
     st.none()
@@ -47,7 +47,7 @@ JSON = st.recursive(
 
 def order(payload: Any, version: Any = None) -> Event:
     """An event as it was published."""
-    event = made(1, payload=json.dumps(payload))
+    event = make_event(1, payload=json.dumps(payload))
     metadata = None if version is None else json.dumps({"version": version})
     return Event(event.with_texts({"metadata": metadata}))
 
@@ -100,7 +100,7 @@ def test_upcasting_is_deterministic_and_leaves_the_published_event(
 
     found = upcasting(EventType("order.placed", upcasters={1: change, 2: deepcopy}))
     payload = json.dumps({"value": value, "deep": {"value": value}})
-    published = made(1, payload=payload, metadata=json.dumps({**more, "version": version}))
+    published = make_event(1, payload=payload, metadata=json.dumps({**more, "version": version}))
     before = tuple(published.row)
     first, second = found.current(published), found.current(published)
     assert first.row == second.row
@@ -132,7 +132,7 @@ def test_json_is_written_as_it_was(value: Any) -> None:
 
 
 def test_what_is_current_is_as_it_was_published() -> None:
-    event = made(1, payload='{"b":1.10,  "a": 2}', metadata='{"version":  2}')
+    event = make_event(1, payload='{"b":1.10,  "a": 2}', metadata='{"version":  2}')
     found = upcasting(EventType("order.placed", 2)).current(event)
     assert found.row == event.row
     assert found.model is None
@@ -164,9 +164,9 @@ def test_where_the_version_comes_from(
     version_from: str, payload: Any, metadata: Any, expected: int
 ) -> None:
     found = EventType("order.placed", 3, None, {1: counting(1), 2: counting(2)}, version_from)
-    event = made(1, payload=json.dumps(payload))
+    event = make_event(1, payload=json.dumps(payload))
     if metadata is not None:
-        event = made(1, payload=json.dumps(payload), metadata=json.dumps(metadata))
+        event = make_event(1, payload=json.dumps(payload), metadata=json.dumps(metadata))
     current = upcasting(found).current(event)
     assert current.payload["steps"] == list(range(expected, 3))
     if metadata != ["x"]:
@@ -305,7 +305,7 @@ def test_what_is_no_payload_is_refused(result: Any, said: str) -> None:
 
 def test_a_payload_that_python_cannot_hold_is_refused() -> None:
     found = EventType("order.placed", upcasters={1: counting(1)})
-    deep = made(1, payload="[" * 100_000 + "]" * 100_000)
+    deep = make_event(1, payload="[" * 100_000 + "]" * 100_000)
     assert refused(deep, found) == "payload: is no JSON that can be read"
     endless: dict[str, Any] = {}
     endless["a"] = endless

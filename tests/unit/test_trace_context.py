@@ -20,7 +20,7 @@ from relay.handlers.window import SendWindow, Unanswered
 from relay.model.events import Event
 from relay.model.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from relay.observe.spans import parent
-from tests.sinks import made, transaction
+from tests.sinks import make_event, transaction
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -97,9 +97,9 @@ def test_any_state_can_be_the_parent_of_a_span(state: str) -> None:
 
 
 def test_the_first_event_says_in_which_trace_a_transaction_was_published() -> None:
-    traced = made(1, metadata=json.dumps({"traceparent": PARENT}))
-    assert trace_id([traced, made(2)]) == TRACE
-    assert trace_id([made(2), traced]) is None
+    traced = make_event(1, metadata=json.dumps({"traceparent": PARENT}))
+    assert trace_id([traced, make_event(2)]) == TRACE
+    assert trace_id([make_event(2), traced]) is None
     assert trace_id([]) is None
 
 
@@ -128,8 +128,8 @@ def test_messages_carry_the_context_beside_the_cloud_event(mode: str) -> None:
 
     async def deliver() -> None:
         with carrying(of):
-            await sink.deliver(transaction(made(1), made(2)))
-        await sink.deliver(transaction(made(3)))
+            await sink.deliver(transaction(make_event(1), make_event(2)))
+        await sink.deliver(transaction(make_event(3)))
 
     asyncio.run(deliver())
     assert [dict(each.trace) for each in broker.messages] == [
@@ -141,7 +141,7 @@ def test_messages_carry_the_context_beside_the_cloud_event(mode: str) -> None:
     assert ("traceparent", "of 1") in kafka._headers(first)
     assert nats._headers(first)["traceparent"] == "of 1"
     assert not any("traceparent" in key for key in first.attributes)
-    assert headers(made(1)) == {}
+    assert headers(make_event(1)) == {}
 
 
 class _Said:
@@ -188,5 +188,5 @@ def test_entries_of_redis_and_messages_of_rabbitmq_carry_the_context() -> None:
 
 
 def test_a_cloud_event_is_the_same_with_a_context() -> None:
-    one = made(1, metadata=json.dumps({"traceparent": PARENT}))
+    one = make_event(1, metadata=json.dumps({"traceparent": PARENT}))
     assert b"traceparent" not in cloudevents.structured(one, "s")
