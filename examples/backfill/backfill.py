@@ -1,7 +1,7 @@
-"""Fill a new projection from all events before relay's position, on Spark; relay goes on from there.
+"""Fills a new projection from all events before relay's position, on Spark; relay continues from there.
 
 relay init --config relay.yaml
-relay offsets show --config relay.yaml --json      # tells the snapshot at which the new group stands
+relay offsets show --config relay.yaml --json      # shows the snapshot at which the new group begins
 OUTBOX_DSN=postgresql://… spark-submit backfill.py 'SNAPSHOT'
 relay run --config relay.yaml
 """
@@ -29,7 +29,7 @@ def sales(events: DataFrame) -> DataFrame:
 
 
 def backfill(spark: SparkSession, snapshot: str, dsn: str) -> int:
-    """Replace the projection by what the snapshot sees, in one transaction; returns its rows. Not while relay runs."""
+    """Fill the projection from a snapshot's events, in one transaction, and return its rows. Stop relay before."""
     events = (
         spark.read.format("outbox").options(dsn=dsn, toSnapshot=snapshot, ordered="false").load()
     )

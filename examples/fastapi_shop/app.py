@@ -1,4 +1,4 @@
-"""Takes orders, and publishes an event for each in the transaction that stores it."""
+"""Stores orders, and publishes an event for each in the same transaction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Order(Base):
 
 
 class NewOrder(BaseModel):
-    """What a customer sends."""
+    """The body of a request."""
 
     sku: str
     amount: Decimal
@@ -56,18 +56,18 @@ app = FastAPI(lifespan=lifespan)
 
 
 async def transaction() -> AsyncIterator[AsyncSession]:
-    """One transaction a request: committed when it succeeds, rolled back when it fails."""
+    """The transaction of a request, which is committed if the request succeeds, and rolled back otherwise."""
     async with sessions.begin() as session:
         yield session
 
 
 @app.post("/tenants/{tenant}/orders", status_code=201)
-async def index(
+async def submit_order(
     tenant: UUID,
     new: NewOrder,
     session: Annotated[AsyncSession, Depends(transaction, scope="function")],
 ) -> int:
-    """Store an order and publish that it was placed."""
+    """Store an order and publish `order.placed`."""
     order = Order(tenant=tenant, sku=new.sku, amount=new.amount)
     session.add(order)
     await session.flush()
@@ -75,6 +75,6 @@ async def index(
         session, Event("order.placed", aggregate=("Order", order.id), payload=new), host_id=tenant
     )
     if new.amount <= 0:
-        # Neither the order nor its event will ever be seen.
-        raise HTTPException(422, "an order costs something")
+        # The transaction rolls back the order and its event.
+        raise HTTPException(422, "the amount of an order must be positive")
     return order.id

@@ -14,10 +14,10 @@ from confluent_kafka import Consumer, KafkaException
 
 
 def events(servers: str, topic: str, group: str = "shop") -> Iterator[dict[str, Any]]:
-    """The events of a topic, from where the group stands. The position is stored when the next one is asked for.
+    """Yield the events of a topic from the group's offsets; it stores an event's offset before it yields the next.
 
-    An event that relay sent twice is yielded once. A consumer that is restarted forgets what it has seen: where that
-    matters, keep the ids in the transaction that does the work, as the receiver of the example `webhook` does.
+    It yields an event once that relay delivered twice, until it restarts. To recognise events after a restart, store
+    the ids in the transaction that does the work, as the receiver of the example `webhook` does.
     """
     consumer = Consumer(
         {

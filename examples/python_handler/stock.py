@@ -1,4 +1,4 @@
-"""Reserves stock for orders, in the transaction that moves relay's position: each order once."""
+"""Reserves stock for orders, in the transaction that moves relay's position, so that each order counts once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from relay import RetryLater, Transaction
 
 
 def reserve(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-    """Reserve what a transaction's orders ask for, all of it or nothing.
+    """Reserve the stock of all orders of a transaction, or none.
 
-    Raises RetryLater where the stock does not suffice, and LookupError for an article that does not exist.
+    Raises RetryLater if the stock does not suffice, and LookupError for an article that does not exist.
     """
     for event in transaction.events:
         order = event.payload
-        found = cursor.execute(
+        row = cursor.execute(
             "select free from stock where sku = %s for update", (order["sku"],)
         ).fetchone()
-        if found is None:
-            # Anything but RetryLater and an outage makes the transaction a dead letter.
+        if row is None:
+            # Every exception but RetryLater and those of an outage dead-letters the transaction.
             raise LookupError("no such article")
-        if found[0] < order["quantity"]:
+        if row[0] < order["quantity"]:
             raise RetryLater("not enough in stock")
         cursor.execute(
             "update stock set free = free - %(quantity)s where sku = %(sku)s",

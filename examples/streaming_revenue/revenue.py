@@ -1,4 +1,4 @@
-"""Revenue by hour from the outbox: a stream that goes on where it stopped, and counts each order once.
+"""Computes revenue by hour from the outbox, as a stream that continues where it stopped and counts each order once.
 
 OUTBOX_DSN=postgresql://… spark-submit revenue.py /lake/revenue
 """
@@ -15,7 +15,7 @@ from relay.spark import register
 
 
 def revenue(events: DataFrame) -> DataFrame:
-    """Orders and their amounts for each hour; an hour is final when events two hours later have come."""
+    """Orders and their amounts for each hour; an hour is final when an event two hours later has arrived."""
     orders = events.where("event_type = 'order.placed'").select(
         "event_ts", f.get_json_object("payload", "$.amount").cast("decimal(18,2)").alias("amount")
     )
@@ -26,7 +26,7 @@ def revenue(events: DataFrame) -> DataFrame:
 
 
 def write(spark: SparkSession, dsn: str, path: str) -> None:
-    """Write the hours that have become final, then end; run it as often as the figures are wanted."""
+    """Write the hours that have become final since the last call."""
     events = spark.readStream.format("outbox").option("dsn", dsn).load()
     query = (
         revenue(events)
@@ -41,7 +41,7 @@ def write(spark: SparkSession, dsn: str, path: str) -> None:
 
 if __name__ == "__main__":
     session = SparkSession.builder.appName("revenue").getOrCreate()
-    # Windows are few: a shuffle of 200 partitions would take longer than everything else.
+    # There are few windows: with the default, a shuffle of 200 partitions takes most of the time.
     session.conf.set("spark.sql.shuffle.partitions", "4")
     register(session)
     write(session, os.environ["OUTBOX_DSN"], sys.argv[1])

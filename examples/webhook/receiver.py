@@ -1,4 +1,4 @@
-"""Takes events from relay: verifies who sent them, and prints each once.
+"""Receives events from relay, verifies their signature, and prints each once.
 
 SIGNING_SECRET=… python receiver.py PORT DATABASE
 """
@@ -14,13 +14,13 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 TOLERANCE_SECONDS = 300
-"""Older requests are refused, since somebody may send a recorded one again."""
-LONGEST = 1 << 20
-"""Larger bodies are refused, in bytes."""
+"""Older requests are refused: a third party may have recorded them."""
+MAX_BODY_BYTES = 1 << 20
+"""Larger bodies are refused."""
 
 
 def is_genuine(secret: bytes, identity: str, timestamp: str, signatures: str, body: bytes) -> bool:
-    """Whether the body is from the holder of the secret, and new. `signatures` is a list such as `v1,… v1,…`."""
+    """Whether the holder of the secret has signed the body recently. `signatures` is a list such as `v1,… v1,…`."""
     if not timestamp.isdecimal() or abs(time.time() - int(timestamp)) > TOLERANCE_SECONDS:
         return False
     digest = hmac.digest(secret, f"{identity}.{timestamp}.".encode() + body, "sha256")
@@ -29,19 +29,21 @@ def is_genuine(secret: bytes, identity: str, timestamp: str, signatures: str, bo
 
 
 class Receiver(HTTPServer):
-    """Remembers in a database which events it has taken: relay delivers at least once."""
+    """Stores the ids of the events that it has handled, because relay delivers at least once."""
 
     def __init__(self, port: int, database: str, secret: bytes) -> None:
         super().__init__(("127.0.0.1", port), _Request)
         self.secret = secret
-        self._taken = sqlite3.connect(database)
-        self._taken.execute("create table if not exists taken (id text primary key)")
+        self._handled = sqlite3.connect(database)
+        self._handled.execute("create table if not exists handled (id text primary key)")
 
-    def take(self, identity: str, body: bytes) -> None:
-        """Handle an event that was not taken before. What it does and its id are one transaction."""
-        with self._taken:
-            new = self._taken.execute("insert or ignore into taken values (?)", (identity,))
-            if new.rowcount:
+    def handle_event(self, identity: str, body: bytes) -> None:
+        """Handle an event, unless it is known. One transaction has the work and the event's id."""
+        with self._handled:
+            inserted = self._handled.execute(
+                "insert or ignore into handled values (?)", (identity,)
+            )
+            if inserted.rowcount:
                 print(body.decode(), flush=True)
 
 
@@ -51,7 +53,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length", 0))
-        if length > LONGEST:
+        if length > MAX_BODY_BYTES:
             self.close_connection = True
             self._answer(413)
             return
@@ -61,7 +63,7 @@ class _Request(BaseHTTPRequestHandler):
         if not is_genuine(self.server.secret, identity, timestamp, signatures, body):
             self._answer(401)
             return
-        self.server.take(identity, body)
+        self.server.handle_event(identity, body)
         self._answer(204)
 
     def _answer(self, status: int) -> None:
@@ -71,7 +73,7 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print events and nothing else."""
+        """Log nothing: the output has events only."""
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ def test_webhook(outbox: Outbox, tmp_path: Path) -> None:
     assert [each["type"] for each in lines(printed)] == ["order.placed", "order.paid"]
     assert [each["data"] for each in lines(printed)] == [{"sku": "tea"}, {}]
     with sqlite3.connect(tmp_path / "seen.db") as seen:
-        taken = {identity for (identity,) in seen.execute("select id from taken")}
-    assert taken == set(outbox.column("select id::text from outbox_message_t"))
+        handled = {identity for (identity,) in seen.execute("select id from handled")}
+    assert handled == set(outbox.column("select id::text from outbox_message_t"))
 
 
 @pytest.mark.rare

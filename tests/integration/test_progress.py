@@ -112,4 +112,4 @@ def test_an_export_to_a_pipe_is_whole_while_the_bar_is_shown(
     ):
         assert shown.process.wait(30) == 0
     assert len(written.read_text().splitlines()) == 3
-    assert "writing letters" not in written.read_text()
+    assert "writing dead letters" not in written.read_text()

@@ -1,1 +1,1 @@
-"""The app that takes orders."""
+"""The app that stores orders."""

@@ -1,4 +1,4 @@
-"""An order, which is never without its event."""
+"""An order, which is committed with its event."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Order(models.Model):  # type: ignore[misc]
     amount = models.DecimalField(max_digits=12, decimal_places=2)
 
     @classmethod
-    def index(cls, tenant: uuid.UUID, sku: str, amount: Decimal) -> Order:
-        """Store an order and publish that it was placed."""
+    def submit(cls, tenant: uuid.UUID, sku: str, amount: Decimal) -> Order:
+        """Store an order and publish `order.placed`."""
         with transaction.atomic():
             order: Order = cls.objects.create(tenant=tenant, sku=sku, amount=amount)
             placed = Event(
@@ -31,6 +31,6 @@ class Order(models.Model):  # type: ignore[misc]
             )
             outbox.publish(connection, placed, host_id=tenant)
             if amount <= 0:
-                # Neither the order nor its event will ever be seen.
-                raise ValueError("an order costs something")
+                # The transaction rolls back the order and its event.
+                raise ValueError("the amount of an order must be positive")
         return order

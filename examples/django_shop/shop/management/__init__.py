@@ -1,1 +1,1 @@
-"""Of the shop."""
+"""The management commands of the shop."""

@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):  # type: ignore[misc]
-    """Needs the outbox, which orders publish to."""
+    """Creates the table; the outbox must exist, because orders publish events."""
 
     initial = True
     dependencies = (("relay_outbox", "0001_outbox"),)

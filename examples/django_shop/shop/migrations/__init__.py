@@ -1,1 +1,1 @@
-"""Of the shop."""
+"""The migrations of the shop."""

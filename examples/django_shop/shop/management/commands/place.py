@@ -15,11 +15,11 @@ class Command(BaseCommand):  # type: ignore[misc]
     """Places one order."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """What the command is given."""
+        """Declare the command's arguments."""
         parser.add_argument("tenant", type=uuid.UUID)
         parser.add_argument("sku")
         parser.add_argument("amount", type=Decimal)
 
     def handle(self, tenant: uuid.UUID, sku: str, amount: Decimal, **_: object) -> None:
-        """Place it, and print its number."""
-        self.stdout.write(str(Order.index(tenant, sku, amount).pk))
+        """Place the order, and print its number."""
+        self.stdout.write(str(Order.submit(tenant, sku, amount).pk))
