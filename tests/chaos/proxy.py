@@ -86,7 +86,7 @@ class Proxy:
                     if sender is client and self.gather_after and self.gather_after(data):
                         client.sendall(_gathered(server))
                     if sender is client and self.cut_after and self.cut_after(data):
-                        # The server gets the message and answers, but nobody hears it.
+                        # The server receives the message, but its answer is lost.
                         server.recv(65536)
                         self.cuts += 1
                         return _close(client, server)

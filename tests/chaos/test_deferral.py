@@ -1,4 +1,4 @@
-"""What waits for another attempt survives kills: order per key held, effects exact, deliveries at least once."""
+"""Deferred transactions survive kills: order per key held, effects exact, deliveries at least once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The source fails over to a standby: with a synchronised slot the stream goes on, without one the gap is polled.
 
-A failover with a loss stops relay until somebody decides.
+A failover with a loss stops relay until an operator decides.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Pair:
         wait_until(lambda: has_replayed(self.copy, tip))
 
     def cut(self) -> None:
-        """Let the standby fall behind for good."""
+        """Let the standby lag permanently."""
         self.replicate()
         self.copy.conn.execute("alter system set primary_conninfo = ''")
         self.copy.conn.execute("select pg_reload_conf()")

@@ -264,7 +264,7 @@ def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None
         wait_until(lambda: outbox.value("select count(*) from stopped") == 1, 120)
         zombie = psutil.Process(outbox.value("select pid from stopped"))
         wait_until(lambda: zombie.status() == psutil.STATUS_STOPPED)
-        # The relay dies, its worker stays behind.
+        # The relay dies, and its worker survives.
         service.kill()
         with running(config) as successor:
             outbox.wait_handled(120)

@@ -1,4 +1,4 @@
-"""Sixty days of rotation while events are published and relayed, and whoever rotates is killed.
+"""Sixty days of rotation while events are published and relayed, and the rotating instance is killed.
 
 One sink's endpoint is away for two weeks, another sink is paused for more than three.
 """

@@ -105,7 +105,7 @@ def executor_frozen(scene: Scene) -> None:
     scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
     with frozen(scene.executor()):
         before = progress(scene.outbox)
-        # With a speculative copy Spark goes on without it, but for what waits for its locks.
+        # With a speculative copy Spark continues without it, except for tasks that wait for its locks.
         wait_until(lambda: _waits(scene) or progress(scene.outbox) > before + 1_000, 120)
 
 
@@ -117,7 +117,7 @@ def executors_come_and_go(scene: Scene) -> None:
 
 
 def _waits(scene: Scene) -> bool:
-    """Whether somebody waits for a lock, such as one of a task that does not go on."""
+    """Whether a session waits for a lock, such as that of a stopped task."""
     waiting = scene.outbox.value(
         "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
     )

@@ -317,7 +317,7 @@ def test_a_command_takes_an_id_as_it_is_printed(kind: str, given: str, printed: 
     if printed is not None:
         assert source.printed_id("host_id", given, "--host") == printed
         return
-    with pytest.raises(ConfigurationError, match=f"^--host: '{given}' is no {kind}$"):
+    with pytest.raises(ConfigurationError, match=f"^--host: '{given}' is not of type {kind}$"):
         source.printed_id("host_id", given, "--host")
 
 
@@ -331,7 +331,7 @@ def test_dead_letters_are_found_by_a_host_however_it_is_written(
     found = relay("dlq", "export", "--config", str(config), "--host", str(host).upper())
     assert json.loads(found.stdout)["host_id"] == str(host)
     refused = relay("dlq", "list", "--config", str(config), "--host", "nobody")
-    assert refused.stderr.splitlines() == ["relay: --host: 'nobody' is no uuid"]
+    assert refused.stderr.splitlines() == ["relay: --host: 'nobody' is not of type uuid"]
 
 
 def test_suspects_of_a_host_are_erased_whatever_its_ids_look_like(

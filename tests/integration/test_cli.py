@@ -52,10 +52,10 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
             relayed = [line["events"] for line in service.lines() if line["message"] == "relayed"]
             assert sum(relayed) == counts["events"]
         outbox.assert_exact()
-        behind = "select pg_current_wal_lsn() - confirmed_flush_lsn from pg_replication_slots where slot_name = %s"
-        least = outbox.value(behind, (outbox.slot,))
+        lag = "select pg_current_wal_lsn() - confirmed_flush_lsn from pg_replication_slots where slot_name = %s"
+        least = outbox.value(lag, (outbox.slot,))
         status = json.loads(relay("status", "--config", config, "--json").stdout)
-        assert least <= status["slot"]["lag_bytes"] <= outbox.value(behind, (outbox.slot,))
+        assert least <= status["slot"]["lag_bytes"] <= outbox.value(lag, (outbox.slot,))
         assert status["source_mode"] == "wal"
         assert status["slot"]["name"] == outbox.slot
         assert status["slot"]["active"] is False

@@ -82,7 +82,7 @@ def _log_in(browser: Browser, address: str) -> None:
 
 
 def _picture(browser: Browser, name: str) -> None:
-    """Keep what is shown for the documentation, where somebody asks for that."""
+    """Store a screenshot for the documentation, if RELAY_CONSOLE_IMAGES asks for it."""
     if folder := os.environ.get(IMAGES):
         Path(folder).mkdir(parents=True, exist_ok=True)
         browser.screenshot(Path(folder) / f"console-{name}.png")

@@ -85,7 +85,7 @@ class Decoded:
         ).fetchall()
 
     def commits(self) -> list[Transactions]:
-        """The commits with events since the last reading; each reading describes the table anew."""
+        """The commits with events since the last call; each call sends the table's description again."""
         self.assembler.reset()
         self.assembler.feed([data for _, _, data in self.messages()])
         assert not self.assembler.open

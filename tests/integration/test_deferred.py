@@ -250,7 +250,7 @@ def test_deferred_after_one_that_is_removed_at_the_same_time(outbox: Outbox) -> 
 
 
 def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox) -> None:
-    """Whoever deletes a row waits for the note that it is somebody's predecessor, and takes it back."""
+    """A transaction that deletes a row waits for the one that notes it as a predecessor, and removes that note."""
     (first,) = defer(outbox.conn, Deferral({"a"}, blocked=True, dead_transaction=1))
     (second,) = defer(outbox.conn, Deferral({"a"}))
     with connected(outbox) as conn:
@@ -300,7 +300,7 @@ def test_keys_are_not_held_by_what_is_cancelled_meanwhile(outbox: Outbox) -> Non
     ("rows", "keys"), [(20_000, 1), (20_000, 20_000)], ids=["of one key", "of a key each"]
 )
 def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int) -> None:
-    """Of a key whose first transaction waits, nothing else is looked at; nor are the keys of which nobody asks."""
+    """If the first transaction of a key is deferred, the query reads no other one of the key, nor other keys."""
     deferred.defer(
         outbox.conn,
         "default",

@@ -198,16 +198,16 @@ class Store(RuleBasedStateMachine):
         self.land_after(set(keys))
 
     def land_after(self, stuck: set[str]) -> None:
-        """What follows on one that failed is not tried. If it did not hold its keys, it does now."""
-        behind = []
+        """Block the transactions after a failed one with the same key. They hold their keys from now on."""
+        blocked = []
         for number in sorted(self.flying):
             if not stuck.isdisjoint(self.keys(number)):
                 stuck |= self.keys(number)
-                behind.append(number)
-        self.flying -= set(behind)
+                blocked.append(number)
+        self.flying -= set(blocked)
         again = [
             (number, Deferral(self.keys(number)))
-            for number in behind
+            for number in blocked
             if not self.rows[number].holds
         ]
         assert deferred.defer_again(self.conn, again) == {number for number, _ in again}

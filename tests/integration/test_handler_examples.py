@@ -123,7 +123,7 @@ def receiver(port: int, tmp_path: Path) -> Iterator[Path]:
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens, and refuses what is not signed."""
+    """Whether the port is open, and an unsigned request is refused."""
     connection = HTTPConnection("localhost", port)
     with closing(connection), suppress(ConnectionError):
         connection.request("POST", "/events", b"{}", {"webhook-id": "1", "webhook-timestamp": "1"})

@@ -94,8 +94,8 @@ def test_each_limit_is_a_line(outbox: Outbox, tmp_path: Path) -> None:
         assert service.terminate() == 0
     outbox.publish(host(1), event(2, event_ts="2026-01-01T00:00:00Z"))
     outbox.conn.execute(f"select pg_logical_emit_message(false, '', repeat('x', {10**6}))".encode())
-    behind = failed(outbox, Limits(lag_bytes=1000, lag_seconds=600))[2:]
-    assert [line.split(" the limit ")[1] for line in behind] == ["is 1000", "is 600"]
+    lagging = failed(outbox, Limits(lag_bytes=1000, lag_seconds=600))[2:]
+    assert [line.split(" the limit ")[1] for line in lagging] == ["is 1000", "is 600"]
 
 
 @pytest.mark.parametrize("column", ["event_ts", "c_offset"])

@@ -1,4 +1,4 @@
-"""Another history of the source: who may touch the group's state, and what stops relay until somebody decides."""
+"""Another history of the source: which instance may change the group's state, and what stops relay until a decision."""
 
 from __future__ import annotations
 

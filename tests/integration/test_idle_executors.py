@@ -16,7 +16,7 @@ SESSIONS = "select count(*) from pg_stat_activity where application_name = 'rela
 def test_the_sessions_of_executors_are_closed_when_they_are_idle(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    """Spark ends Python workers that nobody has used for a minute, and with them their sessions."""
+    """Spark ends Python workers that are idle for a minute, and with them their sessions."""
     file = outbox.config_file(
         tmp_path / "relay.yaml", batch={"inline_max_events": 0}, spark={"master": "local[4]"}
     )

@@ -96,7 +96,7 @@ class ThreadsEngine:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ThreadsEngine]:
-    """Lets the pipelines of a test have a fake engine in the place of Spark's."""
+    """Replaces Spark's engine by a fake one in the pipelines of a test."""
 
     def install(
         settings: Settings, meddle: Callable[[Job, Work], Result | None] = lambda *_: None
@@ -140,7 +140,7 @@ def test_order_and_exactness_whatever_fails_in_whatever_order(
         if dice < 0.1:
             return TaskFault(Action.RETRY, "the connection is lost")
         if dice < 0.2:
-            # The commit is there, and nobody is told.
+            # The task commits, but the driver gets no result.
             attempt(applier, task, False)
             return TaskFault(Action.RETRY, "the connection is lost after the commit")
         threading.Event().wait(chance.random() * 0.02)

@@ -696,7 +696,7 @@ def test_source_and_target_may_be_two_databases_of_a_fresh_server() -> None:
 
 
 def test_what_is_undone_is_nothing_that_another_installation_has_built_on(database: str) -> None:
-    """The first waits for its slot, and is given up, while the second comes."""
+    """The first installation waits for its slot, and is interrupted, while the second runs."""
     slot = "select pg_cancel_backend(pid) from pg_stat_activity where query ~ '^select lsn::text from pg_create_log'"
     waited: list[str] = []
     with Outbox(database) as outbox, psycopg.connect(database) as publisher:

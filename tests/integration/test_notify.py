@@ -109,7 +109,7 @@ def test_a_table_in_use_is_not_waited_for_to_remove_the_trigger(
         publisher.execute(INSERT.format(OWN).encode())
         with pytest.raises(ConfigurationError, match=r"run `relay init` again when it has ended"):
             initialise(configured(outbox))
-        # Nothing waits behind it, and nothing was changed.
+        # It blocks no other session, and changed nothing.
         publisher.execute(INSERT.format(OWN).encode())
         assert triggers(outbox) == ["outbox_message_t"]
         assert not initialise(configured(outbox, listen=True))

@@ -314,7 +314,7 @@ def test_a_group_is_repartitioned_without_losing_or_repeating(
             seen = outbox.handled()
             wait_until(lambda seen=seen: outbox.handled() > seen + 100)  # type: ignore[misc]
             service.kill()
-        # A partition may be behind others; the tool brings it up to them.
+        # A partition may lag behind others; the command moves it to their position.
         config = outbox.config_file(tmp_path / "relay.yaml", partitions=partitions)
         result = relay(
             "offsets", "repartition", "--partitions", str(after), "--config", str(config)

@@ -423,7 +423,7 @@ def test_routes_split_transactions_between_handlers(
 def test_a_target_that_forgets_its_session_stops_relay(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind PgBouncer's transaction pooling: no event is to blame."""
+    """A connection through PgBouncer's transaction pooling is an outage: no event is dead-lettered."""
     monkeypatch.setattr(relation, "create", lambda conn, types: None)
     outbox.fill(30)
     with pytest.raises(ConfigurationError, match="pooler"), relaying(outbox.settings()):
@@ -435,7 +435,7 @@ def test_a_target_that_forgets_its_session_stops_relay(
 def test_order_survives_rows_of_every_size_and_poison(
     outbox: Outbox, engine: str, session: Session | None, each: str
 ) -> None:
-    """PostgreSQL puts a row where there is room: behind a rolled back attempt, and behind rows that were larger."""
+    """PostgreSQL stores a row where there is room: after the rows of a rolled back attempt, and after larger rows."""
     columns = "id, host_id, c_offset, amount"
     fields = "%(id)s, %(host_id)s, %(c_offset)s, (%(payload)s->>'amount')::numeric"
     statement = {

@@ -113,7 +113,7 @@ def test_the_wheel_alone_publishes_and_says_what_the_service_needs(environment: 
 def test_the_wheel_with_its_dependencies_runs_the_service(
     environment: Path, database: str, tmp_path: Path
 ) -> None:
-    """Its packages are those of this environment, behind the wheel's own: relay itself comes from the wheel."""
+    """Its packages are those of this environment, after the wheel's on the path: relay itself comes from the wheel."""
     (site,) = environment.parent.glob("lib/python*/site-packages")
     shared = [path for path in sys.path if path.endswith("site-packages")]
     (site / "shared.pth").write_text("\n".join([*shared, sysconfig.get_path("purelib")]))

@@ -158,7 +158,7 @@ class Shop:
         assert not mend
 
     def mended(self) -> None:
-        """What somebody does elsewhere; a test replaces it."""
+        """The work of an operator elsewhere, which a test replaces."""
 
     def value(self, dsn: str, query: str) -> object:
         with psycopg.connect(dsn, autocommit=True) as conn:

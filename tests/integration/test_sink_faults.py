@@ -156,7 +156,7 @@ def test_rows_from_before_relay_are_delivered_once_where_joining_the_stream_is_t
 
 @pytest.mark.rare
 def test_rows_from_before_relay_are_not_lost_with_a_restart(outbox: Outbox) -> None:
-    """A sink that joined the stream stood behind all of them, also behind those that were still to be delivered."""
+    """A sink that attached to the stream had a position past all events, also past those not delivered yet."""
     for number in range(30):
         outbox.publish(host(0), event(number))
     outbox.conn.execute("update outbox_message_t set c_xid = null")

@@ -1,4 +1,4 @@
-"""What is told of the slot: for whom its making waits, and how much WAL it holds."""
+"""Messages about the slot: the transaction for which its creation waits, and the WAL that it retains."""
 
 from __future__ import annotations
 

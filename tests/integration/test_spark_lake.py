@@ -226,7 +226,7 @@ def test_a_postgresql_table_that_does_not_fit_is_refused(
 
 
 def test_long_values_of_a_partition_are_no_names_of_folders(tmp_path: Path) -> None:
-    """A folder's name may have 255 bytes, and whoever publishes must not stop the sink with a longer text."""
+    """A folder's name may have 255 bytes; a publisher cannot stop the sink with a longer text."""
     schema = pa.schema([("id", pa.string()), ("kind", pa.string())])
     kinds = ["x" * 300, "x" * 301, "../..", "a/b=c%20", " "]
     rows = pa.RecordBatch.from_pydict({"id": list("abcde"), "kind": kinds}, schema=schema)

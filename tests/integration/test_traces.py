@@ -176,7 +176,7 @@ def test_what_is_not_sampled_has_no_spans(
 def test_each_attempt_is_a_span_of_the_order(
     outbox: Outbox, webhook: Webhook, shop: Shop, exported: InMemorySpanExporter
 ) -> None:
-    """In place, and deferred."""
+    """Retried at once, and deferred."""
     webhook.answers = lambda *_: Answer(503 if len(webhook.requests) < 3 else 204)
     with relaying(outbox.settings(**posting(webhook, circuit_breaker=None))):
         order = shop.add_rows(host(1), 1)

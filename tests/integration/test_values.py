@@ -286,7 +286,7 @@ def test_generated_columns_are_published(outbox: Outbox) -> None:
     assert f"`alter publication {name} set (publish_generated_columns = stored)`" in text
     with pytest.raises(ConfigurationError, match="leaves out the generated columns aggregate_type"):
         initialise(settings)
-    # Running, relay rather stops than to deliver nulls; in mode auto it polls until somebody alters the publication.
+    # A running relay stops, so that it delivers no nulls; in mode auto it polls until the publication is altered.
     with pytest.raises(ConfigurationError, match="leaves out the generated"), relaying(settings):
         wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     auto = adopted_again(settings, mode="auto")

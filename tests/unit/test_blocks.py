@@ -89,7 +89,7 @@ def whole(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("page", "block"), of("yaml"))
 def test_yaml_is_configuration_of_relay(page: Path, block: Block) -> None:
-    """But for files that end in .yml, which are somebody else's."""
+    """Except for files that end in .yml, which are other programs'."""
     contents = list(yaml.safe_load_all(block.text))
     assert contents
     if block.file is not None and block.file.endswith(".yml"):

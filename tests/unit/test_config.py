@@ -370,8 +370,8 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: http, url: 'http://[h'}", "url: is not a valid address"),
         ("{type: http, url: 'http://h', signing_secret: ''}", "signing_secret: is empty"),
         ("{type: http, url: 'http://h', signing_secret: whsec_}", "signing_secret: is empty"),
-        ("{type: http, url: 'http://h', headers: {'a b': c}}", "headers: 'a b' is no name"),
-        ("{type: http, url: 'http://h', headers: {'': c}}", "headers: '' is no name"),
+        ("{type: http, url: 'http://h', headers: {'a b': c}}", "headers: 'a b' is not the name"),
+        ("{type: http, url: 'http://h', headers: {'': c}}", "headers: '' is not the name"),
         (
             '{type: http, url: "http://h", headers: {a: "b\\r\\nc"}}',
             "headers: a has a value that a header cannot",
@@ -383,7 +383,10 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: spark}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, path: a, table: b}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, callable: shop}", "callable: must be module:function"),
-        ("{type: spark, path: a, partition_by: [day]}", "partition_by: 'day' is no column"),
+        (
+            "{type: spark, path: a, partition_by: [day]}",
+            "partition_by: 'day' is not one of the columns",
+        ),
         ("{type: spark, path: a, every: 0}", "every: "),
         ("{type: spark, path: a, sql: ''}", "sql: "),
         ("{type: spark, path: a, transform: shop}", "transform: must be module:function"),

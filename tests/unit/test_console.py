@@ -124,7 +124,7 @@ def test_wrong_tokens_are_counted_by_address() -> None:
 
 
 def test_the_same_wrong_token_counts_once() -> None:
-    """A program with the token of yesterday guesses nothing, and keeps nobody out."""
+    """A program with an old token does not count as guessing, and locks out no other user."""
     failures = Failures(lambda: 0.0)
     for _ in range(50):
         failures.require_few("a")
@@ -206,7 +206,7 @@ def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_body_that_does_not_come_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of somebody who is not known, it is small too."""
+    """For an unknown user it is small too."""
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
     with served(settings) as address:

@@ -93,7 +93,7 @@ class Run:
         self.order.append(number)
 
     async def idle(self) -> None:
-        """Wait until nothing is under way and nothing waits for its turn."""
+        """Wait until nothing is in flight or queued."""
         while self.dispatcher.count:
             await asyncio.sleep(0.001)
 
@@ -131,11 +131,11 @@ def test_order_holds_for_each_key_and_nothing_follows_on_what_has_to_wait(
 
     run = asyncio.run(main())
     assert sorted(run.order) == list(range(len(plan)))
-    settled: dict[str, list[int]] = defaultdict(list)
+    completed: dict[str, list[int]] = defaultdict(list)
     for number in run.order:
         for key in plan[number][0]:
-            settled[key].append(number)
-    assert all(numbers == sorted(numbers) for numbers in settled.values())
+            completed[key].append(number)
+    assert all(numbers == sorted(numbers) for numbers in completed.values())
     held: set[str] = set()
     for number, (keys, _, fails) in enumerate(plan):
         disposition = run.dispositions[number]

@@ -263,11 +263,11 @@ def test_a_large_commit_of_messages_goes_through_a_file() -> None:
     [
         ({}, "messages are in the WAL only, and mode is auto"),
         ({"mode": "poll"}, "messages are in the WAL only, and mode is poll"),
-        ({"mode": "wal", "table": "a.b"}, "so table means nothing"),
-        ({"mode": "wal", "profile": "debezium"}, "so table means nothing"),
-        ({"mode": "wal", "columns": {"payload": "body"}}, "so columns means nothing"),
-        ({"mode": "wal", "headers": ["region"]}, "so headers means nothing"),
-        ({"mode": "wal", "offsets": "gapless"}, "so offsets means nothing"),
+        ({"mode": "wal", "table": "a.b"}, "so table has no meaning"),
+        ({"mode": "wal", "profile": "debezium"}, "so table has no meaning"),
+        ({"mode": "wal", "columns": {"payload": "body"}}, "so columns has no meaning"),
+        ({"mode": "wal", "headers": ["region"]}, "so headers has no meaning"),
+        ({"mode": "wal", "offsets": "gapless"}, "so offsets has no meaning"),
     ],
 )
 def test_messages_come_by_the_wal_and_from_no_table(section: dict[str, Any], says: str) -> None:

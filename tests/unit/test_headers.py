@@ -55,10 +55,10 @@ def test_headers_are_named_by_a_list_or_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("headers", "says"),
     [
-        (["Region"], "'Region' is no name of a header"),
-        (["7th"], "'7th' is no name of a header"),
-        (["a.b"], "'a.b' is no name of a header"),
-        ({"x" * 64: "a"}, "is no name of a header"),
+        (["Region"], "'Region' is not the name of a header"),
+        (["7th"], "'7th' is not the name of a header"),
+        (["a.b"], "'a.b' is not the name of a header"),
+        ({"x" * 64: "a"}, "is not the name of a header"),
         (["sequence"], "'sequence' would be the CloudEvents attribute sequence"),
         (["host_id"], "'host_id' would be the CloudEvents attribute hostid"),
         (["trace_id", "traceid"], "'traceid' and 'trace_id' would both be"),

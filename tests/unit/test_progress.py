@@ -47,7 +47,7 @@ class Stream(RuleBasedStateMachine):
     @precondition(lambda self: not self.connected)
     @rule()
     def connect(self) -> None:
-        """The server resumes behind what the slot has confirmed or the client asks for, whichever is later."""
+        """The server resumes after the slot's confirmed position or the client's, whichever is later."""
         self.connected = True
         if self.confirmed:
             self.known = True

@@ -111,7 +111,7 @@ def test_a_file_that_was_cut_short_is_an_error_and_no_end() -> None:
     spool.append(b"second", tuples)
     reader = iter(tuples)
     assert next(reader) == b"first"
-    with pytest.raises(OSError, match="cut short"):
+    with pytest.raises(OSError, match="truncated"):
         next(reader)
 
 

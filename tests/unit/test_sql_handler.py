@@ -25,7 +25,7 @@ def compiled(statement: str) -> SqlEvent:
 
 
 def run(statement: str) -> tuple[str, list[str]]:
-    """The statement as psycopg sends it to run, and the fields behind its numbered parameters."""
+    """The statement that psycopg sends, and the fields of its numbered parameters."""
     query = PostgresQuery(Transformer())
     query.convert(compiled(statement)._statement, {name: name for name in EVENT_FIELDS})
     return query.query.decode(), [str(bytes(p or b""), "utf-8") for p in query.params or ()]

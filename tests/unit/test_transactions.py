@@ -21,7 +21,7 @@ Plain = tuple[int, tuple[str, ...], str | None, list[bytes]]
 
 
 def of(commits: Commits) -> Transactions:
-    """Transactions in commits that end at 1, 2 and so on; their rows stand behind a header of two bytes."""
+    """Transactions in commits that end at 1, 2 and so on; each row follows a header of two bytes."""
     facts, ids, rows = [], [], list[bytes]()
     hosts: list[tuple[str, ...]] = []
     for end, commit in enumerate(commits, start=1):

@@ -62,13 +62,13 @@ def test_the_values_of_many_rows_are_what_decoding_finds(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wire.ROWS.filter(bool), wire.ROWS.filter(bool), st.data())
 def test_a_cut_row_never_yields_another_value(
-    row: list[wire.Cell], behind: list[wire.Cell], data: st.DataObject
+    row: list[wire.Cell], following: list[wire.Cell], data: st.DataObject
 ) -> None:
-    index = data.draw(st.integers(0, min(len(row), len(behind)) - 1))
+    index = data.draw(st.integers(0, min(len(row), len(following)) - 1))
     sent = wire.tuple_data(row)
     cut = sent[: data.draw(st.integers(0, len(sent) - 1))]
     try:
-        found = values(Rows.of([cut, wire.tuple_data(behind)]), [index])
+        found = values(Rows.of([cut, wire.tuple_data(following)]), [index])
     except ProtocolError:
         return
     assert found[index][0] == row[index]

@@ -91,7 +91,7 @@ def test_a_fault_ends_its_own_delivery_and_leaves_its_room_to_others() -> None:
             with pytest.raises(ValueError):  # noqa: PT011
                 await task
             assert [message.identity for message in sending.unconfirmed] == list("234567")
-            # Answers that nobody waits for any more change nothing.
+            # Answers that are no longer awaited change nothing.
             broker.answer(5)
         task = asyncio.create_task(sends.send(sends.sending(messages(10)), broker.publish))
         await soon()
