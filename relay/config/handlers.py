@@ -186,7 +186,7 @@ class SparkHandler(SinkHandler):
 
     @model_validator(mode="before")
     @classmethod
-    def _partitions_of_its_own(cls, value: Any) -> Any:
+    def _no_default_partitions(cls, value: Any) -> Any:
         if isinstance(value, dict) and (value.get("sql") or value.get("transform")):
             return {"partition_by": [], **value}
         return value
@@ -322,7 +322,7 @@ class HttpHandler(DeliveryHandler):
         return value
 
     @model_validator(mode="after")
-    def _one_body(self) -> HttpHandler:
+    def _transactions_are_batches(self) -> HttpHandler:
         if self.each == "transaction" and self.mode not in (None, "batch"):
             raise ValueError(
                 f"each: transaction needs mode: batch, and mode is {self.mode}: remove one of the two"
@@ -392,7 +392,7 @@ class NatsHandler(BrokerHandler):
     """Begin TLS before the server sends anything, for a server with `handshake_first`."""
 
     @model_validator(mode="after")
-    def _encrypted_where_asked(self) -> NatsHandler:
+    def _servers_are_encrypted(self) -> NatsHandler:
         if not self.tls_first and "tls" not in self.model_fields_set:
             return self
         if any(urlsplit(server.get_secret_value()).scheme == "ws" for server in self.servers):

@@ -31,17 +31,17 @@ def find(key: str, path: str) -> Any:
         # As with `python -m`: a module in the current folder needs no installation.
         sys.path.append(here)
     try:
-        found: Any = importlib.import_module(module_name)
+        named: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
             f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"
             + (_search_path_text() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(named, part):
             raise ConfigurationError(f"{key}: {module_name!r} has no {attribute!r}")
-        found = getattr(found, part)
-    return found
+        named = getattr(named, part)
+    return named
 
 
 def _search_path_text() -> str:

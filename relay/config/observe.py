@@ -26,10 +26,10 @@ def address(value: Any) -> Address:
     """Parse an address such as `127.0.0.1:9464` or `[::1]:9464`; port 0 takes a free port. Raises ValueError."""
     if isinstance(value, Address):
         return value
-    found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
-    if found is None or int(found["port"]) > _MOST_PORT:
+    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match["port"]) > _MOST_PORT:
         raise ValueError("must be an address and a port, such as 127.0.0.1:9464 or [::1]:9464")
-    return Address(found["v6"] or found["host"], int(found["port"]))
+    return Address(match["v6"] or match["host"], int(match["port"]))
 
 
 Listen = Annotated[Address, BeforeValidator(address)]

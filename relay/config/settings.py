@@ -36,10 +36,10 @@ Scalar = str | int | float | bool
 
 
 def _patterns(value: Any) -> list[Scalar]:
-    found = value if isinstance(value, list) else [value]
-    if not found or not all(isinstance(item, Scalar) for item in found):
+    patterns = value if isinstance(value, list) else [value]
+    if not patterns or not all(isinstance(item, Scalar) for item in patterns):
         raise ValueError("must be a value, a pattern such as order.*, or a list of them")
-    return found
+    return patterns
 
 
 Patterns = Annotated[Any, BeforeValidator(_patterns)]
@@ -330,7 +330,7 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _what_is_read_is_known(self) -> Settings:
+    def _retention_may_change_the_table(self) -> Settings:
         if self.retention.keep and self.source.mode == "wal" and not self.source.owns_table:
             raise ValueError(
                 "retention.keep: source.mode: wal does not change your own table: set the mode to auto"

@@ -75,7 +75,7 @@ class SourceSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_profile(cls, value: Any) -> Any:
+    def _with_defaults_of_profile(cls, value: Any) -> Any:
         return expanded(value) if isinstance(value, Mapping) else value
 
     @field_validator("table")
@@ -99,7 +99,7 @@ class SourceSettings(Section):
 
     @field_validator("types")
     @classmethod
-    def _of_ids(cls, value: dict[str, str]) -> dict[str, str]:
+    def _types_are_of_ids(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if name not in ID_FIELDS:
                 raise ValueError(

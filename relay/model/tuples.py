@@ -66,7 +66,7 @@ def _walk(rows: Rows, wanted: Sequence[int]) -> dict[int, Values]:
 
 def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
     """The values of one row at ascending column indices; the columns after the last are not read."""
-    found: list[bytes | None] = []
+    peeked: list[bytes | None] = []
     at = 2
     column = 0
     unpack = _U32.unpack_from
@@ -78,14 +78,14 @@ def _peek(data: bytes, wanted: Sequence[int]) -> list[bytes | None]:
             if data[at] == TEXT:
                 start = at + 5
                 end = start + unpack(data, at + 1)[0]
-                found.append(data[start:end])
+                peeked.append(data[start:end])
                 if end > len(data):
                     raise ProtocolError("truncated column value")
             else:
-                found.append(None)
+                peeked.append(None)
     except (IndexError, struct.error) as error:
         raise ProtocolError("malformed TupleData") from error
-    return found
+    return peeked
 
 
 def zoned(rows: Rows, indices: Sequence[int]) -> Rows | None:
@@ -158,10 +158,10 @@ class Walked:
             even: list[bytes | None] = at_each_octet(data, np.dtype(f"V{size}"))[start].tolist()
             return even
         spans = zip(start.tolist(), stop.tolist(), strict=True)
-        found: list[bytes | None] = [data[first:last] for first, last in spans]
+        copies: list[bytes | None] = [data[first:last] for first, last in spans]
         for row in np.flatnonzero(~present).tolist():
-            found[row] = None
-        return found
+            copies[row] = None
+        return copies
 
     def some(self, index: int, rows: Int64Array) -> list[bytes | None]:
         """The values of a column in the rows at some indices."""
@@ -188,8 +188,8 @@ class Walked:
         words = at_each_octet(self._data, _EIGHT)
         same: Mask = np.ones(len(start) - 1, np.bool_)
         for offset in (*range(0, size - _WORD, _WORD), size - _WORD):
-            found = words[start + offset]
-            same &= found[1:] == found[:-1]
+            word = words[start + offset]
+            same &= word[1:] == word[:-1]
         return same
 
     def _even_size(self, index: int) -> int:

@@ -189,24 +189,24 @@ def _starting(options: Mapping[str, str]) -> Snapshot | None:
 
 
 def _ranges(options: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    found = []
+    ranges = []
     for name, operator in (("fromTime", ">="), ("toTime", "<")):
         if name in options:
-            found.append(("event_ts", operator, _time(options[name], name)))
-    if len(found) == 2 and datetime.fromisoformat(found[0][2]) > datetime.fromisoformat(
-        found[1][2]
+            ranges.append(("event_ts", operator, _time(options[name], name)))
+    if len(ranges) == 2 and datetime.fromisoformat(ranges[0][2]) > datetime.fromisoformat(
+        ranges[1][2]
     ):
-        _refuse("toTime", f"{found[1][2]} is before fromTime, {found[0][2]}: exchange the two")
+        _refuse("toTime", f"{ranges[1][2]} is before fromTime, {ranges[0][2]}: exchange the two")
     for name, operator in (("fromOffset", ">="), ("toOffset", "<")):
         if name in options:
             text = options[name]
             if not _is_bigint(text):
                 _refuse(name, f"must be a c_offset, not {text!r}")
-            found.append(("c_offset", operator, text))
-    offsets = [int(value) for field, _, value in found if field == "c_offset"]
+            ranges.append(("c_offset", operator, text))
+    offsets = [int(value) for field, _, value in ranges if field == "c_offset"]
     if len(offsets) == 2 and offsets[0] > offsets[1]:
         _refuse("toOffset", f"{offsets[1]} is before fromOffset, {offsets[0]}: exchange the two")
-    return found
+    return ranges
 
 
 def _is_bigint(text: str) -> bool:

@@ -124,7 +124,7 @@ def _closure(names: set[str]) -> dict[str, Distribution]:
 
     Environment markers need no evaluation: what they exclude here is not installed.
     """
-    found: dict[str, Distribution] = {}
+    installed: dict[str, Distribution] = {}
     wanted = [(name, frozenset({"service"})) for name in names]
     seen = set(wanted)
     while wanted:
@@ -135,7 +135,7 @@ def _closure(names: set[str]) -> dict[str, Distribution]:
             distribution = importlib.metadata.distribution(name)
         except PackageNotFoundError:
             continue
-        found[name] = distribution
+        installed[name] = distribution
         for requirement in distribution.requires or ():
             extra = _EXTRA.search(requirement)
             match = _REQUIREMENT.match(requirement)
@@ -146,7 +146,7 @@ def _closure(names: set[str]) -> dict[str, Distribution]:
             if following not in seen:
                 seen.add(following)
                 wanted.append(following)
-    return found
+    return installed
 
 
 def _files_of(distribution: Distribution) -> dict[str, Path]:

@@ -197,15 +197,15 @@ class SparkWorker:
         if not pending.is_full and now - self._since < self._handler.every:
             return None
         self._since = None
-        conn, group, each = self._claim.conn, self._settings.group, self._handler
+        conn, group, handler = self._claim.conn, self._settings.group, self._handler
         contents = pending.contents
         if pending.due:
             contents = replace(
                 contents,
                 deferred=[row.id for row in pending.due],
-                data=replays.packed(conn, self._settings, pending.due, each.host_buckets),
+                data=replays.packed(conn, self._settings, pending.due, handler.host_buckets),
             )
-        layout = each.partition_by, each.host_buckets
+        layout = handler.partition_by, handler.host_buckets
         before = state.position
         # After a failover, recovery compares the new server with the position that was read.
         reading = replace(
@@ -216,8 +216,10 @@ class SparkWorker:
         with conn.transaction():
             if self._claim.store(reading, state.epoch, (), LAGGING) is None:
                 raise Moved
-            spark_batches.begin(conn, group, self._name, each.target, state.epoch, layout, contents)
-        return spark_batches.begun(conn, group, self._name, each.target)
+            spark_batches.begin(
+                conn, group, self._name, handler.target, state.epoch, layout, contents
+            )
+        return spark_batches.begun(conn, group, self._name, handler.target)
 
     def _connected(self) -> Connection:
         if self._source is None or self._source.closed:
@@ -231,10 +233,10 @@ class SparkWorker:
         """Write a batch and move past it; `tried` says that an earlier attempt may have written some of its rows."""
         session = self._ready_session()
         started = time.monotonic()
-        each = self._handler.model_copy(
+        handler = self._handler.model_copy(
             update={"partition_by": batch.partition_by, "host_buckets": batch.host_buckets}
         )
-        destination = writer(self._name, each)
+        destination = writer(self._name, handler)
         try:
             if self._checked is not session:
                 destination.check(session)

@@ -73,7 +73,7 @@ class _Folders:
 
     def remove(self, pattern: str, older_than: float = 0.0) -> None:
         """Remove the folders below the path that match a glob and were not modified for `older_than` seconds."""
-        found = self._system.globStatus(self._jvm.org.apache.hadoop.fs.Path(self._path, pattern))
-        for status in found or ():
+        statuses = self._system.globStatus(self._jvm.org.apache.hadoop.fs.Path(self._path, pattern))
+        for status in statuses or ():
             if time.time() - status.getModificationTime() / 1000 >= older_than:
                 self._system.delete(status.getPath(), True)
