@@ -44,7 +44,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class RetryLater:
-    """`handler` failed with `error` for the `attempts`-th time; the transaction is retried `after` so many seconds."""
+    """`handler` failed with `error` for the `attempts`-th time; the transaction is retried `after` seconds."""
 
     handler: str
     error: BaseException
@@ -54,7 +54,7 @@ class RetryLater:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """The transaction is not retried. `handler` is None if no route matched, or processes died."""
+    """The transaction is not retried. `handler` is None if no route matched, or processes crashed."""
 
     handler: str | None
     error: BaseException
@@ -65,7 +65,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """The transaction was not tried, or was rolled back, since an earlier one holds one of its keys."""
+    """An earlier transaction holds one of its keys: the transaction was not tried, or was rolled back."""
 
 
 Failed = RetryLater | DeadLetter
