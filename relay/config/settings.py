@@ -122,7 +122,7 @@ class SparkSettings(Section):
             return self
         if self.authenticates and _SPARK_SECRET not in self.conf:
             raise ValueError(
-                f"conf: {_SPARK_SECRET}, the secret of the cluster's master and workers, is missing: set it, or "
+                f"conf: {_SPARK_SECRET} is missing: set the secret of the cluster's master and workers, or "
                 "spark.authenticate: false on a network that you trust"
             )
         return self
