@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, get_args
@@ -37,6 +37,7 @@ from relay.config.retention import written
 from relay.config.settings import Settings
 from tests.pages import DOCS
 from tests.process import ROOT
+from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
 
 MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
 """The modules that users' code may import."""
@@ -275,42 +276,49 @@ _TABLE = re.compile(
 _COLUMN = re.compile(
     r"^    (?!primary|unique|check|constraint|foreign)(\w+) +([\w.\[\]]+)", re.MULTILINE
 )
+_ADDED = re.compile(
+    r"^alter table ([\w.]+)\s+add column if not exists (\w+) ([\w.\[\]]+)", re.MULTILINE
+)
 _COMMENT = re.compile(
-    r"^comment on (?:table|column|function) ([\w.]+)(?:\(.*?\))? is\s+'((?:[^']|'')*)'",
+    r"^comment on (?:table|column|function) ([\w.]+)(?:\(.*?\))? is((?:\s+'(?:[^']|'')*')+);",
     re.MULTILINE,
 )
 
 
 def sql() -> str:
-    """The page of the functions and tables that `relay init` installs."""
+    """The page of the functions and tables that `relay init` installs. Raises KeyError where one has no text."""
     text = (
         f"# SQL functions and tables\n\n{_NOTE}\nWhat `relay init` installs, by file of `sql/`. "
         "Publishers call `relay.publish`; relay calls the other functions. You may read the tables; "
         "write to them only by commands.\n"
     )
-    for file in sorted((ROOT / "sql").rglob("*.sql")):
-        source = file.read_text()
-        said = {name: quoted.replace("''", "'") for name, quoted in _COMMENT.findall(source)}
+    sources = {file: file.read_text() for file in sorted((ROOT / "sql").rglob("*.sql"))}
+    whole = "".join(sources.values())
+    said = {name: unquoted(literals) for name, literals in _COMMENT.findall(whole)}
+    for file, source in sources.items():
         functions = [
             (
                 f"`{found['name']}({' '.join(found['arguments'].split())})`",
                 f"`{' '.join(found['returns'].split())}`"
                 if found["returns"]
                 else "its `out` arguments",
-                said.get(found["name"]) or uncommented(found["comment"]),
+                said.get(found["name"])
+                or uncommented(found["comment"])
+                or FUNCTIONS[found["name"]],
             )
             for found in _FUNCTION.finditer(source)
             if found["returns"] != "trigger"
         ]
         tables = [
             paragraphs(
-                f"### {found['name']}", said.get(found["name"]) or uncommented(found["comment"])
+                f"### {found['name']}",
+                said.get(found["name"]) or uncommented(found["comment"]) or TABLES[found["name"]],
             )
             + table(
                 ("column", "type", "meaning"),
                 [
-                    (f"`{name}`", f"`{kind}`", said.get(f"{found['name']}.{name}", ""))
-                    for name, kind in _COLUMN.findall(found["columns"])
+                    (f"`{name}`", f"`{kind}`", meaning(found["name"], name, said))
+                    for name, kind in columns(found, whole).items()
                 ],
             )
             for found in _TABLE.finditer(source)
@@ -323,9 +331,26 @@ def sql() -> str:
     return text
 
 
+def columns(made: re.Match[str], whole: str) -> dict[str, str]:
+    """The columns of a table and their types, also those that a later statement adds."""
+    added = [(name, kind) for to, name, kind in _ADDED.findall(whole) if to == made["name"]]
+    return dict([*_COLUMN.findall(made["columns"]), *added])
+
+
+def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:
+    """What a column means, by its comment or by what stands for one."""
+    key = f"{table_name}.{column}"
+    return said.get(key) or COLUMNS.get(key) or COLUMNS[column]
+
+
 def paragraphs(*texts: str) -> str:
     """The texts that are not empty, each with an empty line after it."""
     return "".join(f"{text}\n\n" for text in texts if text)
+
+
+def unquoted(literals: str) -> str:
+    """The text of string literals that follow each other."""
+    return "".join(re.findall(r"'((?:[^']|'')*)'", literals)).replace("''", "'")
 
 
 def uncommented(text: str) -> str:
