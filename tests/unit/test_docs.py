@@ -18,7 +18,11 @@ from relay.config.suggestions import keys_at, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def keys_of(section: object, above: str = "") -> Iterator[str]:
@@ -110,6 +114,23 @@ def test_a_page_names_no_command_that_there_is_not(page: Path) -> None:
     assert unknown == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_file_that_there_is_not(page: Path) -> None:
+    named = re.findall(
+        r"`((?:relay|tests|bench|config|docs|examples|sql)/[\w./-]+)`", page.read_text()
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_key_that_there_is_not(page: Path) -> None:
+    """Of the sections whose keys have no other dots in them, as those of Spark and of handlers have."""
+    known = set(paths(Settings, "."))
+    sections = "source|target|sinks|retention|observe|poll|dead_letters"
+    named = re.findall(rf"`((?:{sections})\.[a-z_.]+)[`:]", page.read_text())
+    assert [key for key in named if key not in known and not key.endswith(".py")] == []
+
+
 def links(page: Path) -> Iterator[str]:
     return iter(re.findall(r"\]\(([^)\s]+)\)", page.read_text()))
 
@@ -163,9 +184,11 @@ def test_the_navigation_has_every_page() -> None:
     assert sorted(pages_of(site["nav"])) == sorted(pages)
 
 
-def test_architecture_names_every_module() -> None:
+def test_architecture_names_every_module_and_no_other() -> None:
     """By its file, by its folder, or by the folder above."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    files = {path.name for path in (ROOT / "relay").rglob("*.py")}
+    assert set(re.findall(r"`(?:relay/)?(?:\w+/)*(\w+\.py)`", text)) - files == set()
     covered = (
         "relay/spark/writers/",
         "relay/handlers/",
