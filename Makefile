@@ -112,7 +112,7 @@ $(DEPENDENCIES): requirements.lock requirements-build.lock
 LOCK = build/uv/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --custom-compile-command "make lock"
 
-lock: ## resolve all dependencies anew, to the newest that pyproject.toml allows
+lock: ## resolve all dependencies again, to the newest that pyproject.toml allows
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install -qq uv==$(UV_VERSION)
 	$(LOCK) --upgrade --group build -o requirements-build.lock
