@@ -1,4 +1,4 @@
-"""Publishes events to the outbox inside the caller's transaction. Needs nothing but a driver that the caller has.
+"""Publishes events to the outbox inside the caller's transaction. Needs only the caller's database driver.
 
 outbox = Outbox()
 outbox.publish(session, Event("order.placed", aggregate=("Order", 42), payload=order), host_id=tenant)

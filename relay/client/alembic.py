@@ -19,21 +19,21 @@ class CreateOutbox(MigrateOperation):
         operations.invoke(cls())
 
     def reverse(self) -> DropOutbox:
-        """What undoes it."""
+        """Return the operation that undoes this one."""
         return DropOutbox()
 
 
 @Operations.register_operation("drop_outbox")
 class DropOutbox(MigrateOperation):
-    """Drops relay's own outbox with all that is in it."""
+    """Drops relay's own outbox and its events."""
 
     @classmethod
     def drop_outbox(cls, operations: Operations) -> None:
-        """Drop relay's own outbox in the migration's transaction."""
+        """Drop relay's own outbox and its events in the migration's transaction."""
         operations.invoke(cls())
 
     def reverse(self) -> CreateOutbox:
-        """What undoes it."""
+        """Return the operation that undoes this one."""
         return CreateOutbox()
 
 
@@ -50,7 +50,7 @@ def _drop(operations: Operations, _: DropOutbox) -> None:
 
 def _run(conn: Connection, script: str) -> None:
     if conn.dialect.driver == "asyncpg":
-        # Its adapter prepares each statement, and a script has many.
+        # SQLAlchemy's adapter prepares a statement, and a script of several cannot be prepared.
         await_only(conn.connection.driver_connection.execute(script))  # type: ignore[union-attr]
         return
     conn.execution_options(no_parameters=True).exec_driver_sql(script)

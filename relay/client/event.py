@@ -1,4 +1,4 @@
-"""What a service publishes."""
+"""The event that a service publishes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Id = uuid.UUID | str | int
 class Event:
     """One event of an aggregate, such as `Event("order.placed", aggregate=("Order", 42), payload={…})`.
 
-    `payload` is what JSON can hold, or a dataclass, a pydantic model or a msgspec struct, with UUID, Decimal, date,
-    time, datetime and Enum in them; UUID, Decimal and times become texts that hold them exactly. `version` is the
-    aggregate's. `event_ts` is when it happened, by default when the transaction began; no handler gets the event before
-    `deliver_at`; both need a time zone. `extra` has values for further columns of the outbox, by their names.
+    `payload` is a JSON value, a dataclass, a pydantic model or a msgspec struct, and may contain UUID, Decimal, date,
+    time, datetime and Enum; UUID, Decimal and times become texts that keep them exactly. `version` is the aggregate's.
+    `event_ts` is when the event happened, by default when the transaction began. No handler gets the event before
+    `deliver_at`. Both need a time zone. `extra` has values for further columns of the outbox, by column name.
     """
 
     event_type: str

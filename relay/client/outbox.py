@@ -1,9 +1,10 @@
-"""The outbox as a publisher sees it: one INSERT for any number of events."""
+"""Publishes events with one INSERT for any number of them."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -30,12 +31,12 @@ FIELDS = (
     "transaction_count",
     "deliver_at",
 )
-"""What an event has. Each is a column of relay's own outbox with this name."""
+"""The fields of an event. Each is a column of the same name in relay's own outbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What `publish` was given once."""
+    """The arguments of one call of `publish`."""
 
     events: Sequence[Event]
     host_id: Id
@@ -44,11 +45,11 @@ class Published:
 
 
 class Outbox:
-    """Publishes events to a table, by default relay's own, in the transactions of its callers. Safe in any thread.
+    """Publishes events into a table, by default relay's own, in the caller's transaction. Safe in any thread.
 
-    With a `message_prefix` it writes messages by pg_logical_emit_message and no table, for `source.message_prefix`.
-    `columns` says for a table of your own which column has a field; None for a field that it does not have. Fields
-    that are not named keep their names. See `FIELDS`.
+    With a `message_prefix` it emits messages with pg_logical_emit_message instead, for `source.message_prefix`.
+    `columns` maps fields to the columns of a table of your own, and a field that has no column to None. Fields that it
+    does not name have columns of their own name. See `FIELDS`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Outbox:
         *,
         message_prefix: str | None = None,
     ) -> None:
-        """Raises ValueError for a field that does not exist, and for columns of messages."""
+        """Raises ValueError for an unknown field, and for `columns` together with a `message_prefix`."""
         columns = columns or {}
         if message_prefix is not None and columns:
             raise ValueError("columns: messages have none: leave out columns or message_prefix")
@@ -75,7 +76,7 @@ class Outbox:
             {name: column for name, column in chosen.items() if column} if columns else None
         )
         self.recorded: list[Published] | None = None
-        """Where a test collects what is published instead of the database, see `relay.client.testing`."""
+        """The list to which `relay.client.testing` has calls appended instead of sent to the database; else None."""
 
     def publish(
         self,
@@ -86,25 +87,19 @@ class Outbox:
         user_id: Id | None = None,
         transaction_id: uuid.UUID | None = None,
     ) -> uuid.UUID:
-        """Insert the events in one statement into the session's open transaction, which it never commits.
+        """Insert events with one statement in the session's open transaction, which it does not commit.
 
         `session` is a psycopg connection or cursor, an SQLAlchemy Session or Connection, or a Django connection. The
-        events are one business transaction, in this order, of the tenant `host_id`. Returns its `transaction_id`, a
+        events are one business transaction of the tenant `host_id`, in this order. Returns its `transaction_id`, a
         new one unless it is given.
 
-        Raises OutboxError; what does not concern the outbox, as the driver raises it.
+        Raises OutboxError, and the driver's errors that do not concern the outbox.
         """
         published = _published(events, host_id, user_id, transaction_id)
-        if not published.events:
-            return published.transaction_id
-        statement, text = self._statement(published)
-        if self.recorded is not None:
-            self.recorded.append(published)
-            return published.transaction_id
-        try:
-            sessions.execute(session, statement, text)
-        except Exception as error:
-            self._raise(error)
+        statement = self._to_execute(published)
+        if statement is not None:
+            with self._driver_errors():
+                sessions.execute(session, *statement)
         return published.transaction_id
 
     async def publish_async(
@@ -116,42 +111,53 @@ class Outbox:
         user_id: Id | None = None,
         transaction_id: uuid.UUID | None = None,
     ) -> uuid.UUID:
-        """`publish` for asynchronous sessions.
+        """Do what `publish` does, with the same arguments, in an asynchronous session.
 
-        These are a psycopg AsyncConnection or AsyncCursor, an SQLAlchemy AsyncSession or AsyncConnection, and asyncpg's
-        connections.
+        `session` is a psycopg AsyncConnection or AsyncCursor, an SQLAlchemy AsyncSession or AsyncConnection, or a
+        connection of asyncpg.
         """
         published = _published(events, host_id, user_id, transaction_id)
-        if not published.events:
-            return published.transaction_id
-        statement, text = self._statement(published)
-        if self.recorded is not None:
-            self.recorded.append(published)
-            return published.transaction_id
-        try:
-            await sessions.execute_async(session, statement, text)
-        except Exception as error:
-            self._raise(error)
+        statement = self._to_execute(published)
+        if statement is not None:
+            with self._driver_errors():
+                await sessions.execute_async(session, *statement)
         return published.transaction_id
 
-    def _raise(self, error: Exception) -> None:
-        found = translated(error, self.table)
-        if found is None:
-            raise error
-        if self._message_prefix is not None and isinstance(found, OutboxForbidden):
-            found = OutboxForbidden("the role may not execute pg_logical_emit_message: grant it")
-        raise found from error
+    @contextmanager
+    def _driver_errors(self) -> Iterator[None]:
+        """Raise the driver's errors that concern the outbox as an OutboxError."""
+        try:
+            yield
+        except Exception as error:
+            of_outbox = translated(error, self.table)
+            if of_outbox is None:
+                raise
+            if self._message_prefix is not None and isinstance(of_outbox, OutboxForbidden):
+                of_outbox = OutboxForbidden(
+                    "the role may not execute pg_logical_emit_message: grant it"
+                )
+            raise of_outbox from error
+
+    def _to_execute(self, published: Published) -> tuple[sessions.Statement, str] | None:
+        """Return the statement and its parameter; None without events, and where a test records the call."""
+        if not published.events:
+            return None
+        statement = self._statement(published)
+        if self.recorded is None:
+            return statement
+        self.recorded.append(published)
+        return None
 
     def _statement(self, published: Published) -> tuple[sessions.Statement, str]:
         rows = self._rows(published)
         if self._message_prefix is not None:
             return _emit(self._message_prefix), encode(rows)
-        # A column that no event has a value for gets its default.
+        # A column without a value in any event gets its default.
         columns = tuple(dict.fromkeys(column for row in rows for column in row))
         return _insert(self._relation, columns), encode(rows)
 
     def _rows(self, published: Published) -> list[dict[str, Any]]:
-        """A row for each event: the values that it has, by column."""
+        """Return a row for each event: its values by column."""
         common = {
             "host_id": _text(published.host_id),
             "transaction_id": str(published.transaction_id),
@@ -195,7 +201,7 @@ def _insert(relation: str, columns: tuple[str, ...]) -> sessions.Statement:
 
 
 def quoted(name: str) -> str:
-    """An identifier in double quotes."""
+    """Return an identifier in double quotes."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -205,12 +211,12 @@ def _published(
     user_id: Id | None,
     transaction_id: uuid.UUID | None,
 ) -> Published:
-    found = (events,) if isinstance(events, Event) else tuple(events)
-    return Published(found, host_id, user_id, transaction_id or uuid.uuid4())
+    listed = (events,) if isinstance(events, Event) else tuple(events)
+    return Published(listed, host_id, user_id, transaction_id or uuid.uuid4())
 
 
 def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any]:
-    """What an event has of its own, by field."""
+    """Return the values of an event by field, without those of its business transaction."""
     if event.payload is None:
         raise EventInvalid(f"events[{number}].payload: must not be None")
     row = {
@@ -238,5 +244,5 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
 
 
 def _text(value: Id) -> str | int:
-    """An id without the detour of what JSON does not know."""
+    """Return an id as JSON has it; faster than the encoder's `default`."""
     return str(value) if isinstance(value, uuid.UUID) else value

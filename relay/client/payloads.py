@@ -1,4 +1,4 @@
-"""Payloads as JSON, exactly."""
+"""Encodes payloads as JSON without loss."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from relay.client.errors import EventInvalid
 
 
 def encode(rows: list[dict[str, Any]]) -> str:
-    """The rows as a JSON array. Raises EventInvalid, which names the event and the path of what JSON cannot hold."""
+    """Return the rows as a JSON array. Raises EventInvalid, which names the event and the path of a value."""
     try:
         text = _ENCODER.encode(rows)
-        # What a driver would refuse later, without a word on where it is.
+        # A driver would refuse a lone surrogate, too, but not say where it is.
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _explained(rows, error) from None
     if "\\u0000" in text:
-        _require_no_zero(rows)
+        _require_no_nul(rows)
     return text
 
 
 def plain(value: object) -> Any:
-    """One step towards what JSON knows. Raises TypeError for what has no exact form."""
+    """Convert a value one step towards JSON. Raises TypeError for a value that JSON cannot represent exactly."""
     if isinstance(value, uuid.UUID):
         return str(value)
     if isinstance(value, Decimal):
         if not value.is_finite():
-            raise TypeError(f"{value} is not a number of JSON")
+            raise TypeError(f"{value} is not a JSON number")
         return str(value)
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
@@ -50,7 +50,7 @@ def plain(value: object) -> Any:
     msgspec = sys.modules.get("msgspec")
     if msgspec is not None and isinstance(value, msgspec.Struct):
         return msgspec.to_builtins(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be represented in JSON")
 
 
 _ENCODER = json.JSONEncoder(
@@ -69,30 +69,30 @@ def _explained(rows: list[dict[str, Any]], error: Exception) -> EventInvalid:
     return EventInvalid(f"the events cannot be written as JSON: {type(error).__name__}")
 
 
-def _require_no_zero(rows: list[dict[str, Any]]) -> None:
+def _require_no_nul(rows: list[dict[str, Any]]) -> None:
     for number, row in enumerate(rows):
         for column, value in row.items():
             for path, text in _texts(value, column):
                 if "\0" in text:
                     raise EventInvalid(
-                        f"events[{number}].{path}: has a zero character, which jsonb cannot hold"
+                        f"events[{number}].{path}: has a NUL character, which jsonb cannot store"
                     )
 
 
-_DEEPEST = 200
+_MAX_DEPTH = 200
 
 
 def _faults(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Where a value cannot be written as JSON, and why."""
-    if depth > _DEEPEST:
-        yield path, "is nested too deeply, or in itself"
+    """Yield the path of each part of a value that cannot be written as JSON, and the reason."""
+    if depth > _MAX_DEPTH:
+        yield path, "is nested too deeply, or contains itself"
     elif isinstance(value, str):
-        if _is_torn(value):
-            yield path, "has half of a surrogate pair, which is no character"
+        if _has_lone_surrogate(value):
+            yield path, "has a lone surrogate, which is not a character"
     elif isinstance(value, dict):
         for key, each in value.items():
             if not isinstance(key, str | int | float | bool | None):
-                yield path, f"has a key that is a {type(key).__name__}, not a text"
+                yield path, f"has a key of the type {type(key).__name__}, which is not a text"
             else:
                 yield from _faults(each, f"{path}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
@@ -100,14 +100,14 @@ def _faults(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
             yield from _faults(each, f"{path}[{index}]", depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            yield path, f"{value} is not a number of JSON"
+            yield path, f"{value} is not a JSON number"
     elif not isinstance(value, int | None):
         try:
-            step = plain(value)
+            converted = plain(value)
         except Exception as error:
             yield path, str(error) if type(error) is TypeError else type(error).__name__
         else:
-            yield from _faults(step, path, depth + 1)
+            yield from _faults(converted, path, depth + 1)
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -124,7 +124,7 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield from _texts(plain(value), path)
 
 
-def _is_torn(text: str) -> bool:
+def _has_lone_surrogate(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

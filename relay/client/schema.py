@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def install() -> list[str]:
-    """The scripts, in order. Each may be run again, and has many statements."""
+    """Return the scripts in order. Each has several statements, and may be run again."""
     package = Path(__file__).resolve().parent.parent
     shipped = package / "sql"
     folder = shipped if shipped.is_dir() else package.parent / "sql"
@@ -18,7 +18,7 @@ def install() -> list[str]:
 
 
 def remove() -> str:
-    """The script that drops the outbox with all that is in it, and leaves what relay's groups have in the database."""
+    """Return the script that drops the outbox and its events. The tables of relay's groups stay."""
     return """
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
     drop function if exists relay.limit_event_bytes(bigint);

@@ -1,6 +1,6 @@
-"""Sessions of the drivers, recognised without importing any that the caller has not.
+"""Runs a statement with one text parameter in a session of any supported driver, in its open transaction.
 
-Each driver runs one statement with one text as its parameter, in the transaction that is open there.
+Sessions are recognised by the names of their classes: no driver is imported that the caller has not imported.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from relay.client.errors import NotInTransaction, UnknownSession
 
 
 class Statement(NamedTuple):
-    """A statement around its only parameter, a text."""
+    """The text of a statement before and after its only parameter."""
 
     before: str
     after: str
 
     def with_parameter(self, placeholder: str, escaped: str | None = None) -> str:
-        """The statement as a driver takes it; the driver reads `escaped` as special unless it is doubled."""
+        """Return the statement with a driver's placeholder; `escaped` is a character that the driver wants doubled."""
         before, after = self
         if escaped:
             before, after = (
@@ -52,9 +52,9 @@ async def execute_async(session: Any, statement: Statement, text: str) -> None:
 def _unknown(session: object, kind: str, other: str | None) -> UnknownSession:
     name = f"{type(session).__module__}.{type(session).__qualname__}"
     if other:
-        return UnknownSession(f"{name} is published to with {other}")
+        return UnknownSession(f"{name}: publish to it with {other}")
     return UnknownSession(
-        f"{name} is not a session that the client knows: pass a connection of psycopg, SQLAlchemy, asyncpg or Django"
+        f"{name} is not a supported session: pass a connection of psycopg, SQLAlchemy, asyncpg or Django"
     )
 
 
@@ -77,16 +77,16 @@ _KINDS = {
 
 
 def _kind(of: type) -> str:
-    """What a session is, by the names of its classes; empty if the client does not know it."""
+    """Return the kind of a session by the names of its classes; empty if it is unknown."""
     for each in of.__mro__:
-        found = _KINDS.get((each.__module__.partition(".")[0], each.__name__))
-        if found:
-            return found
+        kind = _KINDS.get((each.__module__.partition(".")[0], each.__name__))
+        if kind:
+            return kind
     return ""
 
 
 def _refuse(what: str) -> None:
-    raise NotInTransaction(f"{what}: begin a transaction, and publish what it changes inside it")
+    raise NotInTransaction(f"{what}: begin a transaction, and publish inside it")
 
 
 def _psycopg(conn: Any, statement: Statement, text: str) -> None:
@@ -110,7 +110,7 @@ async def _psycopg_async_cursor(cursor: Any, statement: Statement, text: str) ->
 
 
 def _require_psycopg_transaction(conn: Any) -> None:
-    # psycopg begins a transaction with the statement unless it is told not to.
+    # Without autocommit, psycopg begins a transaction with the statement.
     if conn.autocommit and conn.info.transaction_status.name == "IDLE":
         _refuse("the connection is in autocommit mode and has no transaction open")
 
@@ -138,7 +138,7 @@ async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: st
 
 
 def _sqlalchemy(statement: Statement) -> str:
-    # Nothing else in it is a parameter: SQLAlchemy leaves `::` alone and takes `\:` for a colon.
+    # SQLAlchemy reads `:name` as a parameter, `\:` as a colon, and leaves `::` alone.
     escaped = [
         part.replace("::", "\0").replace(":", r"\:").replace("\0", "::") for part in statement
     ]

@@ -1,4 +1,4 @@
-"""For the tests of services: what was published, without a database."""
+"""Collects published events without a database, for the tests of services."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Published", "collect", "events"]
 
 @contextmanager
 def collect(outbox: Outbox) -> Iterator[list[Published]]:
-    """Collect what the outbox is given, in any session, instead of inserting it.
+    """Collect the calls of `publish`, with any session, instead of inserting their events.
 
-    Events are checked as otherwise: what cannot be stored raises EventInvalid here, too.
+    Events are checked as usual: one that cannot be stored raises EventInvalid.
     """
-    former = outbox.recorded
-    found: list[Published] = []
-    outbox.recorded = found
+    previous = outbox.recorded
+    collected: list[Published] = []
+    outbox.recorded = collected
     try:
-        yield found
+        yield collected
     finally:
-        outbox.recorded = former
+        outbox.recorded = previous
 
 
 def events(published: list[Published], event_type: str | None = None) -> list[Event]:
-    """The events of all calls in their order, or those of one type."""
+    """Return the events of all calls in order, or those of one type."""
     return [
         event
         for each in published

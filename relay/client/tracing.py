@@ -1,4 +1,4 @@
-"""The trace in which an event is published, where the service uses OpenTelemetry."""
+"""Reads the current trace of a service that uses OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def context() -> dict[str, str]:
-    """W3C `traceparent` and what goes with it, for an event's metadata; empty without a current span."""
-    # Who has a span has imported this.
+    """Return W3C `traceparent` and its companions for an event's metadata; empty without a current span."""
+    # A service that has a span has imported this module.
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None or not trace.get_current_span().get_span_context().is_valid:
         return {}

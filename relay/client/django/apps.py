@@ -1,4 +1,4 @@
-"""What Django asks of an app."""
+"""Configures the Django app."""
 
 from django.apps import AppConfig
 
