@@ -1,1 +1,1 @@
-"""Types of events, their versions, and how an event of an older version becomes one of the current version."""
+"""Event types, their versions, and the upcasting of events to the current version."""

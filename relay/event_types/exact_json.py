@@ -1,7 +1,7 @@
-"""JSON read into Python's values and written again with every digit of its numbers. No I/O.
+"""Reads and writes JSON without losing a digit of its numbers. No I/O.
 
-PostgreSQL's jsonb keeps numbers exactly, `json` reads them as binary floating point: 0.1000000000000000055 would come
-back as 0.1. Here a number that a float cannot repeat is a float that remembers its text.
+PostgreSQL's jsonb keeps numbers exactly; `json` reads them as binary floating point, so that 0.1000000000000000055 is
+written as 0.1. Here a number that a float does not reproduce becomes a `Number`, a float that keeps its text.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Any, Self
 from relay.config.fields import safe_key
 
 _LONG_NUMBER = 4_000
-"""Digits; Python itself refuses to convert an integer of more than 4,300."""
-
+"""In digits: from this length on an integer becomes a `Number`. Python refuses to convert one of more than 4,300."""
 
 _CONSTANTS = {None: "null", True: "true", False: "false"}
 
 
 class Number(float):
-    """A float that is written as it was read. What is computed from it is an ordinary float."""
+    """A float that is written as it was read. Arithmetic with it returns ordinary floats."""
 
     __slots__ = ("text",)
     text: str
 
     def __new__(cls, text: str | float) -> Self:
-        """`text` is a number of JSON; a copy is made from the float, and gets the text afterwards."""
+        """`text` is a JSON number; `copy` and `pickle` pass a float, and set `text` afterwards."""
         number = super().__new__(cls, text)
         number.text = str(text)
         return number
@@ -53,8 +52,8 @@ def loads(text: str) -> Any:
 def dumps(value: Any, name: str) -> str:
     """Write JSON as PostgreSQL prints jsonb, with a blank after each comma and colon; keys keep their order.
 
-    Raises ValueError, which names the field below `name` and no value, for what JSON or UTF-8 does not have, and
-    RecursionError where it is nested too deeply.
+    Raises ValueError for a value that JSON or UTF-8 cannot represent, which names the field below `name` and no value,
+    and RecursionError where it is nested too deeply.
     """
     pieces: list[str] = []
     try:
@@ -64,12 +63,12 @@ def dumps(value: Any, name: str) -> str:
     except _NotJson as error:
         raise ValueError(f"{'.'.join((name, *reversed(error.path)))}: {error}") from None
     except UnicodeEncodeError:
-        raise ValueError(f"{name}: half of a surrogate pair is no text") from None
+        raise ValueError(f"{name}: has a lone surrogate, which is not a character") from None
     return text
 
 
 class _NotJson(ValueError):
-    """Something that JSON does not have; `path` leads to it from the innermost step on."""
+    """A value that JSON cannot represent. `path` has the keys and indices that lead to it, the innermost first."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -92,9 +91,11 @@ def _write(value: Any, pieces: list[str]) -> None:
     elif isinstance(value, float) and isfinite(value):
         pieces.append(float.__repr__(value))
     else:
-        raise _NotJson(f"JSON has no {type(value).__name__} such as this")
+        raise _NotJson(f"JSON cannot represent this {type(value).__name__}")
 
 
+# `_write_object` and `_write_array` share no function: a third frame for each level of nesting would lower the depth
+# at which Python raises RecursionError.
 def _write_object(value: dict[Any, Any], pieces: list[str]) -> None:
     before = "{"
     for key, item in value.items():

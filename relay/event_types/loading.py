@@ -1,4 +1,4 @@
-"""Finds the models and upcasters that the configuration's `events` names."""
+"""Loads the models and upcasters that the configuration names under `events`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relay.faults import ConfigurationError
 
 
 def registered(events: EventsSettings) -> list[EventType]:
-    """The event types of a configuration, by name. Raises ConfigurationError with a line for each fault."""
+    """Return a configuration's event types, sorted by name. Raises ConfigurationError with a line for each fault."""
     problems: list[str] = []
     types = list(_from_code(events) if isinstance(events, str) else _from_file(events, problems))
     for each in types:
@@ -25,13 +25,13 @@ def _from_code(path: str) -> EventTypes:
     registry = find("events", path)
     if not isinstance(registry, EventTypes):
         raise ConfigurationError(
-            f"events: {path!r} is no registry: name an object of relay.EventTypes"
+            f"events: {path!r} is not a registry: name an object of relay.EventTypes"
         )
     return registry
 
 
 def _from_file(events: Mapping[str, EventTypeSettings], problems: list[str]) -> Iterator[EventType]:
-    """The types whose modules can be imported; what cannot is added to the problems."""
+    """Yield the types whose modules can be imported; adds a line to `problems` for each of the others."""
     for name, each in events.items():
         key = f"events.{name}"
         try:

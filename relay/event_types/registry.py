@@ -1,4 +1,4 @@
-"""Types of events in code: `EventTypes`, a registry that `events: module:name` of the configuration names.
+"""`EventTypes`, a registry of event types in code. The configuration names it: `events: module:name`.
 
 An event type has a current version. A pydantic model describes that version's payload, and for each older version an
 upcaster, a function from a payload to that of the next version.
@@ -23,10 +23,10 @@ UpcasterT = TypeVar("UpcasterT", bound=Upcaster)
 
 @dataclass(frozen=True, slots=True)
 class EventType:
-    """What is known of a type of events: the current version, its model, and the upcasters by the version they take.
+    """A type of events: the current version, its model, and the upcasters by the version that they take.
 
-    Without `version` the current one is that after the last upcaster, or 1. `version_from` is a path into payload or
-    metadata; an event that has nothing there has version 1.
+    Without `version`, the current version is the one after the last upcaster, or 1. `version_from` is the path to the
+    version in payload or metadata; an event without a value at this path has version 1.
     """
 
     name: str
@@ -46,30 +46,30 @@ class EventType:
         return min(self.upcasters, default=self.current)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with it, a line each that begins with the key."""
+        """Yield a line for each fault, which begins with the configuration key."""
         key = f"events.{self.name}"
         model: Any = self.model
         if model is not None and not (isinstance(model, type) and issubclass(model, BaseModel)):
-            yield f"{key}.model: is no pydantic model: name a class that derives from pydantic.BaseModel"
+            yield f"{key}.model: is not a pydantic model: name a class that derives from pydantic.BaseModel"
         elif model is not None and model.model_rebuild(raise_errors=False) is False:
             yield f"{key}.model: {model.__qualname__} refers to a type that is not defined: define or import it"
         for version in sorted(self.upcasters):
             if not 1 <= version < self.current:
                 yield (
-                    f"{key}.upcast.{version}: the current version is {self.current}, to which it cannot lead: set "
-                    f"version to {version + 1}, or remove the upcaster"
+                    f"{key}.upcast.{version}: cannot lead to the current version {self.current}: set version to "
+                    f"{version + 1}, or remove the upcaster"
                 )
         for version in range(self.oldest, self.current):
             if version not in self.upcasters:
                 yield (
-                    f"{key}.upcast: nothing leads from version {version} to {version + 1}: add an upcaster from "
+                    f"{key}.upcast: no upcaster leads from version {version} to {version + 1}: add one from "
                     f"{version}, or remove those from older versions"
                 )
 
 
 def _check_version(event_type: str, version: int) -> None:
     if version < 1:
-        raise ValueError(f"{event_type}: {version} is no version: count from 1")
+        raise ValueError(f"{event_type}: {version} is not a version: versions count from 1")
 
 
 class EventTypes:
@@ -83,7 +83,7 @@ class EventTypes:
         @events.upcast("order.placed", from_version=1)
         def with_currency(payload): ...
 
-    `version_from` is where events say which version they have. Raises ValueError where that leads nowhere.
+    `version_from` is the path to the version in an event. Raises ValueError if it leads into no field of an event.
     """
 
     def __init__(self, version_from: str = VERSION_FROM) -> None:
@@ -100,11 +100,11 @@ class EventTypes:
         _check_version(event_type, version)
         known = self._known(event_type)
         if known.model is not None:
-            raise ValueError(f"{event_type}: there is a model already: {known.model.__qualname__}")
+            raise ValueError(f"{event_type}: has a model already: {known.model.__qualname__}")
 
         def register(model: ModelT) -> ModelT:
             path = known.version_from if version_from is None else check_version_from(version_from)
-            # Upcasters may have been declared meanwhile.
+            # The type is read again: an upcaster may have been declared meanwhile.
             self._types[event_type] = replace(
                 self._known(event_type), version=version, model=model, version_from=path
             )
@@ -116,9 +116,7 @@ class EventTypes:
         """Declare the upcaster from a version to the next one. Raises ValueError if that version has one already."""
         _check_version(event_type, from_version)
         if from_version in self._known(event_type).upcasters:
-            raise ValueError(
-                f"{event_type}: there is an upcaster from version {from_version} already"
-            )
+            raise ValueError(f"{event_type}: has an upcaster from version {from_version} already")
 
         def register(upcaster: UpcasterT) -> UpcasterT:
             known = self._known(event_type)

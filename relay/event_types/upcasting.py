@@ -1,6 +1,6 @@
-"""Events in the current version of their type: upcast and validated when a handler reads them. No I/O.
+"""Upcasts events to the current version of their type and validates them, when a handler reads them. No I/O.
 
-What is stored, routed and dead-lettered is always the event as it was published.
+relay stores, routes and dead-letters events as they were published.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _MESSAGES = {
     "bytes_invalid_encoding": "Input should be encoded validly",
     "timezone_offset": "Input should have the expected timezone offset",
 }
-"""Used instead of pydantic's messages that quote the value."""
+"""Replace the messages of pydantic that quote the value."""
 
 
 class _Typed:
-    """One event type, with what is worked out once."""
+    """Upcasts and validates the events of one type."""
 
-    def __init__(self, found: EventType) -> None:
-        self._type = found
-        self._current = found.current
-        self._head, *self._path = found.version_from.split(".")
-        self._keys = frozenset[str]() if found.model is None else _keys_of(found.model)
+    def __init__(self, event_type: EventType) -> None:
+        self._type = event_type
+        self._current = event_type.current
+        self._head, *self._path = event_type.version_from.split(".")
+        model = event_type.model
+        self._keys = frozenset[str]() if model is None else _keys_of(model)
 
     def current(self, event: Event) -> TypedEvent:
-        """The event in the current version. Raises InvalidEvent, and faults of an upcaster that may pass."""
+        """Return the event in the current version. Raises InvalidEvent, and errors of upcasters that are retried."""
         try:
             return self._checked(event)
         except InvalidEvent as error:
@@ -56,9 +57,9 @@ class _Typed:
         )
 
     def _version(self, event: Event) -> int:
-        """The version that the event was published in."""
-        found, value = dig(_parsed(event, self._head), self._path)
-        if not found or value is None:
+        """Return the version that the event was published in."""
+        exists, value = dig(_parsed(event, self._head), self._path)
+        if not exists or value is None:
             value = 1
         if isinstance(value, str) and value.isdecimal() and len(value) <= _VERSION_DIGITS:
             value = int(value)
@@ -108,7 +109,7 @@ class _Typed:
 
 
 class Upcasting:
-    """The event types of a configuration, over what handlers read. False where there are none."""
+    """Upcasts the events of a configuration's event types. False where there are none."""
 
     def __init__(self, types: Iterable[EventType]) -> None:
         self._types = {each.name: _Typed(each) for each in types}
@@ -118,21 +119,21 @@ class Upcasting:
         return bool(self._types)
 
     def current(self, event: Event) -> Event:
-        """The event in the current version of its type; the same event if its type is not known.
+        """Return the event in the current version of its type; the same event if its type is not known.
 
-        Raises InvalidEvent, and what an upcaster raises that may pass by itself.
+        Raises InvalidEvent, and errors of upcasters that are retried.
         """
         typed = self._types.get(event.text("event_type") or "")
         return event if typed is None else typed.current(event)
 
     def among(self, kinds: Values) -> list[int]:
-        """The indices of the types that are known."""
+        """Return the indices in `kinds` of the known types."""
         if self.none_of(kinds):
             return []
         return [index for index, kind in enumerate(kinds) if kind in self._names]
 
     def none_of(self, kinds: Values) -> bool:
-        """Whether none of the types is known."""
+        """Return whether none of the types is known."""
         return self._names.isdisjoint(kinds)
 
 
@@ -141,7 +142,7 @@ def _parsed(event: Event, name: str) -> Any:
     try:
         return None if text is None else exact_json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidEvent(f"{name}: is no JSON that can be read") from None
+        raise InvalidEvent(f"{name}: cannot be read as JSON") from None
 
 
 def _text(document: Any, name: str) -> str:
@@ -154,7 +155,7 @@ def _text(document: Any, name: str) -> str:
 
 
 def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
-    """The document with the version at a path, where there are objects to hold it."""
+    """Set the version at a path of a document, if its values are objects; returns the document."""
     document = {} if document is None else document
     holder = document
     *above, last = path
@@ -167,18 +168,18 @@ def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
 
 
 def _raise_unless_of_event(error: BaseException) -> None:
-    """Raise a fault of the user's code that the event is not to blame for, as it is."""
+    """Raise an error of the user's code again unless the event is its cause."""
     if isinstance(error, Exception) and action_for(error) is not Action.DEAD_LETTER:
         raise error
 
 
-def _name(found: Any) -> str:
-    """A function or a class as the configuration would name it."""
-    return f"{found.__module__}:{getattr(found, '__qualname__', type(found).__name__)}"
+def _name(code: Any) -> str:
+    """Return the name of a function or a class as the configuration has it."""
+    return f"{code.__module__}:{getattr(code, '__qualname__', type(code).__name__)}"
 
 
 def _described(error: ValidationError, keys: frozenset[str]) -> str:
-    """What is wrong with which fields: pydantic's messages without what they quote."""
+    """Describe the faults field by field: pydantic's messages without the values that they quote."""
     faults = error.errors(include_url=False, include_input=False)
     shown = [f"{_where(each['type'], each['loc'], keys)}: {_message(each)}" for each in faults]
     shown = list(dict.fromkeys(shown))
@@ -187,7 +188,7 @@ def _described(error: ValidationError, keys: frozenset[str]) -> str:
 
 
 def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> str:
-    """The path of a field. A key that the model does not name may be a value: `*` stands for it."""
+    """Return the path of a field, with `*` for a key that the model does not name: it may be a value."""
     extra: list[str] = []
     if kind == "extra_forbidden":
         *location, key = location
@@ -212,11 +213,11 @@ def _message(fault: ErrorDetails) -> str:
 
 
 def _keys_of(model: type[BaseModel]) -> frozenset[str]:
-    """The keys that a model and those below it name."""
+    """Return the keys that a model and its nested models name."""
     try:
         return frozenset(_named(model.model_json_schema()))
     except PydanticUserError:
-        return frozenset(model.model_fields)  # it has a type that JSON Schema has not
+        return frozenset(model.model_fields)  # a field's type has no JSON Schema
 
 
 def _named(schema: Any) -> Iterator[str]:

@@ -275,9 +275,9 @@ def test_check_examines_the_event_types(outbox: Outbox) -> None:
     for line, words in zip(
         said,
         [
-            "events.a.upcast: nothing leads from version 2 to 3: add an upcaster from 2",
-            "events.b.upcast.2: the current version is 2, to which it cannot lead: set version to 3",
-            "events.c.model: is no pydantic model",
+            "events.a.upcast: no upcaster leads from version 2 to 3: add one from 2",
+            "events.b.upcast.2: cannot lead to the current version 2: set version to 3",
+            "events.c.model: is not a pydantic model",
             "events.d.model: 'tests.event_types' has no 'Missing'",
             "events.e.upcast.1: importing 'tests.nowhere' failed: ModuleNotFoundError",
         ],
@@ -285,7 +285,7 @@ def test_check_examines_the_event_types(outbox: Outbox) -> None:
     ):
         assert line.startswith(words)
     assert check(outbox, "tests.event_types:EVENTS") == [
-        "events: 'tests.event_types:EVENTS' is no registry: name an object of relay.EventTypes"
+        "events: 'tests.event_types:EVENTS' is not a registry: name an object of relay.EventTypes"
     ]
 
 

@@ -293,10 +293,10 @@ def test_a_fault_that_the_event_is_not_to_blame_for_stays_what_it_is(error: Exce
     ("result", "said"),
     [
         (None, "returned None: return the payload of the next version"),
-        ({"a": [1, {"b": Path()}]}, "payload.a.1.b: JSON has no"),
-        ({"a": float("nan")}, "payload.a: JSON has no float such as this"),
+        ({"a": [1, {"b": Path()}]}, "payload.a.1.b: JSON cannot represent this"),
+        ({"a": float("nan")}, "payload.a: JSON cannot represent this float"),
         ({1: 2}, "payload: a key of an object must be a str, not int"),
-        ({"a": "\ud800"}, "payload: half of a surrogate pair is no text"),
+        ({"a": "\ud800"}, "payload: has a lone surrogate, which is not a character"),
     ],
 )
 def test_what_is_no_payload_is_refused(result: Any, said: str) -> None:
@@ -306,7 +306,7 @@ def test_what_is_no_payload_is_refused(result: Any, said: str) -> None:
 def test_a_payload_that_python_cannot_hold_is_refused() -> None:
     found = EventType("order.placed", upcasters={1: counting(1)})
     deep = make_event(1, payload="[" * 100_000 + "]" * 100_000)
-    assert refused(deep, found) == "payload: is no JSON that can be read"
+    assert refused(deep, found) == "payload: cannot be read as JSON"
     endless: dict[str, Any] = {}
     endless["a"] = endless
     found = EventType("order.placed", upcasters={1: lambda _: endless})
@@ -324,11 +324,11 @@ def test_a_registry_refuses_what_is_there_twice() -> None:
         1,
         "metadata.v",
     )
-    with pytest.raises(ValueError, match="a: there is a model already: OrderPlaced"):
+    with pytest.raises(ValueError, match="a: has a model already: OrderPlaced"):
         types.model("a")
-    with pytest.raises(ValueError, match="a: there is an upcaster from version 1 already"):
+    with pytest.raises(ValueError, match="a: has an upcaster from version 1 already"):
         types.upcast("a", from_version=1)
-    with pytest.raises(ValueError, match="a: 0 is no version: count from 1"):
+    with pytest.raises(ValueError, match="a: 0 is not a version: versions count from 1"):
         types.upcast("a", from_version=0)
     with pytest.raises(ValueError, match="'host_id' is not a path into payload or metadata"):
         relay.EventTypes(version_from="host_id")
