@@ -1,1 +1,1 @@
-"""Removes events from the outbox that every reader is past, and what is settled from relay's own tables."""
+"""Removes events that every reader is past from the outbox, and old history from relay's own tables."""

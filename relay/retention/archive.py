@@ -1,4 +1,4 @@
-"""Reads the archive, which is what a Spark sink has written, without Spark."""
+"""Reads the archive, the files that a Spark sink has written, without Spark."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMATS = ("parquet", "orc", "delta")
-"""The formats that can be read here; others need Spark."""
+"""The formats that can be read without Spark."""
 
 
 def sink_of(settings: Settings) -> tuple[str, SparkHandler]:
-    """Return the sink that `retention.archive` names. Raises ConfigurationError if there is none that can be read."""
+    """Return the sink that `retention.archive` names. Raises ConfigurationError unless its files can be read here."""
     name = settings.retention.archive
     if name is None:
         raise ConfigurationError(
-            "retention.archive: names no sink: name the type: spark sink whose files have the events"
+            "retention.archive: names no sink: name the sink of the type spark that writes the archive"
         )
     sink = settings.spark_handlers[name]
     if sink.path is None or sink.format not in FORMATS:
         raise ConfigurationError(
-            f"handlers.{name}: only a path in the format {', '.join(FORMATS)} can be restored from: read it with Spark"
+            f"handlers.{name}: relay restores only from a path in the format {', '.join(FORMATS)}: read it with Spark"
         )
     return name, sink
 
@@ -40,39 +40,39 @@ def read(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.Re
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
     name, sink = sink_of(settings)
-    found = _dataset(sink)
-    missing = [field for field in FIELDS if field not in found.schema.names]
+    dataset = _dataset(sink)
+    missing = [field for field in FIELDS if field not in dataset.schema.names]
     if missing:
         raise ConfigurationError(
-            f"handlers.{name}: what it has written lacks {', '.join(missing)}: a sink whose sql or transform changes "
-            "the columns is no archive"
+            f"handlers.{name}: its files lack {', '.join(missing)}: a sink whose sql or transform changes the columns "
+            "cannot be the archive"
         )
     columns = list(FIELDS)
     if settings.source.headers:
-        if headers.FIELD not in found.schema.names:
+        if headers.FIELD not in dataset.schema.names:
             raise ConfigurationError(
-                f"handlers.{name}: what it has written lacks {headers.FIELD}: restore it without source.headers, whose "
-                "columns are null then"
+                f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the columns of "
+                "headers are null then"
             )
         columns.append(headers.FIELD)
-    yield from found.to_batches(columns=columns, filter=_between(found, lower, upper))
+    yield from dataset.to_batches(columns=columns, filter=_between(dataset, lower, upper))
 
 
 def count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
     """Count the events that `read` yields; None where the archive has no event_ts."""
-    found = _dataset(sink_of(settings)[1])
-    if "event_ts" not in found.schema.names:
+    dataset = _dataset(sink_of(settings)[1])
+    if "event_ts" not in dataset.schema.names:
         return None
-    return int(found.count_rows(filter=_between(found, lower, upper)))
+    return int(dataset.count_rows(filter=_between(dataset, lower, upper)))
 
 
-def _between(found: Any, lower: datetime, upper: datetime) -> Any:
-    """Return the condition on the event_ts of a dataset."""
+def _between(dataset: Any, lower: datetime, upper: datetime) -> Any:
+    """Return the filter lower <= event_ts < upper for a dataset."""
     import pyarrow as pa
     import pyarrow.dataset
 
     moment = pyarrow.dataset.field("event_ts")
-    kind = found.schema.field("event_ts").type
+    kind = dataset.schema.field("event_ts").type
     bounds = [pa.scalar(each, pa.timestamp("us", "UTC")).cast(kind) for each in (lower, upper)]
     return (moment >= bounds[0]) & (moment < bounds[1])
 

@@ -1,4 +1,6 @@
-"""Finds what belongs to a table beside its rows: what a conversion moves to the partitioned table, and what it cannot.
+"""Reads the attachments of a table: those that a conversion carries over, and those that rule a conversion out.
+
+An attachment is anything that belongs to a table beside its rows: indexes, triggers, grants, publications.
 
 Source: PostgreSQL documentation, the chapter "System Catalogs".
 """
@@ -70,13 +72,13 @@ _OBSTACLES = """
          where not pubviaroot and not exists (select from pg_publication_rel where prpubid = p.oid and prrelid = t.oid)
            and exists (select from pg_publication_tables as pt
                         where pt.pubname = p.pubname and (pt.schemaname, pt.tablename) = (%(schema)s, %(name)s))
-    ) as found
+    ) as obstacle
     order by 1
 """
 
 
 def obstacles(source: Connection, settings: Settings) -> Iterator[str]:
-    """Yield what a partitioned table cannot have, each with what to do. Raises psycopg.Error."""
+    """Yield the attachments that a partitioned table cannot have, each with what to do. Raises psycopg.Error."""
     schema, name = settings.source.table_name
     rows = source.execute(
         _OBSTACLES,
@@ -93,9 +95,10 @@ def obstacles(source: Connection, settings: Settings) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Attachments:
-    """Statements that give the new table what the old one had, and the indexes of the old one.
+    """The indexes of the old table, and the statements that carry over its other attachments to the new table.
 
-    In a statement, {table} is the new table and {before} the old one.
+    An index has its name, and its definition from USING on, None if it is not carried over. In a statement, {table} is
+    the new table and {before} the old one.
     """
 
     indexes: list[tuple[str, str | None]]
@@ -126,7 +129,10 @@ class Attachments:
             )
 
     def carry_over(self, source: Connection, table: sql.Identifier, before: sql.Identifier) -> None:
-        """Give the new table what the old one had; what only one of them can have is removed from the old one."""
+        """Carry the attachments over. Those that only one table can have are removed from the old one.
+
+        Raises psycopg.Error.
+        """
         names = {"{table}": table.as_string(source), "{before}": before.as_string(source)}
         for text in self.statements:
             for mark, name in names.items():

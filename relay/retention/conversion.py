@@ -1,7 +1,7 @@
-"""Turns a live outbox into one that is partitioned by time, without stopping publishers.
+"""Converts a live outbox to one that is partitioned by time, without stopping publishers.
 
-The table becomes the first partition of a new table that has its name and everything that belongs to it. Each step
-leaves the outbox whole, and a run that was killed is continued by the next.
+The table becomes the first partition of a new table that gets its name and its attachments. The outbox is usable after
+each step, and the next run continues one that was killed.
 
 Source: PostgreSQL documentation, "Table Partitioning", "ALTER TABLE" and "CREATE TABLE".
 """
@@ -28,7 +28,7 @@ from relay.store.connections import Connection
 CONSTRAINT = "relay_before"
 """The name of the constraint that all rows are older than the end of the first partition."""
 SPAN = timedelta(days=7)
-"""How far ahead the first partition ends at least: a killed conversion must be continued before that."""
+"""The first partition ends at least this far ahead; a killed conversion must be continued before its end."""
 _ATTEMPTS = 40
 _MINUTE = timedelta(minutes=1)
 
@@ -38,8 +38,8 @@ def convert(
 ) -> list[str]:
     """Partition the outbox, or set the interval of its next partitions; returns what was done, in words.
 
-    `source` is an administrator's connection in autocommit mode. Raises ConfigurationError for what cannot be carried
-    over, psycopg.Error.
+    `source` is an administrator's connection in autocommit mode. Raises ConfigurationError for attachments that a
+    partitioned table cannot have, and psycopg.Error.
     """
     if every < _MINUTE:
         raise ConfigurationError("--every: a partition's range is at least a minute: 1d, 6h")
@@ -47,20 +47,20 @@ def convert(
     if _is_partitioned(source, settings):
         done = _set_interval(source, settings, every)
     else:
-        found = [f"source.table: {table} has {what}" for what in obstacles(source, settings)]
-        if found:
-            raise ConfigurationError("\n".join(found))
+        faults = [f"source.table: {table} has {what}" for what in obstacles(source, settings)]
+        if faults:
+            raise ConfigurationError("\n".join(faults))
         done = _Conversion(settings, source, every, report).run()
     created = create_ahead(source, table, datetime.now(UTC), settings.retention.ahead)
     return done + [f"partition {name}" for name in created]
 
 
 def _is_partitioned(source: Connection, settings: Settings) -> bool:
-    found = source.execute(
+    partitioned = source.execute(
         "select from pg_partitioned_table where partrelid = to_regclass(%s)",
         (sql.Identifier(*settings.source.table_name).as_string(source),),
     )
-    return found.rowcount > 0
+    return partitioned.rowcount > 0
 
 
 def _set_interval(source: Connection, settings: Settings, every: timedelta) -> list[str]:
@@ -69,8 +69,8 @@ def _set_interval(source: Connection, settings: Settings, every: timedelta) -> l
     given = retained(source, table)
     if given is None or given.every is None:
         raise ConfigurationError(
-            f"source.table: {table} is partitioned already, and not by relay: its partitions are its owner's to make "
-            "and to drop"
+            f"source.table: {table} is partitioned already, and not by relay: create and drop its partitions with "
+            "the tool that has partitioned it"
         )
     if given.every == every:
         return []
@@ -95,7 +95,7 @@ class _Conversion:
         self._index = f"{name[:40]}_relay_key"
 
     def run(self) -> list[str]:
-        """Prepare the table while it is in use, then exchange it in one short transaction."""
+        """Prepare the table while it is in use, then exchange it in one short database transaction."""
         source, of = self._source, self._settings.source
         with_short_lock(source, lambda: floor.retain(source, of), _ATTEMPTS)
         key = self._primary_key()
@@ -109,7 +109,7 @@ class _Conversion:
             self._report("exchanging the table for its partitions")
             with_short_lock(source, lambda: self._exchange(key, end), _ATTEMPTS)
         except BaseException:
-            # The constraint would refuse rows after the end of the range.
+            # The constraint refuses rows after the end of the range.
             with suppress(psycopg.Error):
                 self._execute("alter table {table} drop constraint if exists {constraint}")
             raise
@@ -126,7 +126,7 @@ class _Conversion:
         )
 
     def _primary_key(self) -> tuple[str, list[str]] | None:
-        """Return name and columns of the primary key, without c_ts."""
+        """Return the name and the columns of the primary key, without c_ts; None if there is none."""
         row = self._source.execute(
             """
             select conname::text, array(select attname::text from unnest(conkey) with ordinality as k (number, ordinal)
@@ -173,7 +173,7 @@ class _Conversion:
         return end
 
     def _exchange(self, key: tuple[str, list[str]] | None, end: datetime) -> None:
-        """Exchange the table. Publishers wait from here to the commit; no row is read."""
+        """Exchange the table. Publishers are blocked from here to the commit; no row is read."""
         self._execute("lock table {table} in access exclusive mode")
         attached = Attachments.read(self._source, self._table)
         attached.rename_indexes(self._source, self._schema)

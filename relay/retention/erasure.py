@@ -1,4 +1,4 @@
-"""Removes the events of one host wherever relay stores them, and lists what it cannot reach."""
+"""Removes the events of one host wherever relay stores them, and lists the copies that it cannot reach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGES = 2_000
 
 @dataclass(slots=True)
 class ErasureReport:
-    """How many rows were removed, by what they were; `left` lists what relay cannot remove, in words."""
+    """The result of an erasure: how many rows were removed, by kind, and in words the copies that are `left`."""
 
     removed: dict[str, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
@@ -37,8 +37,8 @@ def erase(
 ) -> ErasureReport:
     """Remove a host's events from the outbox and from relay's tables of the group.
 
-    The role of `source` may delete from the outbox. `force` also removes events that are not applied yet; without it
-    raises ConfigurationError while there are any. Raises psycopg.Error.
+    The role of `source` needs the right to delete from the outbox. `force` also removes events that are not applied
+    yet. Raises ConfigurationError if there are any and `force` is false, and psycopg.Error.
     """
     floor.note(source, target, settings.group, settings.source.table)
     has_table = settings.source.message_prefix is None
@@ -46,7 +46,7 @@ def erase(
         _require_applied(settings, source, target, host)
     report = ErasureReport()
     transactions = _transactions_of(settings, source, target, host) if has_table else []
-    # The target first: the outbox still names the host's transactions if this is interrupted.
+    # The target comes first: after an interruption, the outbox still has the ids of the host's transactions.
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
@@ -98,12 +98,12 @@ def _names(settings: Settings) -> dict[str, sql.Composable]:
 def _transactions_of(
     settings: Settings, source: Connection, target: Connection, host: str
 ) -> list[str]:
-    """List the ids of the host's business transactions as the names of suspects have them."""
-    noted = target.execute(
+    """List the ids of the host's business transactions, in the form of relay.suspects."""
+    suspects = target.execute(
         "select exists (select from relay.suspects where group_id = %s)", (settings.group,)
     ).fetchone()
     column = settings.source.mapping["transaction_id"]
-    if not noted or not noted[0] or not column:
+    if not suspects or not suspects[0] or not column:
         return []
     rows = source.execute(
         sql.SQL(
@@ -159,7 +159,7 @@ def _erase_from_target(
 def _erase_from_outbox(
     settings: Settings, source: Connection, host: str, progress: reporting.ProgressReport
 ) -> Iterator[int]:
-    """Delete page range by page range, so that no database transaction is open for long; yields how many rows."""
+    """Delete in ranges of pages, so that no database transaction lasts long; yields the number of rows of each."""
     tables = source.execute(
         """
         select n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int
@@ -176,9 +176,9 @@ def _erase_from_outbox(
             "delete from {table} where {host} = %s and ctid >= %s::tid and ctid < %s::tid"
         ).format(**{**_names(settings), "table": sql.Identifier(schema, name)})
         for first in range(0, int(pages) + 1, _PAGES):
-            portion = (host, f"({first},0)", f"({first + _PAGES},0)")
-            progress("looking through the outbox: pages", done + first, total)
-            yield source.execute(statement, portion).rowcount
+            page_range = (host, f"({first},0)", f"({first + _PAGES},0)")
+            progress("scanning the outbox: pages", done + first, total)
+            yield source.execute(statement, page_range).rowcount
         done += int(pages)
 
 

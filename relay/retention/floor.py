@@ -1,7 +1,7 @@
 """Notes in the source how far each reader of the outbox is: `relay.readers`.
 
-A row may be removed when every reader's snapshot sees it. A snapshot that was noted a while ago sees less than the
-reader has read, so that a late note removes nothing too early.
+A row may be removed when every reader's snapshot sees it. A snapshot noted earlier sees no more than the reader has
+read, so that a late note cannot remove a row too early.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NOTE = """
 
 @dataclass(frozen=True, slots=True)
 class OutboxReader:
-    """A reader of the outbox. `unread_since` is the c_ts of its oldest unread row, None where it has read all.
+    """A reader of the outbox. `unread_since` is the c_ts of its oldest unread row, None if it has read all rows.
 
     `reader` is the name of a sink, empty for the target of the group.
     """
@@ -75,23 +75,23 @@ class OutboxReader:
 
 
 def identity(target: Connection) -> str:
-    """Return what identifies the target among databases that have a group of the same name."""
-    (found,) = target.execute(
+    """Return the identity of the target, which tells it from other databases with a group of the same name."""
+    ((name,),) = target.execute(
         "select system_identifier || '/' || current_database() from pg_control_system()"
     )
-    return str(found[0])
+    return str(name)
 
 
 def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
     """Note in the source how far the readers of a group are; returns the names of those that are noted.
 
-    `outbox` is the table that they read. A reader that was given up stays so. Readers that no longer exist are deleted.
-    Raises psycopg.Error.
+    `outbox` is the table that they read. A reader that was given up remains given up. Readers that no longer exist are
+    deleted. Raises psycopg.Error.
     """
     with target.transaction():
-        found = target.execute(_POSITIONS, {"group": group}).fetchall()
+        positions = target.execute(_POSITIONS, {"group": group}).fetchall()
         of = identity(target)
-    names = [reader for reader, _, _ in found]
+    names = [reader for reader, _, _ in positions]
     with source.transaction():
         source.execute(
             _NOTE,
@@ -100,9 +100,9 @@ def note(source: Connection, target: Connection, group: str, outbox: str) -> lis
                 "target": of,
                 "outbox": outbox,
                 "readers": names,
-                "snapshots": [snapshot for _, snapshot, _ in found],
+                "snapshots": [snapshot for _, snapshot, _ in positions],
                 "by_reference": [
-                    "{" + ",".join(map(str, numbers)) + "}" for _, _, numbers in found
+                    "{" + ",".join(map(str, numbers)) + "}" for _, _, numbers in positions
                 ],
             },
         )
@@ -114,15 +114,15 @@ def note(source: Connection, target: Connection, group: str, outbox: str) -> lis
 
 
 def note_reader(source: Connection, name: str, snapshot: str, outbox: str) -> None:
-    """Note how far a reader that belongs to no group, a Spark query, is.
+    """Note how far a Spark query is, a reader that belongs to no group.
 
     Raises ConfigurationError if it was given up.
     """
-    gone = source.execute(
+    given_up_rows = source.execute(
         "select from relay.readers where (group_id, target, reader) = ('', '', %s) and given_up_at is not null",
         (name,),
     )
-    if gone.rowcount:
+    if given_up_rows.rowcount:
         raise ConfigurationError(
             f"reader: {name!r} was given up by retention, and rows that it has not read may be gone: begin with a new "
             "checkpoint and another name"
@@ -172,7 +172,7 @@ def lagging(
 
 
 def give_up(source: Connection, reader: OutboxReader) -> None:
-    """Give a reader up: it keeps no rows any more. Raises psycopg.Error."""
+    """Give a reader up: retention no longer keeps rows for it. Raises psycopg.Error."""
     source.execute(
         "update relay.readers set given_up_at = now() where group_id = %s and target = %s and reader = %s",
         (reader.group_id, reader.target, reader.reader),
@@ -200,7 +200,7 @@ def given_up_readers(source: Connection) -> list[str]:
 def accept(
     source: Connection, target: Connection, settings: Settings, names: Sequence[str]
 ) -> None:
-    """Note readers again that were given up and have a position that an operator has chosen. Raises psycopg.Error."""
+    """Note readers that an operator has moved; they are no longer given up. Raises psycopg.Error."""
     source.execute(
         "delete from relay.readers where group_id = %s and target = %s and reader = any (%s)",
         (settings.group, identity(target), list(names)),

@@ -1,6 +1,6 @@
 """Creates partitions by time ahead, drops those that all readers are past, and deletes rows where there are none.
 
-Publishers wait for no lock longer than LOCK_TIMEOUT: a statement that does not get its lock is retried later.
+No lock blocks publishers longer than LOCK_TIMEOUT: a statement that does not get its lock is retried later.
 
 Source: PostgreSQL documentation, "Table Partitioning" and "ALTER TABLE".
 """
@@ -24,11 +24,13 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = "40ms"
-"""How long a statement waits for a lock; publishers wait as long."""
+"""How long a statement waits for a lock; publishers are blocked for as long."""
 ATTEMPTS = 8
+"""How often a statement that needs a lock is tried."""
 PAUSE_SECONDS = 0.1
-"""The pause before the second attempt; it doubles."""
+"""The pause before the second attempt; it doubles for each further one."""
 PORTION = 5_000
+"""How many rows are deleted in one statement."""
 RESTORED = "restored by relay at "
 """The beginning of the comment of a partition that was filled from the archive."""
 _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
@@ -36,10 +38,10 @@ _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition, by its qualified name, and its range.
+    """A partition, its qualified name and its range lower <= c_ts < upper.
 
-    `lower` None: from the beginning; the default partition has no range. `restored_at` is when it was filled from the
-    archive.
+    `lower` is None if the range has no lower bound; the default partition has neither bound. `restored_at` is when the
+    partition was filled from the archive.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """An outbox that relay may remove rows of. `every` is null where it is not partitioned."""
+    """An outbox from which relay may remove rows. `every` is None if it is not partitioned."""
 
     outbox: str
     every: timedelta | None
@@ -72,7 +74,7 @@ def unfinished(source: Connection, table: str) -> list[Unfinished]:
         r"""
         select conrelid::regclass::text, substring(pg_get_constraintdef(oid) from '< ''([^'']+)'),
                case conname when 'relay_before' then 'run `relay partition` again'
-                    else 'start relay, which goes on with it' end
+                    else 'start relay, which completes the repair' end
           from pg_constraint
          where conname in ('relay_before', 'relay_range')
            and conrelid in (select to_regclass(%(table)s)
@@ -84,12 +86,12 @@ def unfinished(source: Connection, table: str) -> list[Unfinished]:
 
 
 def aligned(moment: datetime, every: timedelta) -> datetime:
-    """Return the beginning of the range that a moment is in, counted in UTC from a Monday: days have 24 hours."""
+    """Return the beginning of the range that holds a moment. Ranges count from a Monday, in UTC: days have 24 hours."""
     return moment - (moment - _ORIGIN) % every
 
 
 def retained(source: Connection, table: str) -> Retained | None:
-    """Read what relay may do with an outbox, by its qualified name; None if nothing. Raises psycopg.Error."""
+    """Read what retention may do with an outbox, by its qualified name; None if nothing. Raises psycopg.Error."""
     row = source.execute(
         "select outbox, every from relay.retained where outbox = %s", (table,)
     ).fetchone()
@@ -111,7 +113,7 @@ def partitions(source: Connection, table: str) -> list[Partition]:
 
 
 def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
-    """Call `act` in a transaction that waits only shortly for locks, up to `attempts` times.
+    """Call `act` in a database transaction whose lock_timeout is LOCK_TIMEOUT, up to `attempts` times.
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
     """
@@ -147,9 +149,9 @@ def create_ahead(source: Connection, table: str, present: datetime, ahead: timed
 def repair_default(
     source: Connection, table: str, every: timedelta, present: datetime, ahead: timedelta
 ) -> str | None:
-    """Give the default partition a range if it has rows; returns its name. Raises psycopg.Error.
+    """Make a default partition that has rows a partition with a range; returns its name. Raises psycopg.Error.
 
-    Meanwhile it refuses rows after the end of that range, which lies as far ahead as partitions are created.
+    The range ends where the partitions that are created ahead end. Until the exchange, rows after its end are refused.
     """
     upto = aligned(present + ahead, every) + every
     if not with_short_lock(
@@ -175,16 +177,16 @@ def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]
         if each.restored_at is not None and each.restored_at > older_than:
             continue
         try:
-            gone = with_short_lock(
+            was_dropped = with_short_lock(
                 source,
                 lambda name=each.name: _value(  # type: ignore[misc]
                     source, "select relay.drop_partition(%s, %s, %s)", table, name, older_than
                 ),
             )
         except psycopg.errors.LockNotAvailable:
-            log.info("a partition is in use, dropped later", extra={"partition": each.name})
+            log.info("a partition is in use: it is dropped later", extra={"partition": each.name})
             continue
-        if gone:
+        if was_dropped:
             dropped.append(each.name)
     return dropped
 
@@ -208,7 +210,7 @@ def delete_read(
 
 
 def _quoted(source: Connection, table: str) -> str:
-    """A qualified name as SQL writes it."""
+    """Return a qualified name, quoted for SQL."""
     return sql.Identifier(*table.split(".")).as_string(source)
 
 

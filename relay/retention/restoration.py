@@ -1,6 +1,6 @@
 """Restores archived events into the outbox, as a partition of their own.
 
-Their c_xid is null, as in rows from before relay: a reader that begins at the beginning reads them with the rest of the
+Their c_xid is null, as in rows older than relay: a reader that begins at the beginning reads them with the rest of the
 table, in order; every other reader counts them as read.
 
 Source: PostgreSQL documentation, "Table Partitioning".
@@ -8,7 +8,7 @@ Source: PostgreSQL documentation, "Table Partitioning".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -22,14 +22,14 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
 from relay.reporting import ProgressReport, silent
 from relay.retention import archive
-from relay.retention.partitions import RESTORED, partitions, retained, with_short_lock
+from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
 from relay.source.columns import columns as table_columns
 from relay.store.connections import Connection
 
 _TIME = "c_ts"
 _COPYING = "copying archived events"
-_REPORTED = 500
-"""After how many rows the progress is reported again."""
+_REPORT_EVERY = 500
+"""The number of rows between two reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +47,18 @@ def restore(
     upper: datetime,
     report: ProgressReport = silent,
 ) -> Restored:
-    """Restore the events with an event_ts from `lower` to before `upper` that the table no longer has.
+    """Restore the events with lower <= event_ts < upper that the table no longer has.
 
-    What a killed run has left is removed first. Raises ConfigurationError, OSError, psycopg.Error.
+    The remains of a killed run are removed first. Raises ConfigurationError, OSError, psycopg.Error.
     """
     table = settings.source.table
     archive.sink_of(settings)
     given = retained(source, table)
     if given is None or given.every is None:
         raise ConfigurationError(
-            f"source.table: {table} has no partitions by time that relay keeps: run `relay partition` first"
+            f"source.table: {table} has no partitions that relay manages: run `relay partition` first"
         )
-    for each in partitions(source, table):
-        if each.upper is None:
-            continue
-        if (each.lower is None or each.lower < upper) and each.upper > lower:
-            raise ConfigurationError(
-                f"--from: {each.name} has the times from {each.lower or 'the beginning'} to {each.upper}: restore what "
-                "lies before or after it"
-            )
+    _require_free(partitions(source, table), lower, upper)
     schema, parent = settings.source.table_name
     root = sql.Identifier(schema, parent)
     row = source.execute(
@@ -74,7 +67,7 @@ def restore(
     ).fetchone()
     assert row is not None  # noqa: S101
     name = sql.Identifier(schema, row[0])
-    # Unlogged while it is filled, so that no publication has its rows.
+    # Unlogged while it is filled, so that no publication publishes its rows.
     source.execute(sql.SQL("drop table if exists {}").format(name))
     source.execute(
         sql.SQL(
@@ -88,20 +81,31 @@ def restore(
     bounds = sql.SQL("({time} >= {lower} and {time} < {upper})").format(
         time=sql.Identifier(_TIME), lower=sql.Literal(lower), upper=sql.Literal(upper)
     )
-    # With the constraint, ATTACH PARTITION reads no row.
+    # With this constraint, ATTACH PARTITION scans no row.
     source.execute(
         sql.SQL("alter table {} add constraint relay_range check {}").format(name, bounds)
     )
-    _like(source, name, root)
+    _copy_owner(source, name, root)
     try:
         with_short_lock(source, lambda: _attach(source, name, root, lower, upper))
     except psycopg.errors.CheckViolation:
         source.execute(sql.SQL("drop table {}").format(name))
         raise ConfigurationError(
-            f"--from: the default partition of {table} has events from these times: restore what lies before or after "
-            "them"
+            f"--from: the default partition of {table} has events of this range: restore a range before or after them"
         ) from None
     return Restored(f"{schema}.{row[0]}", events)
+
+
+def _require_free(existing: Iterable[Partition], lower: datetime, upper: datetime) -> None:
+    """Raise ConfigurationError if a partition overlaps the range."""
+    for each in existing:
+        if each.upper is None:
+            continue
+        if (each.lower is None or each.lower < upper) and each.upper > lower:
+            raise ConfigurationError(
+                f"--from: {each.name} has the range from {each.lower or 'the beginning'} to {each.upper}: restore a "
+                "range before or after it"
+            )
 
 
 def _attach(
@@ -122,7 +126,7 @@ def _attach(
     )
 
 
-def _like(source: Connection, name: sql.Identifier, root: sql.Identifier) -> None:
+def _copy_owner(source: Connection, name: sql.Identifier, root: sql.Identifier) -> None:
     """Give the partition the owner of the outbox."""
     row = source.execute(
         "select pg_get_userbyid(relowner) from pg_class where oid = %s::regclass",
@@ -143,7 +147,7 @@ def _fill(
 ) -> int:
     """Copy the archived events that the outbox lacks; returns how many."""
     columns: dict[str, str] = {}
-    # PostgreSQL computes these values, and accepts none.
+    # PostgreSQL computes the values of generated columns, and accepts none.
     generated = {
         name
         for name, each in table_columns(source, settings.source.table_name).items()
@@ -165,9 +169,9 @@ def _fill(
             _rows(settings, list(columns.values()), lower, upper), start=1
         ):
             copy.write_row(values)
-            if number % _REPORTED == 0:
+            if number % _REPORT_EVERY == 0:
                 report(_COPYING, number, total)
-    report("removing what the outbox has")
+    report("removing events that the outbox has")
     key = sql.Identifier(settings.source.mapping["id"])
     source.execute(
         sql.SQL(
@@ -188,7 +192,7 @@ def _rows(
     names = [field.removeprefix(headers.PREFIX) for field in fields[len(stored) :]]
     for batch in archive.read(settings, lower, upper):
         for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            # A map comes as pairs.
+            # pyarrow returns a map as a list of pairs.
             extra = dict(values[len(FIELDS)] or ()) if names else {}
             yield [
                 *(values[number] for number in numbers),

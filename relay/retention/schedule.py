@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 
 NOTE_SECONDS = 5.0
-"""How often positions are noted in the source."""
+"""The interval at which positions are noted in the source."""
 ROTATE_SECONDS = 60.0
+"""The interval at which partitions are created and events removed."""
 _PRUNE_PORTION = 10_000
 
 
@@ -33,9 +34,9 @@ def _now() -> datetime:
 
 
 class Schedule:
-    """A thread with connections of its own. What a database refuses is retried at the next turn.
+    """Runs retention in a thread, with connections of its own. After an error of a database, the next turn tries again.
 
-    `failed` is called once, with `error` set, if the group was given up. `clock` gives the time.
+    `failed` is called once, with `error` set, if the group was given up. `clock` returns the present time.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Schedule:
         """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
         of = self._settings
         with (
-            suppress(psycopg.Error),  # The thread tries again.
+            suppress(psycopg.Error),  # the thread tries again
             closing(connect(of.source_dsn)) as source,
             closing(connect(of.target_dsn)) as target,
         ):
@@ -69,7 +70,7 @@ class Schedule:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the statement in flight. Safe in a signal handler."""
+        """Ask the thread to end after the statement in flight. Safe in a signal handler."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -88,16 +89,16 @@ class Schedule:
                 return
             except psycopg.errors.ReadOnlySqlTransaction:
                 # A hot standby, where nothing can be removed.
-                log.info("the source takes no writes: retention is off")
+                log.info("the source is read-only: retention is off")
                 return
             except psycopg.Error as error:
-                self._say(describe(error))
+                self._log_once(describe(error))
             self._stopping.wait(self._note_seconds)
 
-    def _say(self, fault: str) -> None:
+    def _log_once(self, fault: str) -> None:
         if fault != self._last_logged:
             self._last_logged = fault
-            log.warning("retention is tried again later", extra={"fault": fault})
+            log.warning("retention failed and is retried", extra={"fault": fault})
 
     def _connected(self) -> None:
         of = self._settings
@@ -137,17 +138,17 @@ class Schedule:
             return
         if given.every is not None:
             created = partitions.create_ahead(source, table, present, of.ahead)
-            healed = partitions.repair_default(source, table, given.every, present, of.ahead)
-            if healed:
+            repaired = partitions.repair_default(source, table, given.every, present, of.ahead)
+            if repaired:
                 log.warning(
-                    "the default partition had rows, since no partition was made for their time",
-                    extra={"partition": healed},
+                    "the default partition had rows, because no partition existed for their time",
+                    extra={"partition": repaired},
                 )
                 created += partitions.create_ahead(source, table, present, of.ahead)
             if created:
                 log.info("partitions created", extra={"partitions": ", ".join(created)})
         if of.max_lag is not None and self._give_up(source, target, present):
-            # A process that still works for the reader stops it at its next turn.
+            # The process that runs the reader stops it at its next turn, before events are removed.
             return
         if of.keep is None or (of.archive is not None and of.archive not in noted):
             return
@@ -164,9 +165,9 @@ class Schedule:
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
-        found = floor.readers(source, of)
+        readers = floor.readers(source, of)
         any_given_up = False
-        for each in floor.lagging(found, present, of.retention.max_lag):
+        for each in floor.lagging(readers, present, of.retention.max_lag):
             if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
                 continue
             any_given_up = True
@@ -174,7 +175,8 @@ class Schedule:
             detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
             actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
             log.error(
-                "a reader is given up: it no longer holds events", extra={"reader": each.name}
+                "a reader was given up: events are no longer kept for it",
+                extra={"reader": each.name},
             )
         return any_given_up
 
@@ -185,10 +187,10 @@ class Schedule:
             if not name:
                 raise given_up_error(group)
             if sinks.pause(target, group, name, True, GIVEN_UP):
-                log.error("a sink is paused that retention gave up", extra={"sink": name})
+                log.error("a sink was paused: retention has given it up", extra={"sink": name})
 
     def _prune(self, target: Connection) -> None:
-        # These rows have the time of the server, which the clock of a test may be ahead of.
+        # The rows have the time of the server; the clock of a test may be ahead of it.
         before = min(self._clock(), _now()) - self._settings.retention.keep_letters
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)

@@ -89,7 +89,7 @@ def test_functions_report_without_a_terminal(outbox: Outbox, tmp_path: Path) -> 
         assert output[-1] == ("deleting dead letters", 4, 4)
         erase(settings, outbox.conn, target, str(host(1)), progress=progress)
     what, done, total = output[-1]
-    assert what == "looking through the outbox: pages"
+    assert what == "scanning the outbox: pages"
     assert total is not None
     assert done <= total
     built = build(settings, tmp_path / "executors.tar.gz", progress)

@@ -171,14 +171,17 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
             restore(given, begin, end)
 
     refused("retention.archive: names no sink", rotated.settings(**KEEP))
-    refused("handlers.lake: only a path in the format", settings_of(rotated, path, format="csv"))
-    refused("--from: public.outbox_message_t_before has the times from the beginning")
+    refused(
+        "handlers.lake: relay restores only from a path in the format",
+        settings_of(rotated, path, format="csv"),
+    )
+    refused("--from: public.outbox_message_t_before has the range from the beginning")
     refused("--from: 'soon' is no time", begin="soon")
     refused(f"--to: {BEGIN} is not after", begin=END, end=BEGIN)
     drop_first(rotated)
     refused(r"handlers\.lake\.path: cannot be read")
     pyarrow.parquet.write_to_dataset(pa.table({"id": ["a"], "event_ts": [NOW]}), path)
-    refused("what it has written lacks host_id, user_id")
+    refused("its files lack host_id, user_id")
     shutil.rmtree(path)
     past(rotated, 1)
     archive(rotated, path)
