@@ -1,1 +1,1 @@
-"""Commands of an administrator, one module each."""
+"""The commands of operators and administrators, one module each."""

@@ -1,4 +1,4 @@
-"""Opens connections of administrators to source and target, for commands that change the schema."""
+"""Opens an administrator's connections to source and target, for commands that change the schema."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def administrators(
     target_dsn: str | None,
     warn: Callable[[str], None] = log.warning,
 ) -> Iterator[tuple[Connection, Connection]]:
-    """Open connections to source and target to change the schema; the same one where both are one database.
+    """Open connections to source and target to change the schema; one connection for both if they are one database.
 
-    No other session installs or uninstalls there meanwhile; `warn` receives a line if this one has to wait. Raises
-    ConfigurationError if a database cannot be reached.
+    A lock keeps other sessions from installing or uninstalling meanwhile; `warn` receives a line if this one waits for
+    another. Raises ConfigurationError if a database cannot be reached.
     """
     with reach(source_dsn or settings.source_dsn, "source.dsn") as source, ExitStack() as stack:
         pin_search_path(source)
@@ -35,9 +35,9 @@ def administrators(
         if target_dsn is not None or not settings.one_database:
             other = stack.enter_context(reach(target_dsn or settings.target_dsn, "target.dsn"))
             pin_search_path(other)
-            # Two transactions that install in one database would deadlock.
+            # Two database transactions that install in one database deadlock.
             target = source if database_identity(source) == database_identity(other) else other
-        # In one order everywhere, so that no two commands deadlock.
+        # Every command locks the databases in this order, so that no two deadlock.
         for conn in sorted({source, target}, key=lambda each: str(database_identity(each))):
             on_wait = (
                 f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
@@ -47,13 +47,13 @@ def administrators(
 
 
 def database_identity(conn: Connection) -> tuple[Any, ...] | None:
-    """Return what identifies a database, whatever address it was reached by."""
+    """Return the system identifier and the name of a database, which identify it at any address."""
     return conn.execute(
         "select system_identifier, current_database() from pg_control_system()"
     ).fetchone()
 
 
 def on_one_server(one: Connection, other: Connection) -> bool:
-    """Say whether two databases belong to one server, and so share its roles."""
-    servers = {found and found[0] for found in map(database_identity, (one, other))}
+    """Return whether two databases belong to one server, and so share its roles."""
+    servers = {each and each[0] for each in map(database_identity, (one, other))}
     return len(servers) == 1

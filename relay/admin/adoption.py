@@ -1,7 +1,7 @@
-"""What `relay init` finds in a database and may build on: nothing that runs the code of somebody who is not trusted.
+"""Examines existing objects with the names of relay's: `relay init` uses none that may run an untrusted role's code.
 
 relay.publish inserts into relay's own outbox with the rights of relay_owner, and `relay init` runs with those of an
-administrator. A planted schema, table or role of the same name would lend these rights to whoever planted it.
+administrator. A schema, table or role of the same name, planted by another role, would lend these rights to that role.
 
 Sources: PostgreSQL documentation, "Writing SECURITY DEFINER Functions Safely", and the chapter "System Catalogs".
 """
@@ -39,12 +39,12 @@ _SAFE = frozenset(
         "uuidv7",
     }
 )
-"""Functions that expressions of the outbox may call. Others, such as query_to_xml, run whatever they are given."""
+"""Functions that expressions of the outbox may call. Others, such as query_to_xml, run SQL that they are given."""
 
-_HINT = "drop it, or rename the table and let relay make its own, or name a table of yours as source.table"
+_HINT = "drop it, or rename the table so that relay creates its own, or name your own table as source.table"
 
 _LITERAL = re.compile(r"""("(?:[^"]|"")*")|'(?:[^']|'')*'""")
-"""A string, or a quoted name, in which a quote begins none."""
+"""A string, or a quoted name, in which an apostrophe begins no string."""
 _TYPE = re.compile(r"::(?:[a-z_]+ ?)+\([\d,]+\)")
 _CALL = re.compile(r'((?:"(?:[^"]|"")*"|[\w.])+)\(')
 _FOREIGN = re.compile(r"OPERATOR\((?!pg_catalog\.)|::\"?\w+\"?\.")
@@ -58,8 +58,8 @@ def pin_search_path(conn: Connection) -> None:
 def claim_schema(conn: Connection, key: str) -> bool:
     """Create the schema relay, or examine the existing one; returns whether it was created.
 
-    Belongs in the transaction that installs the rest. `key` is the configuration key of the database. Raises
-    ConfigurationError with a line for each thing that relay would not have made.
+    Call it in the database transaction that installs the rest. `key` is the configuration key of the database. Raises
+    ConfigurationError with a line for each object that relay does not create.
     """
     found = [*_owner_role(conn)]
     row = conn.execute("select to_regnamespace('relay') is not null").fetchone()
@@ -69,15 +69,15 @@ def claim_schema(conn: Connection, key: str) -> bool:
         found += [*_untrusted(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
     _refuse(found, key)
     if not exists:
-        # Without IF NOT EXISTS: one that somebody creates at this moment makes this fail.
+        # Without IF NOT EXISTS, this fails if another session creates the schema at the same time.
         conn.execute("create schema relay")
     return not exists
 
 
 def require_adoptable(conn: Connection, table: str, key: str) -> None:
-    """Examine relay's own outbox and its partitions, which may have existed before.
+    """Examine relay's own outbox and its partitions, which may be older than the installation.
 
-    `table` is its qualified name. Raises ConfigurationError with a line for each thing that relay would not have made.
+    `table` is its qualified name. Raises ConfigurationError with a line for each object that relay does not create.
     """
     tables = _oids(
         conn,
@@ -100,7 +100,7 @@ def _oids(
 
 
 def _trusted(conn: Connection) -> list[int]:
-    """The installing role, those that it belongs to, superusers, and the owner of the database."""
+    """List the oids of trusted roles: the installing one and its groups, superusers, the owner of the database."""
     return _oids(
         conn,
         """
@@ -128,8 +128,8 @@ def _owner_role(conn: Connection) -> Iterator[str]:
     ).fetchone()
     if row and row[0]:
         yield (
-            "the role relay_owner may do more than own relay's functions: take login, every attribute and every "
-            "membership in other roles from it, or drop it"
+            "the role relay_owner has more rights than relay needs: revoke login, its other attributes and its "
+            "memberships in other roles, or drop it"
         )
 
 
@@ -212,13 +212,13 @@ def _owners(conn: Connection, tables: list[int]) -> Iterator[str]:
 
 def _belongs(kind: str, name: str, owner: str) -> str:
     return (
-        f"{kind} {name} belongs to {owner}, who is neither the installing role, one that it belongs to, a superuser "
-        "nor the owner of the database: drop it, or give it to one of these"
+        f"{kind} {name} belongs to {owner}, a role that is not trusted: drop it, or change its owner to the installing "
+        "role, a role of which that is a member, a superuser, or the owner of the database"
     )
 
 
 def _attached(conn: Connection, tables: list[int]) -> Iterator[str]:
-    """Find triggers, rules, policies and inheritance."""
+    """Find triggers, rules, policies and inheritance of tables that relay does not create."""
     for table, what in conn.execute(
         """
         with t as (select oid, relkind, relispartition, relrowsecurity from pg_class where oid = any (%s))
@@ -242,7 +242,7 @@ def _attached(conn: Connection, tables: list[int]) -> Iterator[str]:
         """,
         (tables,),
     ):
-        yield f"{table} has {what}, which relay would not have made: {_HINT}"
+        yield f"{table} has {what}, which relay does not create: {_HINT}"
 
 
 def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _types(conn: Connection, tables: list[int]) -> Iterator[str]:
 
 
 def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
-    """Examine expressions that an insert computes: defaults, generated columns, constraints and indexes."""
+    """Examine the expressions that an insert evaluates: defaults, generated columns, constraints, indexes."""
     for table, name, expression in conn.execute(
         """
         with t as (select oid from pg_class where oid = any (%s))
@@ -283,15 +283,13 @@ def _expressions(conn: Connection, tables: list[int]) -> Iterator[str]:
         called = foreign_calls(expression)
         if called:
             yield (
-                f"{table}: {name} calls {', '.join(sorted(called))}, which relay would not have made: {_HINT}"
+                f"{table}: {name} calls {', '.join(sorted(called))}, which relay does not use: {_HINT}"
             )
 
 
 def foreign_calls(expression: str) -> set[str]:
-    """Return the calls of an expression, as printed with an empty search path, that are not known to be harmless."""
-    plain = _TYPE.sub("", _LITERAL.sub(lambda found: found[1] or "''", expression))
-    # PostgreSQL prints key words in capitals, and names that have any in quotes.
+    """Return the functions that an expression calls and `_SAFE` lacks; it is printed with an empty search path."""
+    plain = _TYPE.sub("", _LITERAL.sub(lambda match: match[1] or "''", expression))
+    # PostgreSQL prints keywords in capitals, and quotes names that contain capitals.
     calls = {name for name in _CALL.findall(plain) if not name.isupper() or '"' in name} - _SAFE
-    return calls | (
-        {"an operator or a type of somebody's own"} if _FOREIGN.search(plain) else set()
-    )
+    return calls | ({"a user-defined operator or type"} if _FOREIGN.search(plain) else set())

@@ -1,4 +1,4 @@
-"""Checks configuration, source and target before a run: `relay check`. `check_source` has the checks of the source."""
+"""Checks configuration, source and target before a run: `relay check`. The source's checks are in `check_source`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Check everything that a run needs; yields findings in the order in which to correct them."""
+    """Check everything that a run needs; yields the findings in the order in which to correct them."""
     try:
         with reach(settings.source_dsn, "source.dsn") as conn:
             yield from check_source(conn, settings)
@@ -45,9 +45,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield from _events(settings)
     yield from _routes(settings)
     if settings.observe.traces:
-        yield finding_of("traces", "there is an exporter for them", require_exporter)
+        yield finding_of("traces", "an exporter is installed", require_exporter)
     if settings.needs_spark and not settings.spark.remote:
-        yield finding_of("spark", "there is a Java for Spark", java_home)
+        yield finding_of("spark", "Java is installed", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn", pinned=False) as conn:
             yield from _target(conn, settings, built)
@@ -63,7 +63,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
 
 
 def require(settings: Settings) -> None:
-    """Raise ConfigurationError with a line for each error found, Unreachable if an outage is all there is."""
+    """Raise ConfigurationError with a line for each error; Unreachable if all errors are outages."""
     errors = [finding for finding in examine(settings) if finding.level is Severity.ERROR]
     if not errors:
         return
@@ -72,7 +72,7 @@ def require(settings: Settings) -> None:
 
 
 def require_when_reachable(settings: Settings, stopping: Event) -> None:
-    """Wait until source and target can be reached, then raise ConfigurationError with a line for each error found."""
+    """Wait until source and target can be reached, then raise ConfigurationError with a line for each error."""
     retry = retry_until_success(
         stopping,
         log_changes(log, "waiting for the database"),
@@ -82,9 +82,11 @@ def require_when_reachable(settings: Settings, stopping: Event) -> None:
 
 
 def _events(settings: Settings) -> Iterator[Finding]:
-    """Check the event types; yields nothing where none are configured."""
+    """Check the event types, if any are configured."""
     if settings.events:
-        yield finding_of("events", "what they name is there", registered, settings.events)
+        yield finding_of(
+            "events", "their models and upcasters can be imported", registered, settings.events
+        )
 
 
 async def _close(sinks: Iterable[Sink]) -> None:
@@ -99,13 +101,13 @@ def _routes(settings: Settings) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 "routes",
-                f"handlers.{name}: no route leads to it: add one, or remove it",
+                f"handlers.{name}: no route leads to it: add one, or remove the handler",
             )
     if not settings.routes:
         yield Finding(
             Severity.WARNING,
             "routes",
-            f"routes: there are none, so every event is unrouted ({settings.unrouted}): add a route",
+            f"routes: none is configured, so every event is unrouted ({settings.unrouted}): add a route",
         )
 
 
@@ -144,8 +146,8 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             "handlers",
-            f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: they "
-            "will be applied by the routes that there are now; put it back if it is to have them",
+            f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: put it "
+            "back, or the current routes decide which handlers apply them",
         )
     deferred_for_gone = deferred_counts.deferred_for_sinks(
         conn, settings.group, list(settings.sink_handlers)
@@ -167,7 +169,7 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 Severity.WARNING,
                 "handlers",
                 f"handlers.{each.sink}: the sink is no longer configured, and events are not kept for it: put it back, "
-                f"and it goes on where it was, or run `relay sink drop {each.sink}`",
+                f"and it continues at its position, or run `relay sink drop {each.sink}`",
             )
         elif settings.source.mode == "wal":
             why = sinks.why_not_wal(each.sink, each.position, each.lags)
@@ -195,4 +197,4 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
             "handler",
             f"handlers.{name}: {first_line(error)}: grant what it needs",
         )
-    return Finding(Severity.OK, "handler", f"{name} is accepted by the target")
+    return Finding(Severity.OK, "handler", f"the target accepts {name}")

@@ -28,7 +28,7 @@ from relay.store.connections import Connection
 OLDEST_SERVER = 140000
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
-"""Fields that an outbox must have a column for; relay's own has all of them."""
+"""The fields for which an outbox must have a column. relay's own outbox has a column for each field."""
 
 
 def require_logical_wal(conn: Connection) -> None:
@@ -41,8 +41,8 @@ def require_logical_wal(conn: Connection) -> None:
     if level and level[0] != "logical":
         raise ConfigurationError(
             f"source.dsn: the server runs with wal_level={level[0]}, relay needs logical: "
-            "run `alter system set wal_level = logical` and restart the server, or set source.mode: poll, which does "
-            "without"
+            "run `alter system set wal_level = logical` and restart the server, or set source.mode: poll, which needs "
+            "no logical WAL"
         )
 
 
@@ -51,26 +51,26 @@ def require_table(conn: Connection, settings: Settings) -> None:
     source = settings.source
     if source.message_prefix is not None:
         raise ConfigurationError(
-            f"source.message_prefix: the outbox is {source.outbox} and no table: this is for tables only"
+            f"source.message_prefix: the outbox is {source.outbox}, but this command needs a table"
         )
-    there = columns.columns(conn, source.table_name)
-    if not there:
+    existing = columns.columns(conn, source.table_name)
+    if not existing:
         raise ConfigurationError(
             f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
-            "or name the table that you have"
+            "or name your own table"
         )
     required = _required_fields(settings)
     missing = [
         f"source.columns: the table {source.table} has no column {column!r} for {field}: "
-        f"add it, or map the column that holds it (columns: {{{field}: …}})"
+        f"add it, or map the column that has it (columns: {{{field}: …}})"
         for field, column in source.mapping.items()
-        if column and column not in there and (field in required or source.columns.get(field))
+        if column and column not in existing and (field in required or source.columns.get(field))
     ]
     missing += [
         f"source.headers.{name}: the table {source.table} has no column {column!r}: add it, or name the column that "
-        "holds it"
+        "has it"
         for name, column in source.headers.items()
-        if column not in there
+        if column not in existing
     ]
     if missing:
         raise ConfigurationError("\n".join(missing))
@@ -93,9 +93,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     if source.message_prefix is not None:
         yield from _stream(conn, settings)
         return
-    yield finding_of(
-        "table", f"{source.table} is there with its columns", require_table, conn, settings
-    )
+    yield finding_of("table", f"{source.table} has its columns", require_table, conn, settings)
     for problem in columns.problems(conn, source):
         level = Severity.WARNING if problem.readable else Severity.ERROR
         yield Finding(level, "columns", problem.text)
@@ -128,12 +126,14 @@ def _marks(conn: Connection, settings: Settings) -> Finding:
         rows.require_marked(conn)
         rows.require_own_xids(conn)
 
-    return finding_of("positions", "its rows tell which transaction inserted them", require, conn)
+    return finding_of(
+        "positions", "its rows have the xid of the transaction that inserted them", require, conn
+    )
 
 
 def _index(conn: Connection, settings: Settings) -> Finding:
     if has_index(conn, settings):
-        return Finding(Severity.OK, "index", "polling reads only rows that are new to it")
+        return Finding(Severity.OK, "index", "polling reads only new rows")
     return Finding(
         Severity.WARNING,
         "index",
@@ -150,19 +150,19 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
         return finding_of_error("offsets", error)
     wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
     if wanted == counts:
-        text = "numbers have no gaps, publishers take turns" if wanted else "publishers do not wait"
+        text = "numbers without gaps: publishers take turns" if wanted else "publishers do not wait"
         return Finding(Severity.OK, "offsets", text)
     if wanted:
         return Finding(
             Severity.WARNING,
             "offsets",
-            f"source.offsets: it is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
+            f"source.offsets: is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
             "run `relay init`",
         )
     return Finding(
         Severity.WARNING,
         "offsets",
-        f"source.offsets: it is sequence, but by the trigger {COUNTING} of {source.table} publishers still take turns: "
+        f"source.offsets: is sequence, but with the trigger {COUNTING} of {source.table} publishers still take turns: "
         "run `relay init`, which removes it, or set source.offsets: gapless",
     )
 
@@ -182,7 +182,7 @@ def _notify(conn: Connection, settings: Settings) -> Finding:
     return Finding(
         Severity.WARNING,
         "notify",
-        f"poll.listen: it is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
+        f"poll.listen: is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
         "`relay init`, which removes it, or set poll.listen: true if another group listens",
     )
 
@@ -203,7 +203,7 @@ def _role(conn: Connection) -> Finding:
 
 
 def _managed_replication(conn: Connection) -> bool:
-    """Say whether a managed server grants the right by membership of a role."""
+    """Return whether a managed server grants the right by membership in a role."""
     row = conn.execute(
         "select bool_or(pg_has_role(current_user, oid, 'member')) from pg_roles where rolname = 'rds_replication'"
     ).fetchone()
@@ -212,8 +212,8 @@ def _managed_replication(conn: Connection) -> bool:
 
 def _publication(conn: Connection, settings: Settings) -> Finding:
     source = settings.source
-    fine = f"{source.publication} publishes {source.outbox}"
-    return finding_of("publication", fine, require_published, conn, source)
+    published = f"{source.publication} publishes {source.outbox}"
+    return finding_of("publication", published, require_published, conn, source)
 
 
 def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
@@ -227,8 +227,8 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
-        there = f"{name} is {'being made' if state.creating else 'there'}"
-        yield finding_of("slot", there, require_ours, state, conn.info.dbname)
+        progress = f"{name} {'is being created' if state.creating else 'exists'}"
+        yield finding_of("slot", progress, require_ours, state, conn.info.dbname)
         if state.lost:
             yield Finding(
                 Severity.ERROR,
@@ -240,21 +240,21 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             "slot",
-            f"source.slot: {name!r} is still being made by process {state.active_pid}, which waits for all "
-            f"transactions that run; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
+            f"source.slot: {name!r} is still being created by process {state.active_pid}, which waits for all "
+            f"running transactions; the oldest is {oldest_open(conn) or 'not known'}: end it, or wait",
         )
     elif state is not None and state.active:
         yield Finding(
             Severity.WARNING,
             "slot",
-            f"{name} is being read by process {state.active_pid}: a second relay waits and takes over when it ends",
+            f"{name} is read by process {state.active_pid}: a second relay waits, and takes over when that ends",
         )
     else:
         yield _room(conn, "max_wal_senders", "select count(*) from pg_stat_replication")
 
 
 def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
-    """Yield a line for each slot of a former mode that nobody reads, for a group that only polls."""
+    """Yield a line for each slot that a group which only polls has from a former mode, and that no process reads."""
     slots: list[str] = []
     # A role that an administrator created may lack the right.
     with suppress(psycopg.errors.InsufficientPrivilege):
@@ -263,14 +263,14 @@ def unused_slots(conn: Connection, settings: Settings) -> Iterator[str]:
         state = slot_state(conn, slot)
         if state is not None and state.database == conn.info.dbname and not state.active:
             yield (
-                f"source.mode: it is poll, but the slot {slot!r} of the group {settings.group!r} is still there, and "
-                f"holds WAL for ever ({state.retained_bytes} bytes now): run "
+                f"source.mode: is poll, but the slot {slot!r} of the group {settings.group!r} still exists, and "
+                f"retains WAL for ever ({state.retained_bytes} bytes now): run "
                 f"`select pg_drop_replication_slot('{slot}')`, or set source.mode: auto again"
             )
 
 
 def require_slot(conn: Connection, settings: Settings) -> None:
-    """Raise ConfigurationError if the server has no slot of that name for relay and cannot create one."""
+    """Raise ConfigurationError unless the server has the slot for relay, or can create it."""
     name = settings.source.slot
     state = slot_state(conn, name)
     if state is not None:
@@ -286,20 +286,22 @@ def require_slot(conn: Connection, settings: Settings) -> None:
 
 def _room(conn: Connection, setting: str, used: str) -> Finding:
     limit = conn.execute("select current_setting(%s)::int", (setting,)).fetchone()
-    taken = conn.execute(used.encode()).fetchone()
-    if limit and taken and taken[0] >= limit[0]:
+    in_use = conn.execute(used.encode()).fetchone()
+    if limit and in_use and in_use[0] >= limit[0]:
         return Finding(
             Severity.ERROR,
             setting,
-            f"source.dsn: all {limit[0]} of {setting} are taken: raise it and restart the server, or free one",
+            f"source.dsn: all {limit[0]} of {setting} are in use: raise it and restart the server, or free one",
         )
     return Finding(
-        Severity.OK, setting, f"{taken[0] if taken else 0} of {limit[0] if limit else 0} are taken"
+        Severity.OK,
+        setting,
+        f"{in_use[0] if in_use else 0} of {limit[0] if limit else 0} are in use",
     )
 
 
 def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Check the right to remove events, and what a killed command has left."""
+    """Check the right to remove events; find the remains of killed commands and readers that were given up."""
     table, keep = settings.source.table, settings.retention.keep
     if keep is not None and partitions.retained(conn, table) is None:
         yield Finding(
@@ -311,7 +313,7 @@ def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             "retention",
-            f"source.table: {left.partition} refuses events from {left.end} on, since a command was "
+            f"source.table: {left.partition} refuses events from {left.end} on, because a command was "
             f"killed: {left.hint}",
         )
     for name in floor.given_up_readers(conn):

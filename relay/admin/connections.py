@@ -1,4 +1,4 @@
-"""Opens connections to the source and the target for commands. An error names the key of the configuration."""
+"""Opens connections to source and target for commands. Errors name the configuration key."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relay.store.connections import Connection, connect, pin_text_form
 
 @contextmanager
 def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
-    """Open a connection. Raises ConfigurationError with the server's own words and the key of the configuration.
+    """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
     Raises Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how the session
-    prints values; statements of handlers are checked without it, as they run without it.
+    prints values; statements of handlers are checked without it, since they run without it.
     """
     try:
         conn = connect(dsn)

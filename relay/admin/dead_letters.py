@@ -33,7 +33,7 @@ _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIEL
 _TRANSACTIONS_AT_ONCE = 500
 _EVENTS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 8 * 1024 * 1024
-"""What is replayed together in memory; a transaction above these limits is streamed."""
+"""The limits of a portion that is replayed in memory; a larger transaction is streamed."""
 _ROWS_AT_ONCE = 1_000
 RowEncoder = Callable[[DeadLetterRow], bytes]
 """Encodes a dead letter as a row of the outbox."""
@@ -44,7 +44,7 @@ _MAX_POLL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How many replayed transactions were applied or delivered, are dead again, or were discarded while queued."""
+    """Counts of replayed transactions: applied or delivered, dead again, and discarded while they were queued."""
 
     done: int
     dead: int
@@ -60,7 +60,7 @@ class DeadLetters:
         self._sinks = list(settings.sink_handlers)
         mapping = settings.source.mapping
         fields = [mapping[FIELD_OF[name]] for name in _STORED_FIELDS]
-        # A header may be a column that another field has too.
+        # A header may be mapped to the column of another field.
         self._headers = {
             name: column for name, column in settings.source.headers.items() if column not in fields
         }
@@ -76,12 +76,12 @@ class DeadLetters:
         return dead_letter_selection.find(self._conn, self._group, wanted, statuses)
 
     def missing_handlers(self, found: FoundDeadLetters) -> dict[str, int]:
-        """Count the transactions by the handler that failed, for handlers that are not configured any more."""
+        """Count the transactions by the handler in which they failed, for handlers that are not configured any more."""
         failed = dead_letter_selection.failed_handlers(self._conn, self._group, found)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
     def sinks(self, found: FoundDeadLetters) -> dict[str, int]:
-        """Count the transactions by the sink that they could not be delivered to."""
+        """Count the transactions by the sink to which they could not be delivered."""
         return dead_letter_selection.sinks(self._conn, self._group, found)
 
     def missing_sinks(self, found: FoundDeadLetters) -> dict[str, int]:
@@ -102,65 +102,66 @@ class DeadLetters:
     ) -> Sequence[int]:
         """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
-        They keep the order of publishing, and block later events of their ordering keys. What could not be delivered to
-        a sink is delivered to that sink alone. Transactions that are no longer dead are left out. A file of `edits`, as
-        `relay dlq export` writes it, changes payloads first; the first payload is kept in `original_payload`. Raises
+        They keep the order of publishing, and block later events of their ordering keys. Transactions that failed in a
+        sink are delivered to that sink alone. Transactions that are no longer dead are left out. A file of `edits`, as
+        `relay dlq export` writes it, changes payloads first; the original one is kept in `original_payload`. Raises
         ConfigurationError for a file that cannot be read, for a payload that only the outbox has, and for a sink that
         is not configured any more.
         """
         for name, count in self.missing_sinks(found).items():
             raise ConfigurationError(
-                f"handlers.{name}: there is no such sink any more, and {count} of these transactions can go nowhere "
-                "else: put it back, or replay the others (--sink, --handler) and discard these"
+                f"handlers.{name}: there is no such sink any more, and {count} of these transactions belong to it "
+                "alone: put it back, or replay the others (--sink, --handler) and discard these"
             )
         queued = array("q")
         with self._conn.transaction():
             if edits is not None:
                 dead_letter_edits.load(self._conn, edits)
-            for some, numbers in self._locked(found):
+            for portion, numbers in self._locked(found):
                 if edits is not None:
                     dead_letter_edits.apply(self._conn, self._group, numbers, reason)
                 self._require_payloads(numbers)
-                self._queue(some)
+                self._queue(portion)
                 dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
                 queued.extend(numbers)
                 report("queuing transactions", len(queued), found.transactions)
         return queued
 
     def edit(self, dead_letter_id: int, payload: str, reason: str | None) -> None:
-        """Give an event of a dead transaction another payload; the first one is kept in `original_payload`.
+        """Give an event of a dead transaction another payload; the original one is kept in `original_payload`.
 
-        Raises ConfigurationError for what is not JSON, and where there is no such dead letter.
+        Raises ConfigurationError for a payload that is not JSON, and if there is no such dead letter.
         """
         with self._conn.transaction():
             number = dead_letters.transaction_of(self._conn, self._group, dead_letter_id)
             if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
                 raise ConfigurationError(
-                    f"dead letter {dead_letter_id}: there is none that is dead: it was replayed, discarded or purged"
+                    f"dead letter {dead_letter_id}: has not the status dead: it was replayed, discarded or purged"
                 )
             dead_letter_edits.load_one(self._conn, dead_letter_id, payload)
             dead_letter_edits.apply(self._conn, self._group, [number], reason)
 
     def outcome(self, numbers: Sequence[int], report: ProgressReport = silent) -> Replayed:
-        """Wait until none of the replayed transactions is queued any more; returns what became of them."""
-        asked = list(numbers)
+        """Wait until none of the replayed transactions is queued any more; returns their outcome."""
+        replayed = list(numbers)
 
-        def ask() -> dict[str, int]:
-            found = dead_letters.statuses(self._conn, asked)
-            report("waiting for transactions", len(asked) - found.get("replaying", 0), len(asked))
-            return found
+        def poll() -> dict[str, int]:
+            counts = dead_letters.statuses(self._conn, replayed)
+            done = len(replayed) - counts.get("replaying", 0)
+            report("waiting for transactions", done, len(replayed))
+            return counts
 
         statuses: dict[str, int] = Retrying(
-            retry=retry_if_result(lambda found: "replaying" in found),
+            retry=retry_if_result(lambda counts: "replaying" in counts),
             wait=wait_exponential(multiplier=_POLL_SECONDS, max=_MAX_POLL_SECONDS),
-        )(ask)
+        )(poll)
         dead, discarded = statuses.get("dead", 0), statuses.get("discarded", 0)
-        return Replayed(len(asked) - dead - discarded, dead, discarded)
+        return Replayed(len(replayed) - dead - discarded, dead, discarded)
 
     def discard(
         self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
-        """Discard transactions, and release the keys that they hold; returns how many."""
+        """Discard transactions and release the keys that they hold; returns how many transactions."""
         discarded = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
@@ -174,7 +175,7 @@ class DeadLetters:
     def purge(
         self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
-        """Delete dead transactions; the record of actions on them stays. Returns how many dead letters."""
+        """Delete dead transactions and keep the record of actions on them; returns how many dead letters."""
         purged = 0
         with self._conn.transaction():
             for _, numbers in self._locked(found):
@@ -184,21 +185,22 @@ class DeadLetters:
         return purged
 
     def _locked(self, found: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
-        """Lock the found transactions in portions, in the order of publishing; yields each portion with its numbers."""
-        for some in _portions(dead_letter_selection.numbers(self._conn, self._group, found)):
-            held = dead_letters.lock(self._conn, [each.number for each in some], found.statuses)
-            left = [each for each in some if each.number in held]
+        """Lock transactions in portions, in the order of publishing; yields each portion with its numbers."""
+        for portion in _portions(dead_letter_selection.numbers(self._conn, self._group, found)):
+            numbers = [each.number for each in portion]
+            locked = dead_letters.lock(self._conn, numbers, found.statuses)
+            left = [each for each in portion if each.number in locked]
             if left:
                 yield left, [each.number for each in left]
 
     def _require_payloads(self, numbers: Sequence[int]) -> None:
-        found = dead_letters.by_reference(self._conn, numbers)
-        if found is not None:
-            letter, offset = found
+        reference = dead_letters.by_reference(self._conn, numbers)
+        if reference is not None:
+            dead_letter_id, offset = reference
             raise ConfigurationError(
-                f"dead letter {letter}: the event at c_offset {offset} was too large to be received, its payload is "
-                "only in the outbox: publish its content in smaller parts and `relay dlq discard` it, or give it a "
-                "payload with `relay dlq replay --edit`"
+                f"dead letter {dead_letter_id}: the event at c_offset {offset} was too large to be received, its "
+                "payload is only in the outbox: publish its content in smaller parts and `relay dlq discard` it, or "
+                "give it a payload with `relay dlq replay --edit`"
             )
 
     def _queue(self, dead: Sequence[Dead]) -> None:
@@ -232,13 +234,13 @@ class DeadLetters:
         return self._deferral_rules.keys(self._router.route(one))
 
     def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
-        """Rebuild transactions as they were published, from their dead letters."""
+        """Rebuild transactions from their dead letters, as they were published."""
         columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
         if len(dead) == 1 and _is_large(dead[0]):
             tuples = _DeadLetterTuples(self._conn, dead[0], encoded)
             facts, transaction_id, hosts = _facts(tuples.rows(), encoded, index=0)
             return _spooled(columns, facts, transaction_id, hosts, tuples)
-        found: dict[int, list[DeadLetterRow]] = {
+        rows_of: dict[int, list[DeadLetterRow]] = {
             number: [row for _, row in rows]
             for number, rows in groupby(
                 dead_letters.stored(
@@ -247,7 +249,7 @@ class DeadLetters:
                 key=lambda each: each[0],
             )
         }
-        in_order = [found[each.number] for each in dead]
+        in_order = [rows_of[each.number] for each in dead]
         known = [_facts(rows, encoded, index) for index, rows in enumerate(in_order)]
         return Transactions(
             columns,
@@ -273,26 +275,26 @@ class _DeadLetterTuples:
         """Yield the dead letters, in order."""
         dead = self._dead
         at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * dead.events // max(1, dead.size)))
-        return (letter for _, letter in dead_letters.stored(self._conn, [dead.number], at_once))
+        return (row for _, row in dead_letters.stored(self._conn, [dead.number], at_once))
 
     def __iter__(self) -> Iterator[bytes]:
         return map(self._encoded, self.rows())
 
 
 def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
-    """Group transactions into portions that fit into memory; a large one is a portion of its own."""
-    some: list[Dead] = []
+    """Group transactions into portions that fit into memory; a large transaction is a portion of its own."""
+    portion: list[Dead] = []
     events = size = 0
     for each in found:
         full = events + each.events > _EVENTS_AT_ONCE or size + each.size > _BYTES_AT_ONCE
-        if some and (full or len(some) >= _TRANSACTIONS_AT_ONCE):
-            yield some
-            some, events, size = [], 0, 0
-        some.append(each)
+        if portion and (full or len(portion) >= _TRANSACTIONS_AT_ONCE):
+            yield portion
+            portion, events, size = [], 0, 0
+        portion.append(each)
         events += each.events
         size += each.size
-    if some:
-        yield some
+    if portion:
+        yield portion
 
 
 def _is_large(dead: Dead) -> bool:
@@ -341,8 +343,8 @@ def _facts(
 def _encoded(row: DeadLetterRow, header_names: Sequence[str]) -> bytes:
     values = [row[name] for name in _STORED_FIELDS]
     if header_names:
-        found = headers.from_json(row[headers.FIELD])
-        values += [found.get(name) for name in header_names]
+        values_of = headers.from_json(row[headers.FIELD])
+        values += [values_of.get(name) for name in header_names]
     return encode_tuple([_bytes(value) for value in values])
 
 
@@ -351,7 +353,7 @@ def _bytes(value: str | None) -> bytes | None:
 
 
 def _commit(row: DeadLetterRow) -> Commit:
-    """Return the commit of a dead letter; its end is not known, and not needed."""
+    """Return the commit of a dead letter, with its LSN as its end: the end is not stored, and not needed."""
     lsn, moment, xid = row["commit_lsn"], row["commit_ts"], int(row["xid"] or 0)
     if lsn is None or moment is None:
         return Commit(Lsn(0), Lsn(0), 0, xid)

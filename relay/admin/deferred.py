@@ -45,7 +45,7 @@ class DeferredTransactions:
         return presence.instances(self._conn, self._group)
 
     def missing_sinks(self, names: Collection[str]) -> list[str]:
-        """Return those of some sinks that are not configured any more; '' is the target."""
+        """Return the sinks among `names` that are not configured any more; '' is the target."""
         return [name for name in names if name and name not in self._sinks]
 
     def paused_sinks(self) -> list[str]:
@@ -63,18 +63,18 @@ class DeferredTransactions:
     def cancel(self, found: FoundDeferred, reason: str | None) -> int:
         """Cancel transactions: they become dead letters, which can be replayed. Returns how many.
 
-        Later transactions with their keys are no longer blocked by them. Each portion is one database transaction. What
-        relay is delivering to a sink at this moment may still arrive there.
+        They no longer block later transactions with their keys. Each portion is one database transaction. A delivery in
+        flight may still arrive at its sink.
         """
         cancelled = 0
-        while (some := self._cancel_some(found, reason)) is not None:
-            cancelled += some
+        while (count := self._cancel_portion(found, reason)) is not None:
+            cancelled += count
         return cancelled
 
-    def _cancel_some(self, found: FoundDeferred, reason: str | None) -> int | None:
+    def _cancel_portion(self, found: FoundDeferred, reason: str | None) -> int | None:
         with self._conn.transaction():
             if not found.wanted.sink:
-                # A transaction that is being applied to the target must not be dead-lettered too.
+                # A transaction that is being applied to the target must not become a dead letter, too.
                 deferred.lock(self._conn, self._group)
             chosen = deferred_selection.some(self._conn, self._group, found, _CANCELLED_AT_ONCE)
             if not chosen:
@@ -87,14 +87,14 @@ class DeferredTransactions:
         return cancelled.total()
 
     def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
-        """Dead-letter transactions of one table layout that are still deferred; returns how many."""
+        """Dead-letter transactions with the same columns that are still deferred; returns how many."""
         transactions = deferred_rows.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )
-        still_there = deferred.remove(self._conn, [each.id for each in due])
+        removed = deferred.remove(self._conn, [each.id for each in due])
         replayed: list[int] = []
         for each, transaction in zip(due, transactions, strict=True):
-            if each.id not in still_there:
+            if each.id not in removed:
                 continue
             if each.dead_transaction is None:
                 number = self._dead_letter_one(sink, each, transaction, error)
@@ -103,7 +103,7 @@ class DeferredTransactions:
                 replayed.append(each.dead_transaction)
         if replayed:
             dead_letters.put_back(self._conn, self._group, replayed, exception_text(error), reason)
-        return len(still_there)
+        return len(removed)
 
     def _dead_letter_one(
         self, sink: str, due: Due, transaction: Undecoded, error: Cancelled

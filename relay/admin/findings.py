@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `text` says what is wrong, where, and what to do; an outage `passes` by itself."""
+    """The result of one check. `text` says what is wrong, where, and what to do. `passes` is true for an outage."""
 
     level: Severity
     subject: str
@@ -30,21 +30,26 @@ class Finding:
 
 
 def finding_of_error(subject: str, error: ConfigurationError) -> Finding:
-    """Make a finding of an error; an outage passes by itself."""
+    """Make a finding of an error."""
     return Finding(Severity.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
 
 
-def finding_of(subject: str, fine: str, check: Any, *arguments: Any) -> Finding:
-    """Call a check; returns an error if it raises ConfigurationError, otherwise OK with the text `fine`."""
+def finding_of(subject: str, passed: str, check: Any, *arguments: Any) -> Finding:
+    """Call a check; returns an error if it raises ConfigurationError, otherwise OK with the text `passed`."""
     try:
         check(*arguments)
     except ConfigurationError as error:
         return finding_of_error(subject, error)
-    return Finding(Severity.OK, subject, fine)
+    return Finding(Severity.OK, subject, passed)
 
 
 def schema_finding(conn: Connection, side: migrations.Side, key: str) -> Finding:
-    """Check that one side of the schema is that of this program."""
+    """Check that one side of the schema has the version of this program."""
     return finding_of(
-        "schema", f"{side}: relay's tables are this program's", migrations.require, conn, side, key
+        "schema",
+        f"{side}: relay's tables have the version of this program",
+        migrations.require,
+        conn,
+        side,
+        key,
     )

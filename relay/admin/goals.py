@@ -26,11 +26,11 @@ _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The position that a seek moves to; `text` says it in words.
+    """The position that a seek moves to; `text` describes it.
 
-    Skipped is what `snapshot` sees, and what the source shows now up to the position `polled_offset`; with `snapshot`
-    None, what ends in the WAL at or below `lsn`. `split` are the 32-bit xids of transactions with rows on both sides of
-    `polled_offset`, which are not skipped.
+    The seek skips the rows that `snapshot` sees, and the rows up to c_offset `polled_offset` that `now` sees. With
+    `snapshot` None, it skips the commits that end in the WAL at or below `lsn`. `split` has the 32-bit xids of database
+    transactions with rows on both sides of `polled_offset`, which are not skipped.
     """
 
     text: str
@@ -49,9 +49,9 @@ def find_goal(
     option: str = "--to",
     lsn: bool = True,
 ) -> Goal:
-    """Find what `to` means: an OFFSET, LSN, TIME, beginning or end. Raises ConfigurationError for what does not exist.
+    """Find the position of `to`: an OFFSET, LSN, TIME, beginning or end.
 
-    `lsn` says whether an error may propose an LSN.
+    `lsn` is whether an error may propose an LSN. Raises ConfigurationError if the position does not exist.
     """
     seen = durable_position(source)
     if "/" in to:
@@ -63,7 +63,8 @@ def find_goal(
     if settings.source.mode == "wal":
         if to != "end":
             raise ConfigurationError(
-                f"{option}: {to!r} is no position in the WAL, and source.mode: wal has no others: give an LSN, or end"
+                f"{option}: {to!r} is not a position in the WAL, the only kind that source.mode: wal has: give an "
+                "LSN, or end"
             )
         return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
     if to == "end":
@@ -79,8 +80,8 @@ def find_goal(
             )
         offset = int(to)
     else:
-        found = table.first_since(source, _moment(to, option, lsn))
-        offset = following if found is None else found
+        first = table.first_since(source, _moment(to, option, lsn))
+        offset = following if first is None else first
     split = tuple(table.split_at(source, offset - 1))
     return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
 
@@ -97,37 +98,37 @@ def _moment(to: str, option: str, lsn: bool) -> datetime:
 
 
 def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end: Lsn) -> Goal:
-    """Find the goal after an LSN: the WAL that the slot holds says which transactions come after it."""
+    """Find the goal after an LSN: the WAL that the slot retains has the database transactions after it."""
     state = slot_state(source, settings.source.slot)
-    held = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
-    if state is None or lsn < held:
+    oldest = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
+    if state is None or lsn < oldest:
         raise ConfigurationError(
-            f"--to: {lsn} is older than the WAL that the slot {settings.source.slot!r} holds"
-            + (f", which begins at {held}" if held else "")
+            f"--to: {lsn} is older than the WAL that the slot {settings.source.slot!r} retains"
+            + (f", which begins at {oldest}" if oldest else "")
             + ("" if settings.source.mode == "wal" else ": give a c_offset or a time")
         )
     if lsn > end:
         raise ConfigurationError(f"--to: {lsn} is past the end of the WAL, which is {end}")
     if settings.source.mode == "wal":
         return Goal(f"at {lsn}", None, now, lsn=lsn)
-    found: list[Xids] = []
+    after: list[Xids] = []
     for part in commits_after(settings, lsn, end):
         if _has_unmarked(part):
             raise ConfigurationError(
-                f"--to: after {lsn} the slot has events from before the outbox had {INSERTED_BY}, which polling cannot "
-                "tell from those that are applied: run relay with source.mode: wal until it is idle, stop it, and seek "
-                "to what the slot has confirmed then"
+                f"--to: after {lsn} the slot has events that are older than the column {INSERTED_BY}, which polling "
+                "cannot distinguish from applied ones: run relay with source.mode: wal until it is idle, stop it, and "
+                "seek to the confirmed_flush_lsn of the slot"
             )
-        found.append(full_xids(part.facts["xid"], now.xmax))
-    later: Xids = np.unique(np.concatenate([*found, np.array(now.in_progress, np.int64)]))
-    # Transactions from xmax on are not visible in any case.
+        after.append(full_xids(part.facts["xid"], now.xmax))
+    later: Xids = np.unique(np.concatenate([*after, np.array(now.in_progress, np.int64)]))
+    # A snapshot never sees transactions from xmax on.
     later = later[later < now.xmax]
     xmin = int(later[0]) if len(later) else now.xmax
     return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
 
 
 def _has_unmarked(commits: Transactions) -> bool:
-    """Say whether there are rows without the xid of the transaction that inserted them."""
+    """Return whether a row lacks the xid of the transaction that inserted it."""
     if INSERTED_BY not in commits.columns:
         return True
     index = commits.columns.index(INSERTED_BY)

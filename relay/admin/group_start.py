@@ -1,4 +1,4 @@
-"""Where a new group begins: `relay init --from`."""
+"""Finds the position at which a new group begins: `relay init --from`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a new group begins: `beginning`, `now` or a c_offset; None where the user did not say."""
+    """The position at which a new group begins: `beginning`, `now` or a c_offset; None if the user gave none."""
 
     asked: str | None
 
     def require_possible(self, target: Connection, settings: Settings) -> None:
-        """Raise ConfigurationError if the group exists already, or cannot begin there."""
+        """Raise ConfigurationError if the group exists already, or cannot begin at this position."""
         if self.asked is None:
             return
         if offsets.partition_count(target, settings.group):
@@ -38,9 +38,9 @@ class Start:
             )
 
     def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
-        """Return the snapshots that the group begins with, and the position in the difference of the first two.
+        """Return the snapshots with which the group begins, and the c_offset up to which it skips their difference.
 
-        No snapshots where only the WAL is read. Raises ConfigurationError where rows have no offset.
+        There are no snapshots if only the WAL is read. Raises ConfigurationError if rows have no c_offset.
         """
         if settings.source.mode == "wal":
             return [], offsets.FIRST

@@ -15,7 +15,7 @@ from relay.admin.administrators import administrators, on_one_server
 from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_logical_wal, require_slot, require_table, unused_slots
 from relay.admin.group_start import Start
-from relay.admin.service_role import ROLE, has_role, let_read, let_replicate
+from relay.admin.service_role import ROLE, grant_read, grant_replication, has_role
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT = "5s"
 """How long a statement waits for the lock of a table, unless the user has set another `lock_timeout`."""
 
-_BOUNDED = """
+_SET_LOCK_TIMEOUT = """
     select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
 """
 _Removal = Callable[[], object]
 
 
 def _collides(error: BaseException) -> bool:
-    """Say whether an installation in another database of the server changed the same roles at the same time."""
+    """Return whether an installation in another database of the server has changed the same roles meanwhile."""
     if isinstance(error, psycopg.errors.UniqueViolation):
         return error.diag.schema_name == "pg_catalog"
     if isinstance(error, psycopg.errors.InternalError_):
@@ -69,12 +69,12 @@ def initialise(
     warn: Callable[[str], None] = log.warning,
     report: ProgressReport = silent,
 ) -> list[str]:
-    """Install what is missing; returns what was done, in words. A second call changes nothing.
+    """Install the objects that are missing; returns a line for each. A second call changes nothing.
 
     `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where given, belong
-    to an administrator; the configured roles need fewer rights. `warn` receives what keeps relay from streaming,
-    `report` the progress of long steps. Everything but the index and the slot is one transaction in each database; if
-    one of these two fails, what this call has created is removed. Raises ConfigurationError.
+    to an administrator; the configured roles need fewer rights. `warn` receives the reasons why relay cannot stream,
+    `report` the progress of long steps. All but the index and the slot is installed in one transaction of each
+    database; if one of these two fails, the objects that this call has created are removed. Raises ConfigurationError.
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
@@ -83,7 +83,7 @@ def initialise(
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
-                "(`relay init --admin-dsn …`), or have the right granted"
+                "(`relay init --admin-dsn …`), or grant the right"
             ) from None
         except psycopg.errors.ConfigurationLimitExceeded as error:
             raise ConfigurationError(
@@ -91,20 +91,21 @@ def initialise(
             ) from None
         except psycopg.errors.LockNotAvailable as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {first_line(error)}: a transaction has held a table for {LOCK_TIMEOUT}; "
-                "nothing was changed, since publishers wait meanwhile: run `relay init` again when it has ended"
+                f"source.dsn or target.dsn: {first_line(error)}: a transaction has locked a table for {LOCK_TIMEOUT}, "
+                "and to wait longer would block publishers; nothing was changed: run `relay init` again when it has "
+                "ended"
             ) from None
         except psycopg.errors.RestrictViolation as error:
             raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
         except psycopg.errors.WrongObjectType as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of its own"
+                f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of this name"
             ) from None
 
 
 @dataclass(slots=True)
 class _Installation:
-    """One run of `relay init`; `done` says what it has created so far."""
+    """One run of `relay init`. `done` has a line for each object that it has created so far."""
 
     settings: Settings
     source: Connection
@@ -130,7 +131,7 @@ class _Installation:
                     ensure_index(source, settings)
                 self.done.append(f"index of {settings.source.table} on c_xid, for polling")
             if settings.source.mode != "wal":
-                # A crash of the source must not lose a commit that the group takes for applied.
+                # A crash of the source must not lose a commit that the group's position counts as applied.
                 durable_position(source)
             if streaming and self._ensure_slot(warn):
                 self._join_slot()
@@ -147,15 +148,15 @@ class _Installation:
         def report_blockers(oldest: str) -> None:
             self.report(f"the slot waits for {oldest}")
             warn(
-                f"source.slot: the slot {name!r} is made as soon as all transactions that run have ended; the oldest "
-                f"is {oldest}: end it, or wait"
+                f"source.slot: the slot {name!r} is created when all running transactions have ended; the oldest is "
+                f"{oldest}: end it, or wait"
             )
 
         with reporting_blockers(self.source_dsn, report_blockers):
             return ensure_slot(self.source, name)
 
     def _join_slot(self) -> None:
-        """Let the group poll what was committed before its slot existed."""
+        """Let the group poll the commits from before its slot."""
         group = self.settings.group
         seen = durable_position(self.source)
         state = slot_state(self.source, self.settings.source.slot)
@@ -168,7 +169,7 @@ class _Installation:
             groups.note_confirmed(self.target, group, Lsn.parse(state.confirmed_flush_lsn or "0/0"))
 
     def _can_stream(self, warn: Callable[[str], None]) -> bool:
-        """Say whether there can be a slot. Raises ConfigurationError if not and source.mode rules out polling."""
+        """Return whether relay can use a slot. Raises ConfigurationError if not, and source.mode rules out polling."""
         if self.settings.source.mode == "poll":
             return False
         try:
@@ -176,28 +177,28 @@ class _Installation:
         except ConfigurationError as error:
             if self.settings.source.mode == "wal":
                 raise
-            warn(f"{error}; source.mode: auto polls until the WAL can be had")
+            warn(f"{error}; source.mode: auto polls until relay can read the WAL")
             return False
         require_slot(self.source, self.settings)
         return True
 
     def _make_role(self) -> bool:
-        """Create the service's role where source and target are two databases of one server; returns whether it did.
+        """Create the service's role if source and target are two databases of one server; returns whether it did.
 
-        Roles belong to the server: the transactions of the two databases would wait for each other to create it.
+        Roles belong to the server: otherwise the transactions in the two databases would wait for each other.
         """
         if self.target is self.source or not on_one_server(self.source, self.target):
             return False
         if has_role(self.source):
             return False
         with self.source.transaction():
-            self.source.execute(_BOUNDED, (LOCK_TIMEOUT,))
+            self.source.execute(_SET_LOCK_TIMEOUT, (LOCK_TIMEOUT,))
             self.source.execute(ROLE)
         return has_role(self.source)
 
     @contextmanager
     def _transactions(self) -> Iterator[None]:
-        """Run one transaction in each database; they commit one right after the other."""
+        """Run one transaction in each database; they commit one after the other."""
         other = nullcontext() if self.target is self.source else self.target.transaction()
         with self.source.transaction(), other:
             yield
@@ -206,12 +207,12 @@ class _Installation:
         self.done.clear()
         with self._transactions():
             for conn, _ in self._databases():
-                # While a lock is waited for, every later publisher waits.
-                conn.execute(_BOUNDED, (LOCK_TIMEOUT,))
+                # A statement that waits for a lock blocks every later publisher.
+                conn.execute(_SET_LOCK_TIMEOUT, (LOCK_TIMEOUT,))
             return self._install()
 
     def _install(self) -> list[_Removal]:
-        """Install schema, outbox, publication and group; returns how to remove what is new, oldest first."""
+        """Install schema, outbox, publication and group; returns the removals of new objects, the oldest first."""
         removal: list[_Removal] = []
         for conn, key in self._databases():
             migrations.lock(conn)
@@ -224,7 +225,7 @@ class _Installation:
         self._begin_sinks()
         self._retain()
         if self.settings.source.message_prefix is None:
-            # Last, since publishers wait from here to the commit.
+            # Last, since publishers are blocked from here to the commit.
             self._set_gapless()
             self._set_notify()
         return removal
@@ -247,14 +248,14 @@ class _Installation:
             require_table(source, settings)
             require_readable(source, settings.source)
             _attach(source, settings)
-            let_read(source, settings)
+            grant_read(source, settings)
             return []
         existed = _exists(source, OWN_OUTBOX)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
         if existed:
             self._examine_outbox(adopting)
         self._apply(source, "outbox", "source.dsn")
-        # Again, because another session may have created the table in between.
+        # Again: another session may have created the table in between.
         self._examine_outbox(adopting)
         _attach(source, settings)
         _limit_event_bytes(source, settings.source.max_event_bytes)
@@ -276,7 +277,7 @@ class _Installation:
         removal: list[_Removal] = []
         if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
             removal.append(lambda: streams.forget(source, of.slot))
-        if let_replicate(source):
+        if grant_replication(source):
             self.done.append("right of the role relay to replicate")
         if made:
             removal.append(lambda: drop_publication(source, of.publication))
@@ -304,7 +305,7 @@ class _Installation:
             offsets.partition_count(target, settings.group), settings.group, settings.partitions
         )
         self.start.require_possible(target, settings)
-        # Before the slot exists: what is committed in between is older than the slot and is polled.
+        # Before the slot exists: commits in between are older than the slot, and are polled.
         if offsets.partition_count(target, settings.group):
             return []
         chain, polled = self.start.chain(self.source, settings)
@@ -343,7 +344,7 @@ def _removal_of_schema(conn: Connection) -> _Removal:
 
 
 def _removal_of_outbox(source: Connection) -> _Removal:
-    """Drop the outbox only if nobody has published meanwhile."""
+    """Return the removal of the outbox, which keeps it if it has rows."""
     return lambda: source.execute(
         """
         do $$
@@ -359,13 +360,13 @@ def _removal_of_outbox(source: Connection) -> _Removal:
 
 
 def _quietly(remove: _Removal) -> None:
-    """Remove something after a failure; that failure is reported, not one of the removal."""
+    """Call a removal and ignore its errors: the failure that caused it is reported."""
     with suppress(psycopg.Error):
         remove()
 
 
 def _limit_event_bytes(source: Connection, limit: int) -> None:
-    """Let relay's own table and `relay.publish` refuse larger events; existing rows stay."""
+    """Make relay's own table and `relay.publish` refuse larger events; existing rows stay."""
     source.execute(
         "select relay.limit_event_bytes(%(limit)s) where relay.max_event_bytes() <> %(limit)s",
         {"limit": limit},
@@ -373,7 +374,7 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
 
 
 def _attach(source: Connection, settings: Settings) -> None:
-    """Add to an outbox what polling needs. Raises ConfigurationError where that is impossible."""
+    """Add the columns to an outbox that polling needs. Raises ConfigurationError if that is impossible."""
     if settings.source.mode == "wal":
         return
     table = sql.Identifier(*settings.source.table_name).as_string(source)

@@ -28,7 +28,7 @@ from relay.store.sinks import Position
 class PartitionStatus:
     """One partition as `relay offsets show` prints it.
 
-    `unread` counts its rows that are not applied yet; None where only the WAL is read.
+    `unread` counts its rows that are not applied yet; None if only the WAL is read.
     """
 
     partition_id: int
@@ -40,10 +40,10 @@ class PartitionStatus:
 
 @dataclass(frozen=True, slots=True)
 class OffsetsMove:
-    """What a seek does: how many rows are delivered again (`again`), and how many are skipped (`skipped`).
+    """The effect of a seek: how many rows are delivered `again`, and how many are `skipped`.
 
-    Both are None where only the WAL is read, which does not tell. `given_up` counts the dead and deferred transactions
-    that are discarded, since they are delivered again. `sinks` are moved to the goal too.
+    Both are None if only the WAL is read, which does not show them. `given_up` counts the dead and deferred
+    transactions that are discarded, since they are delivered again. `sinks` move to the goal, too.
     """
 
     goal: Goal
@@ -67,13 +67,13 @@ def positions(settings: Settings) -> list[PartitionStatus]:
         rows = UnreadRows(settings.model_copy(update={"partitions": len(positions)}))
         with reach_source(settings) as source:
             unread = rows.unread(source, applied, noted)
-    standing = {each.partition: str(each.snapshot) for each in applied}
+    snapshot_of = {each.partition: str(each.snapshot) for each in applied}
     return [
         PartitionStatus(
             position.partition_id,
             position.next_offset,
             str(position.applied_lsn),
-            standing.get(position.partition_id),
+            snapshot_of.get(position.partition_id),
             unread.get(position.partition_id, (0,))[0] if applied else None,
         )
         for position in positions
@@ -81,7 +81,7 @@ def positions(settings: Settings) -> list[PartitionStatus]:
 
 
 def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove:
-    """Find what `to` means (OFFSET, LSN, TIME, beginning or end), and what a seek to it does.
+    """Find the position of `to` (OFFSET, LSN, TIME, beginning or end), and the effect of a seek to it.
 
     Raises ConfigurationError for a position that does not exist, or while an instance runs.
     """
@@ -94,19 +94,19 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
         noted = snapshots.noted(target, group)
         with reach_source(settings) as source:
             goal = find_goal(settings, source, OutboxTable(settings), to)
-            along = (
+            moved_sinks = (
                 _sinks_to_move(target, source, settings) if len(chosen) == len(positions) else []
             )
             with target.transaction(force_rollback=True):
-                given_up = _move(target, settings, positions, chosen, goal, along)
+                given_up = _move(target, settings, positions, chosen, goal, moved_sinks)
             if goal.snapshot is None or not before:
-                return OffsetsMove(goal, None, None, given_up, along)
+                return OffsetsMove(goal, None, None, given_up, moved_sinks)
             after = [
                 AppliedPosition(position.partition_id, goal.snapshot, goal.now, goal.polled_offset)
                 for position in chosen
             ]
             again, skipped = UnreadRows(settings).moved(source, before, noted, after)
-    return OffsetsMove(goal, again, skipped, given_up, along)
+    return OffsetsMove(goal, again, skipped, given_up, moved_sinks)
 
 
 def seek(
@@ -119,7 +119,7 @@ def seek(
         given_up = _move(target, settings, positions, chosen, move.goal, move.sinks)
         detail = {"goes on": move.goal.text, "partition": partition, **given_up._asdict()}
         actions.record(target, settings.group, "", "offsets seek", reason, detail)
-        # Before the commit, so that retention keeps what is to be read again.
+        # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
             floor.accept(source, target, settings, ["", *move.sinks])
 
@@ -127,8 +127,8 @@ def seek(
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:
     """List the sinks that move with the group.
 
-    These are the sinks that have delivered what the source has lost; all sinks where only the WAL is read, which the
-    group reads for all of them.
+    These are the sinks that have delivered events which the source has lost; in mode `wal` all sinks, since the group
+    reads the WAL for them.
     """
     stored = sinks.read(target, settings.group, settings.sink_handlers)
     if settings.source.mode == "wal":
@@ -157,9 +157,9 @@ def _move(
     positions: Sequence[offsets.PartitionPosition],
     chosen: Sequence[offsets.PartitionPosition],
     goal: Goal,
-    along: Sequence[str],
+    moved_sinks: Sequence[str],
 ) -> GivenUp:
-    """Move some of a group's partitions and sinks to a goal; returns what is discarded."""
+    """Move some of a group's partitions and sinks to a goal; returns how much is discarded."""
     group = settings.group
     numbers = [position.partition_id for position in chosen]
     given_up = GivenUp(0, 0)
@@ -177,12 +177,12 @@ def _move(
     if len(chosen) < len(positions):
         _move_partition(target, group, chosen[0], goal)
         return given_up
-    for name in along:
+    for name in moved_sinks:
         of_sink = move_sink(target, settings, name, goal)
         detail = {"goes on": goal.text, **of_sink._asdict()}
         actions.record(target, group, name, "sink seek", "relay offsets seek", detail)
         given_up = given_up.plus(of_sink)
-    # The next run finds out which source the new position belongs to.
+    # The next run stores the source of the new position.
     groups.forget_origin(target, group)
     if goal.snapshot is None:
         snapshots.remove(target, group)
@@ -197,7 +197,7 @@ def _move(
 
 
 def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> GivenUp:
-    """Move a sink to a goal, while relay runs or not; returns what is discarded."""
+    """Move a sink to a goal, while relay runs or not; returns how much is discarded."""
     position = Position(goal.snapshot, applied_lsn=goal.lsn)
     if goal.polled_offset != offsets.FIRST:
         position = Position(goal.snapshot, goal.now, goal.polled_offset)
@@ -220,22 +220,22 @@ def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> 
 def _move_partition(
     target: Connection, group: str, position: offsets.PartitionPosition, goal: Goal
 ) -> None:
-    """Move one partition to a goal while the others stay. Raises ConfigurationError where that is impossible."""
+    """Move one partition to a goal while the others stay. Raises ConfigurationError if that is impossible."""
     chain = snapshots.chain(target, group)
     if goal.lsn or goal.snapshot not in (BEGINNING, goal.now):
         raise ConfigurationError(
-            "--partition: a position in the WAL is one of all partitions: give a c_offset or a time"
+            "--partition: a position in the WAL belongs to all partitions: give a c_offset or a time"
         )
     if len(chain) != 1:
         raise ConfigurationError(
-            f"--partition: group {group!r} has still to poll what was published before its last start: run relay, and "
+            f"--partition: group {group!r} has not polled yet all events from before its last start: run relay, and "
             "stop it when it is idle"
         )
-    (standing,) = chain
-    first, standing, last = snapshots.begin(target, group, [BEGINNING, standing.snapshot, goal.now])
-    offsets.rename_snapshots(target, group, {chain[0].id: standing.id})
+    (former,) = chain
+    first, current, last = snapshots.begin(target, group, [BEGINNING, former.snapshot, goal.now])
+    offsets.rename_snapshots(target, group, {former.id: current.id})
     # A partition that moves forward may skip more than the others have applied.
-    forward = standing if goal.polled_offset + 1 >= position.next_offset else first
+    forward = current if goal.polled_offset + 1 >= position.next_offset else first
     start = last if goal.snapshot == goal.now else forward
     offsets.move(target, group, [position.partition_id], start.id, goal.polled_offset)
     snapshots.forget_in(target, group, [position.partition_id])

@@ -1,4 +1,4 @@
-"""Partitions the outbox by time: `relay partition` and `relay init --partition`. Publishers go on meanwhile."""
+"""Partitions the outbox by time: `relay partition` and `relay init --partition`. Publishers are not stopped."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def partition(
     option: str = "--every",
     report: ProgressReport = silent,
 ) -> list[str]:
-    """Partition the outbox, or change the interval of its next partitions; returns what was done, in words.
+    """Partition the outbox, or change the interval of its next partitions; returns a line for each change.
 
-    `every` is a time such as 1d; `admin_dsn`, where given, belongs to the table's owner or an administrator. Raises
-    ConfigurationError.
+    `every` is an interval such as 1d; `admin_dsn`, where given, belongs to the table's owner or an administrator.
+    Raises ConfigurationError.
     """
     try:
         interval = duration(every)
@@ -46,8 +46,8 @@ def partition(
             ) from None
         except psycopg.errors.LockNotAvailable:
             raise ConfigurationError(
-                f"source.table: {settings.source.table} is in use by transactions that do not end: nothing was "
-                "exchanged; run the command again when they have ended"
+                f"source.table: {settings.source.table} is locked by long transactions: it was not partitioned; run "
+                "the command again when they have ended"
             ) from None
 
 
@@ -60,6 +60,6 @@ def partition_new(settings: Settings, every: str, admin_dsn: str | None = None) 
         if filled and retained(source, settings.source.table) is None:
             raise ConfigurationError(
                 f"--partition: {settings.source.table} has rows already: run `relay partition --every {every}`, which "
-                "converts it beside its publishers"
+                "converts it while publishers insert"
             )
     return partition(settings, every, admin_dsn, "--partition")

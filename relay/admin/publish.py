@@ -24,7 +24,7 @@ _OF_EVENTS = frozenset(
     {"id", "aggregate_id", "aggregate_version", "aggregate_type", "event_type", "event_ts"}
     | {"payload", "metadata", "deliver_at"}
 )
-"""The keys that `relay.publish` reads. It ignores others, such as a misspelled deliver_at."""
+"""The keys that `relay.publish` reads; it ignores others, such as a misspelled deliver_at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class PublishCall:
 
 
 def parse(text: str, origin: str) -> list[PublishCall]:
-    """Read one JSON object, an array of them, or one on each line.
+    """Read one JSON object, an array of objects, or one object on each line.
 
-    Raises ConfigurationError that says which of them is wrong, and where.
+    Raises ConfigurationError, which names the transaction and the fault.
     """
     return [
-        _business(item, f"{origin}: transaction {n}")
+        _call(item, f"{origin}: transaction {n}")
         for n, item in enumerate(_items(text, origin), start=1)
     ]
 
@@ -80,7 +80,7 @@ def _loads(text: str, origin: str, first_line: int) -> Any:
         ) from None
 
 
-def _business(item: Any, origin: str) -> PublishCall:
+def _call(item: Any, origin: str) -> PublishCall:
     if not isinstance(item, dict):
         raise ConfigurationError(f"{origin}: must be an object with host_id and events")
     for key in _REQUIRED:
@@ -120,7 +120,7 @@ def _is_id(value: Any, optional: bool) -> bool:
 
 
 def require_own_outbox(settings: Settings) -> None:
-    """Raise ConfigurationError if the outbox is not relay's own: `relay.publish` inserts into no other."""
+    """Raise ConfigurationError unless the outbox is relay's own, the only one into which `relay.publish` inserts."""
     if settings.source.message_prefix is not None:
         raise ConfigurationError(
             "source.message_prefix: `relay publish` and relay.publish write to a table: publish with "
@@ -139,10 +139,10 @@ def publish(
     report: ProgressReport = silent,
     total: int | None = None,
 ) -> tuple[int, int]:
-    """Publish each in a database transaction of its own; returns how many transactions and events.
+    """Publish each call in its own database transaction; returns the numbers of transactions and events.
 
     `report` receives how many transactions of `total` are published. The connection must be in autocommit mode. Raises
-    ConfigurationError for what the database refuses.
+    ConfigurationError if the database refuses a transaction.
     """
     published = events = 0
     for business in transactions:

@@ -21,9 +21,8 @@ from relay.store import groups, offsets, snapshots
 def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:
     """Split the stopped group's hosts into another number of partitions.
 
-    First it applies everything that is committed, with the configured handlers: hosts can move only between partitions
-    that have applied the same. A crash before the end changes nothing else. Raises ConfigurationError while an instance
-    runs.
+    First it applies all committed events with the configured handlers, since hosts can move only between partitions at
+    one position. A crash before the end changes nothing else. Raises ConfigurationError while an instance runs.
     """
     group = settings.group
     with reach_target(settings) as target, stopped(target, settings):
@@ -36,7 +35,7 @@ def repartition(settings: Settings, partitions: int, report: ProgressReport = si
                 shown = durable_position(source).snapshot
             unsplit = settings.model_copy(update={"partitions": len(positions), "poll": unpinned})
             _catch_up(unsplit, report)
-            # Noted transactions whose rows do not exist any more were removed by retention.
+            # Noted transactions without rows: retention has removed their rows.
             snapshots.forget(target, group, shown)
             positions = offsets.initialised(target, group)
         with target.transaction():
@@ -63,7 +62,7 @@ def _require_confirmed(settings: Settings, positions: Sequence[offsets.Partition
     confirmed = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
     if max(position.applied_lsn for position in positions) > confirmed:
         raise ConfigurationError(
-            f"group: {settings.group!r} has not confirmed to the slot all that it has applied: run relay, and stop it "
+            f"group: {settings.group!r} has not confirmed all applied commits to the slot: run relay, and stop it "
             "when it is idle"
         )
 

@@ -23,7 +23,7 @@ def restore(
     admin_dsn: str | None = None,
     report: ProgressReport = silent,
 ) -> restoration.Restored:
-    """Restore archived events of a range of time into the outbox.
+    """Restore archived events of a time range into the outbox.
 
     The times are ISO 8601, in UTC unless they have an offset; `admin_dsn`, where given, belongs to the table's owner or
     an administrator. Raises ConfigurationError.
@@ -50,9 +50,9 @@ def restore(
 
 def _time(value: str, option: str) -> datetime:
     try:
-        found = datetime.fromisoformat(value)
+        moment = datetime.fromisoformat(value)
     except ValueError:
         raise ConfigurationError(
-            f"{option}: {value!r} is no time: write it as 2026-11-24 or 2026-11-24T12:00:00+00:00"
+            f"{option}: {value!r} is not a time: write it as 2026-11-24 or 2026-11-24T12:00:00+00:00"
         ) from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,6 +1,6 @@
 """Writes the JSON Schema of each event type's current version: `relay schema`.
 
-Source: JSON Schema 2020-12, which is what pydantic writes.
+Source: JSON Schema 2020-12, the dialect that pydantic writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Schema:
 
     @property
     def file(self) -> str:
-        """The name of its file: that of the type, percent-encoded where a file name cannot have it."""
+        """The name of its file: the event type, with characters percent-encoded that a file name cannot have."""
         name = quote(self.event_type, safe=" ")
         return f"%2E{name[1:]}.json" if name.startswith(".") else f"{name}.json"
 
@@ -44,7 +44,7 @@ class Schema:
 def schemas(events: EventsSettings) -> tuple[list[Schema], list[str]]:
     """Return the schemas in the order of the types, and the types that have no model.
 
-    Raises ConfigurationError with a line for each thing that is wrong.
+    Raises ConfigurationError with a line for each fault.
     """
     types = registered(events)
     described = [each for each in types if each.model is not None]
@@ -53,12 +53,12 @@ def schemas(events: EventsSettings) -> tuple[list[Schema], list[str]]:
     ]
 
 
-def write(found: list[Schema], folder: Path) -> list[Path]:
-    """Write a file for each schema, and return their paths. Raises ConfigurationError if that cannot be done."""
+def write(described: list[Schema], folder: Path) -> list[Path]:
+    """Write a file for each schema; returns their paths. Raises ConfigurationError if a file cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / each.file for each in found]
-        for path, each in zip(paths, found, strict=True):
+        paths = [folder / each.file for each in described]
+        for path, each in zip(paths, described, strict=True):
             path.write_text(each.text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(
@@ -67,14 +67,15 @@ def write(found: list[Schema], folder: Path) -> list[Path]:
     return paths
 
 
-def _schema(found: EventType) -> Schema:
-    assert found.model is not None  # noqa: S101
+def _schema(event_type: EventType) -> Schema:
+    assert event_type.model is not None  # noqa: S101
     try:
-        described = found.model.model_json_schema()
+        document = event_type.model.model_json_schema()
     except PydanticUserError as error:
         raise ConfigurationError(
-            f"events.{found.name}.model: JSON Schema cannot describe it: {error.message}: change the field, or give "
-            "the model a __get_pydantic_json_schema__"
+            f"events.{event_type.name}.model: JSON Schema cannot describe it: {error.message}: change the field, or "
+            "give the model a __get_pydantic_json_schema__"
         ) from None
-    head = {"$schema": _DIALECT, "x-event-type": found.name, "x-version": found.current}
-    return Schema(found.name, found.current, {**head, **described})
+    name, version = event_type.name, event_type.current
+    head = {"$schema": _DIALECT, "x-event-type": name, "x-version": version}
+    return Schema(name, version, {**head, **document})

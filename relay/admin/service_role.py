@@ -1,4 +1,4 @@
-"""The role `relay` of the service: `relay init` creates it and grants its rights."""
+"""Creates the service's role `relay` and grants its rights, for `relay init`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROLE = """
     end
     $$
 """
-"""Creates the role. The schema files do the same, and say what to do where it is not allowed."""
+"""Creates the role. The schema files do the same, and say what to do if that is not allowed."""
 
 
-def let_read(source: Connection, settings: Settings) -> None:
+def grant_read(source: Connection, settings: Settings) -> None:
     """Grant the service the right to read an outbox that is not relay's own."""
     if has_role(source):
         table = sql.Identifier(*settings.source.table_name)
@@ -30,12 +30,12 @@ def let_read(source: Connection, settings: Settings) -> None:
 
 
 def has_role(conn: Connection) -> bool:
-    """Say whether the server has the role `relay`."""
+    """Return whether the server has the role `relay`."""
     return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
 
 
-def let_replicate(source: Connection) -> bool:
-    """Give the service's role REPLICATION; returns whether it was given. `relay check` reports where it is missing."""
+def grant_replication(source: Connection) -> bool:
+    """Give the service's role REPLICATION; returns whether it was given. `relay check` reports if it is missing."""
     row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
     if row is None or row[0]:
         return False

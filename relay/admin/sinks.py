@@ -27,11 +27,10 @@ from relay.store.rewind import GivenUp
 
 @dataclass(frozen=True, slots=True)
 class SinkStatus:
-    """A sink of the group. `state` is attached, lagging, caught up or paused, or says that there is something to do.
+    """A sink of the group. `state` is attached, lagging, caught up or paused, or names what an operator has to do.
 
-    `unread` counts the rows of the outbox that it has not read yet, and `oldest` is their least event_ts; None where
-    the stream brings them, or they cannot be counted. `since` is when it was paused, or else since when the fault
-    lasts.
+    `unread` counts the rows of the outbox that the sink has not read yet, and `oldest` is their least event_ts; None if
+    the stream feeds the sink, or the rows cannot be counted. `since` is when it was paused, or when its fault began.
     """
 
     name: str
@@ -47,7 +46,7 @@ class SinkStatus:
 
     @property
     def why(self) -> str | None:
-        """Say why nothing is delivered: who has paused the sink, or the fault."""
+        """Return why nothing is delivered: who has paused the sink, or the fault."""
         if self.paused_by is None:
             return self.fault
         return f"by {self.paused_by}: {self.reason}" if self.reason else f"by {self.paused_by}"
@@ -65,11 +64,11 @@ def listed(
     away: Callable[[Unreachable], None] | None = None,
     deadline: float = math.inf,
 ) -> list[SinkStatus]:
-    """List the configured sinks, and those that have a position and are no longer configured.
+    """List the configured sinks, and sinks that are no longer configured and have a position.
 
-    `away` is called if the source cannot be reached: then nothing is counted. A count that would begin after `deadline`
-    (of the monotonic clock), or that the session's statement_timeout ends, is None. Raises ConfigurationError if a
-    database cannot be reached or the group is not initialised.
+    `away` is called if the source cannot be reached: then nothing is counted. A count is None if it would begin after
+    `deadline`, in seconds of the monotonic clock, or is ended by the session's statement_timeout. Raises
+    ConfigurationError if a database cannot be reached or the group is not initialised.
     """
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
@@ -110,7 +109,7 @@ def listed(
 
 
 def lag_seconds(found: Sequence[SinkStatus]) -> dict[str, float]:
-    """Return the age in seconds of the oldest event that each sink has not read, by event_ts, where that is known."""
+    """Return the age in seconds of the oldest event that each sink has not read, by event_ts, if it is known."""
     now = datetime.now(UTC)
     return {
         each.name: max(0.0, (now - each.oldest).total_seconds()) for each in found if each.oldest
@@ -132,24 +131,24 @@ def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) 
 
 @dataclass(frozen=True, slots=True)
 class SinkMove:
-    """The goal of a seek of a sink, and how many deferred transactions and dead letters it discards."""
+    """The goal of a sink's seek, and how many dead and deferred transactions the seek discards."""
 
     goal: Goal
     given_up: GivenUp
 
 
 def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> SinkMove:
-    """Find what `to` means (OFFSET, TIME, beginning or end), which an option gave. Raises ConfigurationError."""
+    """Find the position of `to` (OFFSET, TIME, beginning or end), the value of `option`. Raises ConfigurationError."""
     with reach_target(settings) as target:
         _require(target, settings, name)
         if settings.source.mode == "wal":
             raise ConfigurationError(
-                "source.mode: wal: only the slot knows what there was, and the whole group reads it: a sink cannot be "
-                "moved alone"
+                "source.mode: is wal, and past events are only in the slot, which the whole group reads: move the "
+                "group with `relay offsets seek`, or set source.mode: auto"
             )
         if "/" in to:
             raise ConfigurationError(
-                f"{option}: {to!r} is a position in the WAL, which relay reads as a whole: give a c_offset or a time"
+                f"{option}: {to!r} is a position in the WAL, which the whole group reads: give a c_offset or a time"
             )
         with reach_source(settings) as source:
             goal = find_goal(settings, source, OutboxTable(settings), to, option, lsn=False)
@@ -164,7 +163,7 @@ def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | N
         given_up = move_sink(target, settings, name, goal)
         detail = {"goes on": goal.text, **given_up._asdict()}
         actions.record(target, settings.group, name, action, reason, detail)
-        # Before the commit, so that retention keeps what is to be read again.
+        # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
             floor.accept(source, target, settings, [name])
 
@@ -172,8 +171,8 @@ def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | N
 def drop(settings: Settings, name: str, reason: str | None) -> int:
     """Delete a sink that is no longer configured; returns how many deferred transactions are deleted with it.
 
-    Its dead letters stay. Raises ConfigurationError if there is no such sink, or this configuration or that of a
-    running instance has it: that would begin it again, at its `start`.
+    Its dead letters stay. Raises ConfigurationError if there is no such sink, or if this configuration or that of a
+    running instance has it, which would create it again, at its `start`.
     """
     if name in settings.sink_handlers:
         raise ConfigurationError(
@@ -187,10 +186,10 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
                 "it: restart all instances without it first"
             )
         sinks.remove(target, settings.group, [name])
-        forgotten = deferred.forget(target, settings.group, name)
-        detail = {"deferred": forgotten}
+        deleted = deferred.forget(target, settings.group, name)
+        detail = {"deferred": deleted}
         actions.record(target, settings.group, name, "sink drop", reason, detail)
-    return forgotten
+    return deleted
 
 
 def _require_held(target: Connection, settings: Settings, name: str) -> None:
@@ -198,8 +197,8 @@ def _require_held(target: Connection, settings: Settings, name: str) -> None:
     with reach_source(settings) as source:
         if name in floor.given_up(source, target, settings.group):
             raise ConfigurationError(
-                f"handlers.{name}: was given up by retention (max_lag), and events that it has not had may be gone: "
-                f"choose where it goes on with `relay sink seek {name} --to …`, then resume it"
+                f"handlers.{name}: was given up by retention (max_lag), and events that it has not read may be gone: "
+                f"choose its position with `relay sink seek {name} --to …`, then resume it"
             )
 
 
@@ -212,7 +211,7 @@ def _require(target: Connection, settings: Settings, name: str) -> None:
         )
     if name in settings.handlers and name not in known:
         raise ConfigurationError(
-            f"handlers.{name}: is no sink, it belongs to the target: `relay offsets` moves that"
+            f"handlers.{name}: is not a sink but a transactional handler: move the group with `relay offsets seek`"
         )
     if name not in known:
         raise ConfigurationError(

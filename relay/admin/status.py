@@ -34,8 +34,8 @@ from relay.store import (
 class Status:
     """The state of the group at one moment.
 
-    `slot_waits_for` is the oldest open transaction while the slot is being made, in words. `readers` are those of the
-    outbox, where retention removes events.
+    `slot_waits_for` describes the oldest open transaction while the slot is being created. `readers` has the readers of
+    the outbox, if retention removes events.
     """
 
     source_mode: str
@@ -55,7 +55,7 @@ class Status:
     readers: list[floor.OutboxReader]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as JSON values; `slot` is null where there is none."""
+        """Return the state as JSON values; `slot` is null if it does not exist."""
         return {
             "source_mode": self.source_mode,
             "source_reason": self.source_reason,
@@ -185,12 +185,12 @@ def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPositio
 
 def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the bytes "
-        "instead (--max-lag-bytes)"
+        f"--max-lag-seconds: {settings.source.outbox}: without {field} there is no lag in seconds: limit the lag in "
+        "bytes instead (--max-lag-bytes)"
     )
 
 
 def mode_of(settings: Settings, group: groups.GroupState | None) -> str:
-    """Return the mode in which a group reads the source, or will: `wal` or `poll`."""
+    """Return the mode in which a group reads the source or will read it: `wal` or `poll`."""
     configured = "poll" if settings.source.mode == "poll" else "wal"
     return (group and group.source_mode) or configured

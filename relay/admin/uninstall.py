@@ -19,7 +19,7 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class InstalledGroup:
-    """A group of the target, with what is lost with it."""
+    """A group of the target, and how much is dropped with it."""
 
     name: str
     partitions: int
@@ -28,7 +28,7 @@ class InstalledGroup:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What uninstalling drops. `schemas` names the databases; outboxes and their rows are never among it."""
+    """The objects that `relay uninstall` drops. `schemas` has the names of databases. No outbox is ever dropped."""
 
     groups: tuple[InstalledGroup, ...]
     slots: tuple[streams.StreamRecord, ...]
@@ -36,7 +36,7 @@ class Removal:
     schemas: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the removal in words, a line for each object."""
+        """Describe the removal, a line for each object."""
         here = {group.name for group in self.groups}
         return [
             *(
@@ -45,7 +45,11 @@ class Removal:
             ),
             *(
                 f"replication slot {slot.slot} of the group {slot.group_id}"
-                + ("" if slot.group_id in here else ", whose progress is in a target that stays")
+                + (
+                    ""
+                    if slot.group_id in here
+                    else ", whose offsets are in another database and stay there"
+                )
                 for slot in self.slots
             ),
             *(f"publication {name}" for name in self.publications),
@@ -56,7 +60,7 @@ class Removal:
 def plan_removal(
     settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None
 ) -> Removal:
-    """Find what `relay uninstall` drops: everything that belongs to the relay of the configured source and target.
+    """Find the objects that `relay uninstall` drops: all that relay has in the configured source and target.
 
     Raises ConfigurationError if relay is installed in neither, a right is missing, or an instance runs.
     """
@@ -75,9 +79,9 @@ def remove(
     source_dsn: str | None = None,
     target_dsn: str | None = None,
 ) -> list[str]:
-    """Drop what was agreed to; returns it in words.
+    """Drop the objects of an approved removal; returns a line for each.
 
-    Raises ConfigurationError, with nothing dropped, if there is something else now, a right is missing, or an instance
+    Raises ConfigurationError, with nothing dropped, if the objects have changed, a right is missing, or an instance
     runs.
     """
     with (
@@ -87,7 +91,7 @@ def remove(
         removal = _plan(settings, source, target)
         if removal != agreed:
             raise ConfigurationError(
-                "uninstall: what there is has changed meanwhile: run `relay uninstall` again"
+                "uninstall: the installed objects have changed meanwhile: run `relay uninstall` again"
             )
         with _stopped(removal, source, target):
             _drop(removal, source, target)
@@ -96,7 +100,7 @@ def remove(
 
 @contextmanager
 def _rights_named() -> Iterator[None]:
-    """Raise ConfigurationError, with what to do, where a role lacks a right."""
+    """Raise ConfigurationError with a hint if a role lacks a right."""
     try:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
@@ -112,7 +116,8 @@ def _plan(settings: Settings, source: Connection, target: Connection) -> Removal
     if not installed:
         names = " nor in ".join(repr(conn.info.dbname) for conn in databases)
         raise ConfigurationError(
-            f"uninstall: relay is not installed in {names}: nothing to drop; or correct source.dsn and target.dsn"
+            f"uninstall: relay is not installed in {names}: there is nothing to drop, or correct source.dsn and "
+            "target.dsn"
         )
     known = _streams(source, settings) if source in installed else []
     return Removal(
@@ -124,7 +129,7 @@ def _plan(settings: Settings, source: Connection, target: Connection) -> Removal
 
 
 def _streams(source: Connection, settings: Settings) -> list[streams.StreamRecord]:
-    """List slots and publications that relay created; those of the configuration where the schema has no record."""
+    """List the slots and publications that relay has created; without a record of them, the configured ones."""
     recorded = streams.all_streams(source)
     if recorded is not None:
         return recorded
@@ -133,7 +138,7 @@ def _streams(source: Connection, settings: Settings) -> list[streams.StreamRecor
 
 
 def _is_here(source: Connection, slot: str) -> bool:
-    """Say whether the slot exists in this database: names of slots are unique in the whole cluster."""
+    """Return whether the slot exists in this database: names of slots are unique in the whole cluster."""
     state = slot_state(source, slot)
     return state is not None and state.database == source.info.dbname
 
@@ -141,9 +146,10 @@ def _is_here(source: Connection, slot: str) -> bool:
 def _groups(target: Connection) -> Iterator[InstalledGroup]:
     for name, partitions, dead in target.execute(
         """
-        select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.letters, 0)
+        select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.dead_letters, 0)
           from (select group_id, count(*) as partitions from relay.consumer_offsets group by 1) as o
-          full join (select group_id, count(*) as letters from relay.dead_letter_queue group by 1) as d using (group_id)
+          full join (select group_id, count(*) as dead_letters from relay.dead_letter_queue group by 1) as d
+               using (group_id)
          order by 1
         """
     ):
@@ -152,7 +158,7 @@ def _groups(target: Connection) -> Iterator[InstalledGroup]:
 
 @contextmanager
 def _stopped(removal: Removal, source: Connection, target: Connection) -> Iterator[None]:
-    """Raise ConfigurationError if an instance of a group runs, or somebody reads a slot; let none start meanwhile."""
+    """Keep instances of the groups from starting. Raises ConfigurationError if one runs, or a process reads a slot."""
     with ExitStack() as locks:
         for group in removal.groups:
             if not locks.enter_context(presence.stopped(target, group.name)):
@@ -164,7 +170,7 @@ def _stopped(removal: Removal, source: Connection, target: Connection) -> Iterat
             state = slot_state(source, each.slot)
             if state is not None and state.active:
                 raise ConfigurationError(
-                    f"source.slot: {each.slot!r} of the group {each.group_id!r} is being read by process "
+                    f"source.slot: {each.slot!r} of the group {each.group_id!r} is read by process "
                     f"{state.active_pid}: stop the running relay first"
                 )
         yield

@@ -260,8 +260,10 @@ def check(outbox: Outbox, events: Any) -> list[str]:
 
 
 def test_check_examines_the_event_types(outbox: Outbox) -> None:
-    assert check(outbox, EVENTS) == ["what they name is there"]
-    assert check(outbox, "tests.event_types:registry") == ["what they name is there"]
+    assert check(outbox, EVENTS) == ["their models and upcasters can be imported"]
+    assert check(outbox, "tests.event_types:registry") == [
+        "their models and upcasters can be imported"
+    ]
     assert check(outbox, {}) == []
     upcaster = "tests.event_types:v1_to_v2"
     wrong = {

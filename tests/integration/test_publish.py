@@ -166,7 +166,7 @@ def test_check_compares_the_numbers_with_the_configuration(outbox: Outbox) -> No
     assert found(outbox.settings())[0] is Severity.OK
     level, text = found(gapless)
     assert level is Severity.WARNING
-    assert text.startswith("source.offsets: it is gapless, but public.outbox_message_t has no")
+    assert text.startswith("source.offsets: is gapless, but public.outbox_message_t has no")
     assert "run `relay init`" in text
     initialise(gapless)
     assert found(gapless)[0] is Severity.OK

@@ -176,7 +176,7 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
         settings_of(rotated, path, format="csv"),
     )
     refused("--from: public.outbox_message_t_before has the range from the beginning")
-    refused("--from: 'soon' is no time", begin="soon")
+    refused("--from: 'soon' is not a time", begin="soon")
     refused(f"--to: {BEGIN} is not after", begin=END, end=BEGIN)
     drop_first(rotated)
     refused(r"handlers\.lake\.path: cannot be read")

@@ -517,7 +517,7 @@ def test_a_command_says_what_is_no_sink(outbox: Outbox, webhooks: list[Webhook])
     settings = outbox.settings(**posting(webhooks[0]))
     with pytest.raises(ConfigurationError, match=r"handlers.hook0: the sink has not begun"):
         sinks.set_paused(settings, "hook0", True, None)
-    with pytest.raises(ConfigurationError, match=r"handlers.projection: is no sink"):
+    with pytest.raises(ConfigurationError, match=r"handlers.projection: is not a sink"):
         sinks.set_paused(settings, "projection", True, None)
     with relaying(settings):
         wait_until(lambda: state(outbox) == "attached")
