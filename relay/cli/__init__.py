@@ -1,1 +1,1 @@
-"""The commands, one module each group of them. No logic of their own."""
+"""The commands, one module for each group of them. No logic of their own."""

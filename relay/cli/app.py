@@ -1,6 +1,6 @@
-"""The command line: every command and group of commands, in the order of `relay --help`, and how a fault is told.
+"""The command line: registers the commands in the order of `relay --help`, and prints errors.
 
-What a command needs is imported inside it, so that `relay --help` answers at once.
+A command imports the modules that it needs when it is called, so that `relay --help` answers at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line. A fault is printed as lines on standard error, never as a traceback."""
+    """Run the command line. An error is printed as lines on standard error, never as a traceback."""
     try:
         app()
     except RelayError as error:

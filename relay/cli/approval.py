@@ -1,4 +1,4 @@
-"""Says what a command is about to do, and asks whether to go on."""
+"""Prints what a command is about to do, and asks for approval."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActionOptions:
 
 
 def approve(yes: bool, question: str = "Go on?") -> None:
-    """Ask a question unless `--yes` answers it. Raises typer.Abort where the answer is no."""
+    """Ask a question unless `--yes` answers it. Raises typer.Abort if the answer is no."""
     if not yes:
         typer.confirm(question, abort=True)
 
@@ -43,10 +43,10 @@ def approved(
     dry_run: bool,
     yes: bool,
 ) -> bool:
-    """Print what will be done to the transactions found; returns whether it may be done.
+    """Print what will be done to the selected transactions; returns whether it may be done.
 
     A dry run calls `show`, which prints DRY_RUN_SHOWS of them at most, the `order` ("newest", "oldest") ones. Raises
-    typer.Abort where the answer is no.
+    typer.Abort if the answer is no.
     """
     print(f"{found.transactions} transactions with {found.events} events {what}")
     if not dry_run:
@@ -59,9 +59,9 @@ def approved(
 
 
 def print_given_up(given_up: GivenUp) -> None:
-    """Print which dead and deferred transactions a seek gives up, if any."""
+    """Print how many dead and deferred transactions a seek discards, if any."""
     if any(given_up):
         print(
-            f"of what is delivered again, {given_up.dead} dead transactions are discarded and "
+            f"of the transactions that are delivered again, {given_up.dead} dead ones are discarded and "
             f"{given_up.deferred} deferred ones are forgotten"
         )

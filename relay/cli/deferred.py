@@ -31,7 +31,9 @@ IdOption = Annotated[list[int] | None, typer.Option("--id", help="The transactio
 SinkOption = Annotated[
     str | None, typer.Option("--sink", help="The sink that it goes to; '' for the target.")
 ]
-HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one that failed last.")]
+HandlerOption = Annotated[
+    str | None, typer.Option("--handler", help="The handler that failed last.")
+]
 KindOption = Annotated[
     str | None,
     typer.Option("--kind", help="One of retry, holding, replay, scheduled, blocked."),
@@ -43,7 +45,7 @@ _KEYS_SHOWN = 3
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """The configuration, and which deferred transactions of its group a command takes."""
+    """The configuration, and the filter of a command on the deferred transactions of its group."""
 
     config: ConfigOption = None
     id_: IdOption = None
@@ -54,7 +56,7 @@ class SelectionOptions:
     host: HostOption = None
 
     def selection(self) -> DeferredSelection:
-        """The filter as the store takes it. Raises ConfigurationError where there is no such kind."""
+        """Return the filter. Raises ConfigurationError if there is no such kind."""
         from relay.store.deferred_selection import KINDS, DeferredSelection
 
         if self.kind is not None and self.kind not in KINDS:
@@ -90,13 +92,13 @@ def _opened(options: SelectionOptions) -> Iterator[_Opened]:
 
 
 def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferred | None:
-    """Find the transactions that a command acts on, and print what will be done; None where it must not be done.
+    """Find the transactions that a command acts on, and print what will be done; None if it must not be done.
 
-    Raises ConfigurationError where neither a filter nor `--all` is given: somebody forgot the filter.
+    Raises ConfigurationError without a filter and `--all`: a forgotten filter must not select all.
     """
     if not opened.is_filtered and not action.everything:
         raise ConfigurationError(
-            "say which deferred transactions: with a filter such as --id or --sink, or --all"
+            "name the deferred transactions by a filter such as --id or --sink, or give --all"
         )
     found: FoundDeferred = opened.deferrals.find(opened.wanted)
     if found.holding:
@@ -115,7 +117,7 @@ def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferre
 
 
 def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
-    """Warn of transactions that are due, counted by sink, and that no instance tries now."""
+    """Warn of due transactions, counted by sink, that no instance retries now."""
     missing = opened.deferrals.missing_sinks(due)
     paused = [name for name in opened.deferrals.paused_sinks() if name in due]
     for name in missing:
@@ -125,15 +127,15 @@ def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
         )
     for name in paused:
         warn(
-            f"{due[name]} of them go to sink {name}, which is paused: they are tried when `relay sink resume {name}` "
-            "lets it go on"
+            f"{due[name]} of them go to sink {name}, which is paused: they are tried after `relay sink resume "
+            f"{name}`"
         )
     if due.keys() - {*missing, *paused} and not opened.deferrals.instances():
         warn(f"no instance of group {opened.group!r} is running: they are tried when one starts")
 
 
 def _print_none(opened: _Opened) -> None:
-    """Say on standard error that there is nothing, and whether filters are the reason."""
+    """Print on standard error that no transaction was found, and whether there were filters."""
     narrowed = " that matches the filters" if opened.is_filtered else ""
     print(f"there is no deferred transaction in group {opened.group!r}{narrowed}", file=sys.stderr)
 
@@ -149,7 +151,7 @@ def _print(found: Sequence[Deferred]) -> None:
                 item.id,
                 item.sink or "-",
                 item.transaction_id or "-",
-                _few(item.keys) or "-",
+                _shortened(item.keys) or "-",
                 item.events,
                 item.kind,
                 item.handler or "-",
@@ -163,7 +165,7 @@ def _print(found: Sequence[Deferred]) -> None:
     )
 
 
-def _few(keys: Sequence[str]) -> str:
+def _shortened(keys: Sequence[str]) -> str:
     more = len(keys) - _KEYS_SHOWN
     return ", ".join(keys[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -172,7 +174,7 @@ def _few(keys: Sequence[str]) -> str:
 @with_groups
 def deferred_list(
     options: SelectionOptions,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, oldest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="The largest number of transactions.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List deferred transactions, oldest first."""
@@ -191,7 +193,7 @@ def deferred_list(
 @deferred.command("run")
 @with_groups
 def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
-    """Have deferred transactions tried now instead of at their time; attempts and order stay what they are."""
+    """Retry deferred transactions now instead of at their time; their attempts and their order stay the same."""
     with _opened(options) as opened:
         found = _approved(opened, "will be tried now", action)
         if found is None:
@@ -204,7 +206,7 @@ def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
 @deferred.command("cancel")
 @with_groups
 def deferred_cancel(options: SelectionOptions, action: ActionOptions) -> None:
-    """Give deferred transactions up: they become dead letters, which `relay dlq replay` brings back."""
+    """Give deferred transactions up: they become dead letters, which `relay dlq replay` replays."""
     with _opened(options) as opened:
         found = _approved(opened, "will be dead letters", action)
         if found is not None:

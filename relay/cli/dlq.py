@@ -39,7 +39,7 @@ from relay.store import dead_letter_selection
 from relay.store.dead_letter_selection import DeadLetterSelection, DeadTransaction, FoundDeadLetters
 
 dlq = typer.Typer(
-    help="Dead letters: transactions that could not be applied. Each command takes whole transactions.",
+    help="Dead letters: transactions that could not be applied. Each command acts on whole transactions.",
     no_args_is_help=True,
 )
 
@@ -47,14 +47,16 @@ IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead lette
 TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
 SinkOption = Annotated[
-    str | None, typer.Option("--sink", help="The sink that it belongs to; '' for the target.")
+    str | None, typer.Option("--sink", help="The sink to which it belongs; '' for the target.")
 ]
-HandlerOption = Annotated[str | None, typer.Option("--handler", help="The one that failed.")]
+HandlerOption = Annotated[str | None, typer.Option("--handler", help="The handler that failed.")]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
 SinceOption = Annotated[
-    datetime | None, typer.Option("--since", help="Dead-lettered then or later.")
+    datetime | None, typer.Option("--since", help="Dead-lettered at this time or later.")
 ]
-UntilOption = Annotated[datetime | None, typer.Option("--until", help="Dead-lettered before.")]
+UntilOption = Annotated[
+    datetime | None, typer.Option("--until", help="Dead-lettered before this time.")
+]
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
 ]
@@ -65,7 +67,7 @@ StatusOption = Annotated[
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """The configuration, and which dead transactions of its group a command takes."""
+    """The configuration, and the filter of a command on the dead transactions of its group."""
 
     config: ConfigOption = None
     id_: IdOption = None
@@ -79,7 +81,7 @@ class SelectionOptions:
     exception: ExceptionOption = None
 
     def selection(self) -> DeadLetterSelection:
-        """The filter as the store takes it."""
+        """Return the filter."""
         return DeadLetterSelection(
             ids=self.id_ or (),
             transaction_id=self.transaction,
@@ -95,7 +97,7 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class StatusSelectionOptions(SelectionOptions):
-    """The same for a command that only reads: it takes dead transactions of any status."""
+    """The same for a command that only reads: it selects dead transactions of any status."""
 
     status: StatusOption = None
 
@@ -121,7 +123,7 @@ def _opened(options: SelectionOptions) -> Iterator[_Opened]:
 
 
 def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelection:
-    """The filter with ids as PostgreSQL prints them. Raises ConfigurationError for an id that is not of its type."""
+    """Return the filter with ids as PostgreSQL prints them. Raises ConfigurationError for an id of another type."""
     host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
     return replace(
         wanted,
@@ -134,13 +136,13 @@ def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelec
 def _find(
     opened: _Opened, everything: bool, none: str, statuses: Sequence[str] = ("dead",)
 ) -> FoundDeadLetters:
-    """The transactions that a command acts on; prints that there is none.
+    """Find the transactions that a command acts on; prints `none` if there are none.
 
-    Raises ConfigurationError where neither a filter nor `--all` is given: somebody forgot the filter.
+    Raises ConfigurationError without a filter and `--all`: a forgotten filter must not select all.
     """
     if opened.wanted == DeadLetterSelection() and not everything:
         raise ConfigurationError(
-            "say which dead letters: with a filter such as --id or --handler, or --all"
+            "name the dead letters by a filter such as --id or --handler, or give --all"
         )
     found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
     if not found.transactions:
@@ -151,7 +153,7 @@ def _find(
 def _approved(
     opened: _Opened, found: FoundDeadLetters, what: str, dry_run: bool, yes: bool
 ) -> bool:
-    """Print what will be done; returns whether there is something to do and it may be done."""
+    """Print what will be done; returns whether there are transactions, and it may be done."""
     if not found.transactions:
         return False
 
@@ -191,7 +193,7 @@ def _print(found: Sequence[DeadTransaction]) -> None:
 
 
 def _print_none(opened: _Opened, what: str = "dead letter") -> None:
-    """Say on standard error that there is nothing, and whether filters are the reason."""
+    """Print on standard error that nothing was found, and whether there were filters."""
     narrowed = "" if opened.wanted == DeadLetterSelection() else " that matches the filters"
     print(f"there is no {what} in group {opened.group!r}{narrowed}", file=sys.stderr)
 
@@ -200,7 +202,7 @@ def _print_none(opened: _Opened, what: str = "dead letter") -> None:
 @with_groups
 def dlq_list(
     options: StatusSelectionOptions,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="The largest number of transactions.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List dead transactions, newest first."""
@@ -220,7 +222,7 @@ def dlq_show(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every event of the dead transaction that holds dead letter ID, and what was done about it."""
+    """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it."""
     from relay.store import dead_letter_export, dead_letters
 
     with _opened(SelectionOptions(config)) as opened:
@@ -232,11 +234,9 @@ def dlq_show(
         if as_json:
             _print_json(dead_letter_export.events_as_json(opened.conn, number))
             return
-        for letter in dead_letter_export.events_as_text(
-            opened.conn, number, pretty=out.is_terminal
-        ):
-            print(f"dead letter {letter['id']}")
-            print_facts(letter.items())
+        for event in dead_letter_export.events_as_text(opened.conn, number, pretty=out.is_terminal):
+            print(f"dead letter {event['id']}")
+            print_facts(event.items())
         for action in dead_letters.actions(opened.conn, number):
             at = action.acted_at.isoformat(" ", "seconds")
             print(
@@ -246,7 +246,7 @@ def dlq_show(
 
 
 def _print_json(objects: Iterable[str]) -> None:
-    """Print an array of JSON objects that are given as text, one on each line."""
+    """Print JSON objects, given as text, as an array with one object on each line."""
     before = "["
     for each in objects:
         print(f"{before}\n{printable_json(each)}", end="")
@@ -262,7 +262,9 @@ def dlq_replay(
     edit: Annotated[
         Path | None,
         typer.Option(
-            "--edit", metavar="FILE", help="First take payloads over that were edited in an export."
+            "--edit",
+            metavar="FILE",
+            help="An edited export; its payloads replace the stored ones first.",
         ),
     ] = None,
     reason: ReasonOption = None,
@@ -283,7 +285,7 @@ def dlq_replay(
         for name, count in opened.dead_letters.missing_handlers(found).items():
             warn(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
-                "more: they go where the routes lead now"
+                "more: the current routes decide where they go"
             )
         done = _done(opened.dead_letters.sinks(found).values(), found.transactions)
         if not _approved(opened, found, f"will be {done} again", dry_run, yes):
@@ -300,7 +302,7 @@ def dlq_replay(
 
 
 def _done(of_sinks: Iterable[int], transactions: int) -> str:
-    """The participle for what is done with transactions, of which `of_sinks` are counts by sink."""
+    """Return what a replay does with transactions: apply, deliver, or both. `of_sinks` has their counts by sink."""
     delivered = sum(of_sinks)
     if not delivered:
         return "applied"
@@ -322,7 +324,7 @@ def dlq_discard(
     options: SelectionOptions,
     action: ActionOptions,
 ) -> None:
-    """Give dead transactions up; the keys that they hold are released, the dead letters stay."""
+    """Give dead transactions up: the keys that they hold are released; the dead letters stay."""
     with _opened(options) as opened:
         found = _find(opened, action.everything, "transaction to be given up")
         if _approved(opened, found, "will be given up", action.dry_run, action.yes):
@@ -336,7 +338,10 @@ def dlq_discard(
 def dlq_export(
     options: StatusSelectionOptions,
     file: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: print them.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file to write; default: standard output."
+        ),
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
@@ -356,7 +361,7 @@ def dlq_export(
 
 
 def _events(opened: _Opened, status: str | None) -> int:
-    """How many dead letters the filter selects, of one status or of any."""
+    """Count the dead letters that the filter selects, of one status or of any."""
     statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
     found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
     return found.events
@@ -364,14 +369,14 @@ def _events(opened: _Opened, status: str | None) -> int:
 
 @contextmanager
 def _private(file: Path) -> Iterator[TextIO]:
-    """The file to write to, which nobody but its owner may read: payloads are in it."""
+    """Open a file for writing that only its owner may read, since it gets payloads."""
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags, 0o600)
 
     try:
         with open(file, "w", encoding="utf-8", newline="\n", opener=opener) as stream:
-            # An existing file keeps its mode when it is opened; a pipe or a device is not relay's to change.
+            # An existing file keeps its mode when it is opened; the mode of a pipe or a device must not change.
             if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 os.fchmod(stream.fileno(), 0o600)
             yield stream
@@ -390,7 +395,7 @@ def dlq_purge(
     options: SelectionOptions,
     action: ActionOptions,
 ) -> None:
-    """Delete the dead letters of transactions that were replayed or discarded; the record of what was done stays."""
+    """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays."""
     with _opened(options) as opened:
         none = "replayed or discarded dead letter"
         found = _find(opened, action.everything, none, ("replayed", "discarded"))

@@ -43,12 +43,12 @@ def init(
         typer.Option(
             "--from",
             metavar="beginning|now|OFFSET",
-            help="Where a new group begins; default now. Rows older than the slot are read by polling.",
+            help="The position at which a new group begins; default now. Rows older than the slot are polled.",
         ),
     ] = None,
     every: EveryOption = None,
 ) -> None:
-    """Install schema, publication, slot and group; a second time it changes nothing."""
+    """Install schema, publication, slot and group; a second run changes nothing."""
     from relay.admin.install import initialise
     from relay.admin.partitioning import partition_new
 
@@ -72,13 +72,13 @@ def init(
         for line in done:
             print(f"created {line}")
         if not done:
-            print("everything is there already")
+            print("everything exists already")
 
     for_each(config, install)
 
 
 def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check everything that a run needs; every finding says what to do. Exit status 2 if something is wrong."""
+    """Check everything that a run needs; each finding says what to do. Exit status 2 if there is an error."""
     from relay.admin.check import examine
     from relay.admin.findings import Severity
 

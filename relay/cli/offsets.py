@@ -45,13 +45,13 @@ def _or_dash(value: object) -> object:
 @offsets.command("seek")
 def offsets_seek(
     to: Annotated[
-        str, typer.Option("--to", metavar="OFFSET|LSN|TIME|beginning|end", help="Where to go on.")
+        str, typer.Option("--to", metavar="OFFSET|LSN|TIME|beginning|end", help="The new position.")
     ],
     config: ConfigOption = None,
     partition: Annotated[
         int | None,
         typer.Option(
-            help="Only this one; transactions that span others are then delivered in part."
+            help="Move only this partition; transactions that span others are then delivered in part."
         ),
     ] = None,
     reason: ReasonOption = None,
@@ -65,9 +65,9 @@ def offsets_seek(
         report("counting what this affects")
         move = plan_seek(settings, to, partition)
     effect = (
-        "the WAL does not tell how many events this affects"
+        "the WAL does not show how many events this affects"
         if move.again is None
-        else f"{move.again} events will be delivered again, {move.skipped} will be passed over"
+        else f"{move.again} events will be delivered again, {move.skipped} will be skipped"
     )
     print(f"group {settings.group} goes on {move.goal.text}: {effect}")
     if move.sinks:
@@ -81,7 +81,7 @@ def offsets_seek(
 
 @offsets.command("repartition")
 def offsets_repartition(
-    partitions: Annotated[int, typer.Option(min=1, max=1024, help="How many from now on.")],
+    partitions: Annotated[int, typer.Option(min=1, max=1024, help="The new number of partitions.")],
     config: ConfigOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""

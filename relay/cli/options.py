@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they print to the terminal besides their output."""
+"""The options that several commands share, and the messages of commands on standard error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AdminOption = Annotated[
         "--admin-dsn",
         metavar="DSN",
         envvar="RELAY_ADMIN_DSN",
-        help="Connect to the source as an administrator. A password here is seen by `ps`.",
+        help="Connect to the source as an administrator. `ps` shows a password given here.",
     ),
 ]
 AdminFileOption = Annotated[
@@ -54,18 +54,18 @@ TargetAdminFileOption = Annotated[
     Path | None,
     typer.Option("--target-admin-dsn-file", metavar="FILE", help="The same, from a file."),
 ]
-ReasonOption = Annotated[str | None, typer.Option("--reason", help="Is kept with the action.")]
+ReasonOption = Annotated[str | None, typer.Option("--reason", help="Stored with the action.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All of them, where no filter is given.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Act on all of them, without a filter.")]
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a Typer command of a function some of whose parameters are dataclasses: each field is an option.
+    """Make a Typer command of a function with parameters that are dataclasses: each of their fields is an option.
 
-    The options stand where the parameter does. Typer reads options off a signature and has no groups of its own;
-    without this, every command that filters repeats the options of the filter.
+    The options replace the parameter, at its position. Typer reads options from the signature and has no groups of
+    options; without this, every command that filters repeats the options of the filter.
     """
     own = signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
@@ -99,7 +99,7 @@ def warn(text: str) -> None:
 
 
 def with_options(error: ConfigurationError, context: typer.Context) -> ConfigurationError:
-    """The same error; where it says to run the command again, it repeats the options that were given."""
+    """Return the error with the given options added to the command, where it says to run the command again."""
     command = f"relay {context.info_name}"
     again = command
     for parameter in context.command.params:

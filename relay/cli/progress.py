@@ -1,4 +1,4 @@
-"""A bar with rate and time left on standard error while a command works; nothing where that is no terminal."""
+"""Shows a bar with rate and remaining time on standard error while a command works, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress() -> Iterator[ProgressReport]:
-    """Show what is reported until the end. Ask nothing meanwhile: the bar is where the answer would be."""
+    """Show reported progress until the end of the block, which must not ask: the bar would overwrite the answer."""
     if not sys.stderr.isatty():
         yield silent
         return
@@ -32,7 +32,7 @@ def progress() -> Iterator[ProgressReport]:
     from rich.text import Text
 
     class Count(ProgressColumn):
-        """The column for counts: how many of how many, and how many a second; empty where nothing is counted."""
+        """The column for counts: how many of how many, and how many a second; empty if nothing is counted."""
 
         def render(self, task: Task) -> Text:
             if not task.completed and task.total is None:
@@ -48,7 +48,7 @@ def progress() -> Iterator[ProgressReport]:
         Count(),
         TimeRemainingColumn(),
     )
-    # Standard output belongs to what the command prints, which may go to a file.
+    # Standard output has the command's output, which may go to a file.
     with Progress(
         *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
     ) as shown:
@@ -56,7 +56,7 @@ def progress() -> Iterator[ProgressReport]:
 
 
 class _Steps:
-    """One bar, for the step that was reported last."""
+    """Shows one bar, for the step that was reported last."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown

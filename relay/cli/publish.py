@@ -25,9 +25,10 @@ def publish(
         int | None,
         typer.Option(min=1, metavar="N", help="Generate N business transactions instead."),
     ] = None,
-    hosts: Annotated[int, typer.Option(min=1, help="With --generate: over how many hosts.")] = 8,
+    hosts: Annotated[int, typer.Option(min=1, help="With --generate: the number of hosts.")] = 8,
     seed: Annotated[
-        int | None, typer.Option(help="With --generate: the same seed makes the same ones.")
+        int | None,
+        typer.Option(help="With --generate: the same seed generates the same transactions."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -32,15 +32,13 @@ EveryOption = Annotated[
 def partition(
     every: Annotated[
         str,
-        typer.Option(
-            "--every", metavar="INTERVAL", help="How long a partition's range is: 1d, 6h."
-        ),
+        typer.Option("--every", metavar="INTERVAL", help="The range of a partition: 1d, 6h."),
     ],
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,
     admin_dsn_file: AdminFileOption = None,
 ) -> None:
-    """Partition the outbox by time beside its publishers, or change the interval of its next partitions."""
+    """Partition the outbox by time while publishers insert, or change the interval of its next partitions."""
     from relay.admin.partitioning import partition as run
 
     settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
@@ -49,21 +47,21 @@ def partition(
     for line in done:
         print(f"created {line}")
     if not done:
-        print("everything is there already")
+        print("everything exists already")
 
 
 def restore(
     from_: Annotated[
-        str, typer.Option("--from", metavar="TIME", help="The first event_ts: 2026-11-24.")
+        str, typer.Option("--from", metavar="TIME", help="The first event_ts, such as 2026-11-24.")
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="TIME", help="The event_ts before which they end.")
+        str, typer.Option("--to", metavar="TIME", help="The event_ts before which the range ends.")
     ],
     config: ConfigOption = None,
     admin_dsn: AdminOption = None,
     admin_dsn_file: AdminFileOption = None,
 ) -> None:
-    """Bring events back from the archive (`retention.archive`) into the outbox, for a new group or sink."""
+    """Restore events from the archive (`retention.archive`) into the outbox, for a new group or sink."""
     from relay.admin.restoration import restore as run
 
     settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
@@ -73,11 +71,15 @@ def restore(
 
 
 def erase(
-    host: Annotated[str, typer.Option("--host", metavar="ID", help="Whose events are removed.")],
+    host: Annotated[
+        str, typer.Option("--host", metavar="ID", help="The host whose events are removed.")
+    ],
     config: ConfigOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also events that are not applied yet; they never will be."),
+        typer.Option(
+            "--force", help="Remove events that are not applied yet, too; they are never applied."
+        ),
     ] = False,
     yes: YesOption = False,
     admin_dsn: AdminOption = None,
@@ -85,7 +87,7 @@ def erase(
     target_admin_dsn: TargetAdminOption = None,
     target_admin_dsn_file: TargetAdminFileOption = None,
 ) -> None:
-    """Remove the events of a host everywhere relay keeps them, and say what it cannot reach."""
+    """Remove the events of a host wherever relay stores them, and list the copies that it cannot reach."""
     from relay.admin.erasure import erase as run
 
     settings = load(config)

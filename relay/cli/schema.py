@@ -29,7 +29,7 @@ def schema_export(
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="Where the files go, one a type; default schemas, with --json nowhere.",
+            help="The folder for the files, one for each type; default schemas, with --json none.",
         ),
     ] = None,
     as_json: JsonOption = False,

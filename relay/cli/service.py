@@ -17,7 +17,7 @@ from relay.config.files import Configuration, load_all, observed, require_apart
 from relay.faults import ConfigurationError
 from relay.logs import LogFormat, configure
 
-FormatOption = Annotated[LogFormat, typer.Option(help="How log lines are written.")]
+FormatOption = Annotated[LogFormat, typer.Option(help="The format of log lines.")]
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Relay in the foreground until SIGTERM or SIGINT."""
+    """Run relay in the foreground until SIGTERM or SIGINT."""
     _exit_on_signals()
     from relay.services import Services
 
@@ -53,7 +53,7 @@ def _exit_on_signals() -> None:
 
 
 def _console_of(configurations: Sequence[Configuration]) -> AbstractContextManager[object]:
-    """The server of the console beside relay; does nothing where none is configured."""
+    """Return the server of the console; without one in the configuration, a context that does nothing."""
     listen = observed(configurations).console
     if listen is None:
         return nullcontext()
@@ -90,7 +90,7 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where to work; default: a temporary folder, removed at the end."
+            metavar="DIR", help="The working folder; default: a temporary one, removed at the end."
         ),
     ] = None,
 ) -> None:

@@ -14,7 +14,7 @@ from relay.cli.tables import print_table
 from relay.config.files import load
 
 sink = typer.Typer(
-    help="Sinks: what delivers events to other systems, each at its own pace.",
+    help="Sinks: handlers that deliver events to other systems, each at its own pace.",
     no_args_is_help=True,
 )
 
@@ -23,7 +23,7 @@ NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")
 
 @sink.command("list")
 def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the sinks, how much of the outbox each has not read yet, and why nothing is delivered."""
+    """List the sinks: state, unread events, deferred transactions, and why nothing is delivered."""
     from relay.admin.sinks import listed
 
     settings = load(config)
@@ -65,9 +65,9 @@ def sink_pause(
 def sink_resume(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
-    """Let a paused sink go on from its position."""
+    """Resume a paused sink at its position."""
     changed = _set_paused(name, False, config, reason)
-    print(f"sink {name} goes on" if changed else f"sink {name} was not paused")
+    print(f"sink {name} is resumed" if changed else f"sink {name} was not paused")
 
 
 def _set_paused(name: str, paused: bool, config: ConfigOption, reason: str | None) -> bool:
@@ -80,7 +80,7 @@ def _set_paused(name: str, paused: bool, config: ConfigOption, reason: str | Non
 def sink_seek(
     name: NameArgument,
     to: Annotated[
-        str, typer.Option("--to", metavar="OFFSET|TIME|beginning|end", help="Where to go on.")
+        str, typer.Option("--to", metavar="OFFSET|TIME|beginning|end", help="The new position.")
     ],
     config: ConfigOption = None,
     reason: ReasonOption = None,
@@ -125,9 +125,9 @@ def sink_drop(
     reason: ReasonOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Forget a sink that is no longer configured, and what is deferred for it; its dead letters stay."""
+    """Delete position and deferred transactions of a sink that is no longer configured; its dead letters stay."""
     from relay.admin.sinks import drop
 
     settings = load(config)
-    approve(yes, f"Forget where sink {name} is, and what is deferred for it?")
-    print(f"sink {name} is forgotten, with {drop(settings, name, reason)} deferred transactions")
+    approve(yes, f"Delete the position and the deferred transactions of sink {name}?")
+    print(f"sink {name} is dropped, with {drop(settings, name, reason)} deferred transactions")

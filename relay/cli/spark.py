@@ -14,19 +14,19 @@ from relay.cli.options import ConfigOption, JsonOption
 from relay.cli.progress import progress
 from relay.config.files import load
 
-spark = typer.Typer(help="What Spark's executors need.", no_args_is_help=True)
+spark = typer.Typer(help="Packages for Spark's executors.", no_args_is_help=True)
 
 
 @spark.callback()
 def root() -> None:
-    """What Spark's executors need."""
+    """Packages for Spark's executors."""
 
 
 @spark.command("package")
 def spark_package(
     config: ConfigOption = None,
     file: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the archive goes.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The archive to write.")
     ] = Path("relay-executors.tar.gz"),
     as_json: JsonOption = False,
 ) -> None:

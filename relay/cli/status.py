@@ -1,4 +1,4 @@
-"""`relay status`: the state of a group on a page, and checks of it. No logic of its own."""
+"""`relay status`: the state of a group, and checks of it. No logic of its own."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def status(
         typer.Option(
             min=0,
             metavar="N",
-            help="Checks the unconfirmed WAL; --check is implied, here and below.",
+            help="Check the unconfirmed WAL; implies --check, as do the other limits.",
         ),
     ] = None,
     max_lag_seconds: Annotated[
         float | None,
-        typer.Option(min=0, metavar="N", help="Checks the age of the oldest unread event."),
+        typer.Option(min=0, metavar="N", help="Check the age of the oldest unread event."),
     ] = None,
     max_sink_lag_seconds: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="N", help="Checks the age of the oldest event that a sink has not read."
+            min=0, metavar="N", help="Check the age of the oldest event that a sink has not read."
         ),
     ] = None,
     max_deferred: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Checks the deferred transactions.")
+        int | None, typer.Option(min=0, metavar="N", help="Check the deferred transactions.")
     ] = None,
     max_dead: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Checks the dead letters.")
+        int | None, typer.Option(min=0, metavar="N", help="Check the dead letters.")
     ] = None,
 ) -> None:
     """Show slot, partitions, sinks and dead letters."""
@@ -85,7 +85,7 @@ def _print_status(found: Any, mode: str) -> None:
     facts: list[tuple[str, object]] = [("source", found.source_mode)]
     if found.source_reason:
         facts.append(("reason", found.source_reason))
-    facts.append(("active", found.active or "nobody"))
+    facts.append(("active", found.active or "none"))
     standby = [name for name in found.instances if name != found.active]
     if standby:
         facts.append(("others", ", ".join(standby)))
@@ -116,16 +116,16 @@ def _print_status(found: Any, mode: str) -> None:
 
 
 def _reader_state(found: Any) -> str:
-    """Say what a reader holds in the outbox, on one line."""
+    """Describe which events retention keeps for a reader, on one line."""
     if found.given_up_at:
-        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events are removed that it has not read"
+        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events that it has not read are removed"
     if found.unread_since:
         return f"holds events from {found.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
     return "has read everything"
 
 
 def _sink_state(found: Any) -> str:
-    """Say what a sink does, and why it delivers nothing, on one line."""
+    """Describe the state of a sink, and why it delivers nothing, on one line."""
     if found.state == "paused":
         why = f": {found.reason}" if found.reason else ""
         return f"paused since {found.paused_at:%Y-%m-%d %H:%M:%S %Z} by {found.paused_by}{why}"
@@ -135,22 +135,22 @@ def _sink_state(found: Any) -> str:
 
 
 def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
-    held = f"{slot.retained_bytes} bytes held"
+    retained = f"{slot.retained_bytes} bytes retained"
     if slot.creating:
-        made = f"{slot.name} (being made by process {slot.active_pid})"
-        return [("slot", made), ("waits for", waits_for or "nobody"), ("WAL", held)]
+        created = f"{slot.name} (being created by process {slot.active_pid})"
+        return [("slot", created), ("waits for", waits_for or "nothing"), ("WAL", retained)]
     facts: list[tuple[str, object]] = [
-        ("slot", f"{slot.name} ({'being read' if slot.active else 'not being read'})")
+        ("slot", f"{slot.name} ({'active' if slot.active else 'inactive'})")
     ]
     if slot.invalidation_reason:
         facts.append(("invalidated", slot.invalidation_reason))
     lag = "not known on a standby" if slot.lag_bytes is None else f"{slot.lag_bytes} bytes"
     confirmed = f"{slot.wal_status}, confirmed to {slot.confirmed_flush_lsn}, lag {lag}"
-    return [*facts, ("WAL", f"{confirmed}, {held}")]
+    return [*facts, ("WAL", f"{confirmed}, {retained}")]
 
 
 def _why(reason: Any) -> str:
-    """Say why some transactions are deferred, on one line."""
+    """Describe why transactions are deferred, on one line."""
     causes = {
         "retry": f"{reason.handler}: {reason.reason}",
         "holding": f"{reason.handler}: {reason.reason}; until they are replayed or discarded",

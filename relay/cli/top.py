@@ -1,4 +1,4 @@
-"""`relay top`: the group at a terminal, until somebody presses q."""
+"""`relay top`: shows the group at a terminal until q is pressed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from relay.config.settings import Settings
 
 _WAIT_SECONDS = 0.1
 _REFRESH_SECONDS = 1.0
-"""The screen is drawn at least this often: the terminal may be resized while no answer comes."""
+"""The largest interval between two drawings: the terminal may be resized while a query runs."""
 _WHOLE = 10_000
-"""Columns and lines of a screen on which nothing is cut off."""
+"""The columns and lines of a screen on which nothing is cut off."""
 
 
 def top(
@@ -103,7 +103,7 @@ def _keys() -> Iterator[Callable[[], str]]:
     if not sys.stdin.isatty():
         yield _no_key
         return
-    # Not there on every system that has Python.
+    # Python does not have these modules on every system.
     import termios
     import tty
 

@@ -35,7 +35,7 @@ def test_a_first_session_from_init_to_uninstall(database: str, tmp_path: Path) -
         outbox.conn.execute(PROJECTION)
         config = str(outbox.config_file(tmp_path / "relay.yaml"))
         assert relay("init", "--config", config).returncode == 0
-        assert relay("init", "--config", config).stdout == "everything is there already\n"
+        assert relay("init", "--config", config).stdout == "everything exists already\n"
         assert relay("check", "--config", config).returncode == 0
         published = relay(
             "publish", "--config", config, "--generate", "50", "--seed", "1", "--json"

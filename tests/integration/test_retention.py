@@ -403,7 +403,7 @@ def test_a_killed_conversion_is_reported_and_continued(kept: Outbox) -> None:
     )
     output = [finding.text for finding in examine(settings) if finding.subject == "retention"]
     assert output == [
-        "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, since a command was killed: "
+        "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, because a command was killed: "
         "run `relay partition` again"
     ]
     partition(settings, "1d")
@@ -489,7 +489,7 @@ def test_the_command_partitions_a_new_outbox(database: str, tmp_path: Path) -> N
         said = relay("init", "--config", str(config), "--partition", "1d").stdout
         assert "created partitions of public.outbox_message_t, one for each 1d" in said
         again = relay("init", "--config", str(config), "--partition", "1d").stdout
-        assert "everything is there already" in again
+        assert "everything exists already" in again
         said = relay("status", "--config", str(config)).stdout
         assert "reader default" in said
         assert "has read everything" in said

@@ -94,7 +94,9 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
             lambda: sum(oldest in str(getattr(r, "waits_for", "")) for r in caplog.records) > 1
         )
         shown = relay("status", "--config", str(config)).stdout
-        assert f"slot\t{outbox.slot} (being made by process {maker})\nwaits for\t{oldest}" in shown
+        assert (
+            f"slot\t{outbox.slot} (being created by process {maker})\nwaits for\t{oldest}" in shown
+        )
         assert "None" not in shown
         found = json.loads(relay("status", "--config", str(config), "--json").stdout)
         assert found["slot"]["creating"]
@@ -104,7 +106,7 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
             for each in examine(settings)
             if each.subject == "slot" and each.level is Severity.WARNING
         )
-        assert f"is still being made by process {maker}" in finding.text
+        assert f"is still being created by process {maker}" in finding.text
         assert oldest in finding.text
         lag = list(failures(read(settings), settings.group, Limits(lag_bytes=1), None, {}))
         assert lag == ["the lag in bytes is not known: the slot is still being made"]
@@ -132,7 +134,7 @@ def test_a_slot_that_is_unused_after_a_change_to_polling_is_reported(outbox: Out
     output: list[str] = []
     assert not initialise(polling, warn=output.append)
     (line,) = output
-    words = f"source.mode: it is poll, but the slot '{outbox.slot}' of the group 'default' is still"
+    words = f"source.mode: is poll, but the slot '{outbox.slot}' of the group 'default' still"
     assert line.startswith(words)
     assert f"`select pg_drop_replication_slot('{outbox.slot}')`, or set source.mode: auto" in line
     (line,) = found()
@@ -170,6 +172,6 @@ def test_status_shows_the_wal_that_an_open_transaction_lets_the_slot_hold(
         assert slot.retained_bytes is not None
         assert slot.retained_bytes > 4_000_000 > slot.lag_bytes
         shown = relay("status", "--config", str(config)).stdout
-        held = int(shown.split(" bytes held")[0].split()[-1])
+        held = int(shown.split(" bytes retained")[0].split()[-1])
         assert held >= slot.retained_bytes
         publisher.rollback()
