@@ -61,13 +61,13 @@ def claim_schema(conn: Connection, key: str) -> bool:
     Call it in the database transaction that installs the rest. `key` is the configuration key of the database. Raises
     ConfigurationError with a line for each object that relay does not create.
     """
-    found = [*_owner_role(conn)]
+    faults = [*_owner_role(conn)]
     row = conn.execute("select to_regnamespace('relay') is not null").fetchone()
     exists = bool(row and row[0])
     if exists:
         tables = _oids(conn, "select oid from pg_class where relnamespace = 'relay'::regnamespace")
-        found += [*_untrusted(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
-    _refuse(found, key)
+        faults += [*_untrusted(conn), *_creators(conn), *_content(conn), *_attached(conn, tables)]
+    _refuse(faults, key)
     if not exists:
         # Without IF NOT EXISTS, this fails if another session creates the schema at the same time.
         conn.execute("create schema relay")
@@ -84,13 +84,13 @@ def require_adoptable(conn: Connection, table: str, key: str) -> None:
         "select %(table)s::regclass::oid union select relid::oid from pg_partition_tree(%(table)s::regclass)",
         {"table": table},
     )
-    found = [
+    faults = [
         *_owners(conn, tables),
         *_attached(conn, tables),
         *_types(conn, tables),
         *_expressions(conn, tables),
     ]
-    _refuse(found, key)
+    _refuse(faults, key)
 
 
 def _oids(
@@ -113,9 +113,9 @@ def _trusted(conn: Connection) -> list[int]:
     )
 
 
-def _refuse(found: list[str], key: str) -> None:
-    if found:
-        raise ConfigurationError("\n".join(f"{key}: {line}" for line in found))
+def _refuse(faults: list[str], key: str) -> None:
+    if faults:
+        raise ConfigurationError("\n".join(f"{key}: {line}" for line in faults))
 
 
 def _owner_role(conn: Connection) -> Iterator[str]:

@@ -75,18 +75,18 @@ class DeadLetters:
         """Find the transactions of some statuses that a filter selects now."""
         return dead_letter_selection.find(self._conn, self._group, wanted, statuses)
 
-    def missing_handlers(self, found: FoundDeadLetters) -> dict[str, int]:
+    def missing_handlers(self, selected: FoundDeadLetters) -> dict[str, int]:
         """Count the transactions by the handler in which they failed, for handlers that are not configured any more."""
-        failed = dead_letter_selection.failed_handlers(self._conn, self._group, found)
+        failed = dead_letter_selection.failed_handlers(self._conn, self._group, selected)
         return {name: count for name, count in failed.items() if name not in self._handlers}
 
-    def sinks(self, found: FoundDeadLetters) -> dict[str, int]:
+    def sinks(self, selected: FoundDeadLetters) -> dict[str, int]:
         """Count the transactions by the sink to which they could not be delivered."""
-        return dead_letter_selection.sinks(self._conn, self._group, found)
+        return dead_letter_selection.sinks(self._conn, self._group, selected)
 
-    def missing_sinks(self, found: FoundDeadLetters) -> dict[str, int]:
+    def missing_sinks(self, selected: FoundDeadLetters) -> dict[str, int]:
         """Count the transactions by sink, for sinks that are not configured any more."""
-        failed = self.sinks(found)
+        failed = self.sinks(selected)
         return {name: count for name, count in failed.items() if name not in self._sinks}
 
     def instances(self) -> list[str]:
@@ -95,7 +95,7 @@ class DeadLetters:
 
     def replay(
         self,
-        found: FoundDeadLetters,
+        selected: FoundDeadLetters,
         reason: str | None,
         edits: Path | None = None,
         report: ProgressReport = silent,
@@ -108,7 +108,7 @@ class DeadLetters:
         ConfigurationError for a file that cannot be read, for a payload that only the outbox has, and for a sink that
         is not configured any more.
         """
-        for name, count in self.missing_sinks(found).items():
+        for name, count in self.missing_sinks(selected).items():
             raise ConfigurationError(
                 f"handlers.{name}: there is no such sink any more, and {count} of these transactions belong to it "
                 "alone: put it back, or replay the others (--sink, --handler) and discard these"
@@ -117,14 +117,14 @@ class DeadLetters:
         with self._conn.transaction():
             if edits is not None:
                 dead_letter_edits.load(self._conn, edits)
-            for portion, numbers in self._locked(found):
+            for portion, numbers in self._locked(selected):
                 if edits is not None:
                     dead_letter_edits.apply(self._conn, self._group, numbers, reason)
                 self._require_payloads(numbers)
                 self._queue(portion)
                 dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
                 queued.extend(numbers)
-                report("queuing transactions", len(queued), found.transactions)
+                report("queuing transactions", len(queued), selected.transactions)
         return queued
 
     def edit(self, dead_letter_id: int, payload: str, reason: str | None) -> None:
@@ -159,36 +159,36 @@ class DeadLetters:
         return Replayed(len(replayed) - dead - discarded, dead, discarded)
 
     def discard(
-        self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
+        self, selected: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
         """Discard transactions and release the keys that they hold; returns how many transactions."""
         discarded = 0
         with self._conn.transaction():
-            for _, numbers in self._locked(found):
+            for _, numbers in self._locked(selected):
                 holding = deferred.blocked(self._conn, numbers)
                 deferred.remove(self._conn, list(holding.values()))
                 dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
                 discarded += len(numbers)
-                report("discarding transactions", discarded, found.transactions)
+                report("discarding transactions", discarded, selected.transactions)
         return discarded
 
     def purge(
-        self, found: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
+        self, selected: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
         """Delete dead transactions and keep the record of actions on them; returns how many dead letters."""
         purged = 0
         with self._conn.transaction():
-            for _, numbers in self._locked(found):
+            for _, numbers in self._locked(selected):
                 dead_letters.note(self._conn, self._group, numbers, "purge", reason)
                 purged += dead_letters.purge(self._conn, numbers)
-                report("deleting dead letters", purged, found.events)
+                report("deleting dead letters", purged, selected.events)
         return purged
 
-    def _locked(self, found: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
+    def _locked(self, selected: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
         """Lock transactions in portions, in the order of publishing; yields each portion with its numbers."""
-        for portion in _portions(dead_letter_selection.numbers(self._conn, self._group, found)):
+        for portion in _portions(dead_letter_selection.numbers(self._conn, self._group, selected)):
             numbers = [each.number for each in portion]
-            locked = dead_letters.lock(self._conn, numbers, found.statuses)
+            locked = dead_letters.lock(self._conn, numbers, selected.statuses)
             left = [each for each in portion if each.number in locked]
             if left:
                 yield left, [each.number for each in left]
@@ -281,11 +281,11 @@ class _DeadLetterTuples:
         return map(self._encoded, self.rows())
 
 
-def _portions(found: Iterable[Dead]) -> Iterator[list[Dead]]:
+def _portions(transactions: Iterable[Dead]) -> Iterator[list[Dead]]:
     """Group transactions into portions that fit into memory; a large transaction is a portion of its own."""
     portion: list[Dead] = []
     events = size = 0
-    for each in found:
+    for each in transactions:
         full = events + each.events > _EVENTS_AT_ONCE or size + each.size > _BYTES_AT_ONCE
         if portion and (full or len(portion) >= _TRANSACTIONS_AT_ONCE):
             yield portion

@@ -53,37 +53,37 @@ class DeferredTransactions:
         stored = sinks.read(self._conn, self._group, self._sinks)
         return [each.sink for each in stored if each.state == "paused"]
 
-    def run(self, found: FoundDeferred, reason: str | None) -> dict[str, int]:
+    def run(self, selected: FoundDeferred, reason: str | None) -> dict[str, int]:
         """Make transactions due now, in their order, whatever their time is; returns how many of each sink."""
         with self._conn.transaction():
-            due = deferred_selection.make_due(self._conn, self._group, found)
-            self._record("deferred run", due, found, reason)
+            due = deferred_selection.make_due(self._conn, self._group, selected)
+            self._record("deferred run", due, selected, reason)
         return due
 
-    def cancel(self, found: FoundDeferred, reason: str | None) -> int:
+    def cancel(self, selected: FoundDeferred, reason: str | None) -> int:
         """Cancel transactions: they become dead letters, which can be replayed. Returns how many.
 
         They no longer block later transactions with their keys. Each portion is one database transaction. A delivery in
         flight may still arrive at its sink.
         """
         cancelled = 0
-        while (count := self._cancel_portion(found, reason)) is not None:
+        while (count := self._cancel_portion(selected, reason)) is not None:
             cancelled += count
         return cancelled
 
-    def _cancel_portion(self, found: FoundDeferred, reason: str | None) -> int | None:
+    def _cancel_portion(self, selected: FoundDeferred, reason: str | None) -> int | None:
         with self._conn.transaction():
-            if not found.wanted.sink:
+            if not selected.wanted.sink:
                 # A transaction that is being applied to the target must not become a dead letter, too.
                 deferred.lock(self._conn, self._group)
-            chosen = deferred_selection.some(self._conn, self._group, found, _CANCELLED_AT_ONCE)
+            chosen = deferred_selection.some(self._conn, self._group, selected, _CANCELLED_AT_ONCE)
             if not chosen:
                 return None
             error = Cancelled(f"cancelled by {self._user()}: {reason or 'no reason given'}")
             cancelled = Counter[str]()
             for (sink, _), alike in groupby(chosen, key=lambda each: (each[0], each[1].columns)):
                 cancelled[sink] += self._dead_letter(sink, [due for _, due in alike], error, reason)
-            self._record("deferred cancel", cancelled, found, reason)
+            self._record("deferred cancel", cancelled, selected, reason)
         return cancelled.total()
 
     def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
@@ -125,10 +125,10 @@ class DeferredTransactions:
         return str(user)
 
     def _record(
-        self, action: str, transactions: dict[str, int], found: FoundDeferred, reason: str | None
+        self, action: str, transactions: dict[str, int], selected: FoundDeferred, reason: str | None
     ) -> None:
         for sink, count in transactions.items():
             if not count:
                 continue
-            detail = {"transactions": count, "filter": found.wanted.as_json()}
+            detail = {"transactions": count, "filter": selected.wanted.as_json()}
             actions.record(self._conn, self._group, sink, action, reason, detail)

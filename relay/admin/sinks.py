@@ -108,11 +108,11 @@ def listed(
     ]
 
 
-def lag_seconds(found: Sequence[SinkStatus]) -> dict[str, float]:
+def lag_seconds(statuses: Sequence[SinkStatus]) -> dict[str, float]:
     """Return the age in seconds of the oldest event that each sink has not read, by event_ts, if it is known."""
     now = datetime.now(UTC)
     return {
-        each.name: max(0.0, (now - each.oldest).total_seconds()) for each in found if each.oldest
+        each.name: max(0.0, (now - each.oldest).total_seconds()) for each in statuses if each.oldest
     }
 
 

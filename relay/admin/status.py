@@ -84,23 +84,23 @@ class Status:
         }
 
 
-def _sink_as_json(found: sinks.StoredSink) -> dict[str, Any]:
+def _sink_as_json(sink: sinks.StoredSink) -> dict[str, Any]:
     return {
-        "sink": found.sink,
-        "state": found.state,
-        "paused_at": found.paused_at and found.paused_at.isoformat(),
-        "paused_by": found.paused_by,
-        "reason": found.reason,
-        "fault": found.fault,
-        "fault_since": found.fault_since and found.fault_since.isoformat(),
-        "instance": found.instance,
+        "sink": sink.sink,
+        "state": sink.state,
+        "paused_at": sink.paused_at and sink.paused_at.isoformat(),
+        "paused_by": sink.paused_by,
+        "reason": sink.reason,
+        "fault": sink.fault,
+        "fault_since": sink.fault_since and sink.fault_since.isoformat(),
+        "instance": sink.instance,
     }
 
 
-def _reader_as_json(found: floor.OutboxReader) -> dict[str, Any]:
+def _reader_as_json(reader: floor.OutboxReader) -> dict[str, Any]:
     return {
         key: value.isoformat() if isinstance(value, datetime) else value
-        for key, value in asdict(found).items()
+        for key, value in asdict(reader).items()
     }
 
 

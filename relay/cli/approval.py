@@ -36,7 +36,7 @@ def approve(yes: bool, question: str = "Go on?") -> None:
 
 
 def approved(
-    found: FoundDeadLetters | FoundDeferred,
+    selected: FoundDeadLetters | FoundDeferred,
     what: str,
     show: Callable[[], None],
     order: str,
@@ -48,12 +48,12 @@ def approved(
     A dry run calls `show`, which prints DRY_RUN_SHOWS of them at most, the `order` ("newest", "oldest") ones. Raises
     typer.Abort if the answer is no.
     """
-    print(f"{found.transactions} transactions with {found.events} events {what}")
+    print(f"{selected.transactions} transactions with {selected.events} events {what}")
     if not dry_run:
         approve(yes)
         return True
     show()
-    if found.transactions > DRY_RUN_SHOWS:
+    if selected.transactions > DRY_RUN_SHOWS:
         print(f"these are the {order} {DRY_RUN_SHOWS} of them")
     return False
 

@@ -100,20 +100,22 @@ def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferre
         raise ConfigurationError(
             "name the deferred transactions by a filter such as --id or --sink, or give --all"
         )
-    found: FoundDeferred = opened.deferrals.find(opened.wanted)
-    if found.holding:
+    selected: FoundDeferred = opened.deferrals.find(opened.wanted)
+    if selected.holding:
         warn(
-            f"{found.holding} more are dead letters that hold their keys: `relay dlq replay` or `relay dlq discard` "
+            f"{selected.holding} more are dead letters that hold their keys: `relay dlq replay` or `relay dlq discard` "
             "them"
         )
-    if not found.transactions:
+    if not selected.transactions:
         _print_none(opened)
         return None
 
     def show() -> None:
         _print([each for each in opened.listed(DRY_RUN_SHOWS) if each.kind != "holding"])
 
-    return found if approved(found, what, show, "oldest", action.dry_run, action.yes) else None
+    return (
+        selected if approved(selected, what, show, "oldest", action.dry_run, action.yes) else None
+    )
 
 
 def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
@@ -140,7 +142,7 @@ def _print_none(opened: _Opened) -> None:
     print(f"there is no deferred transaction in group {opened.group!r}{narrowed}", file=sys.stderr)
 
 
-def _print(found: Sequence[Deferred]) -> None:
+def _print(transactions: Sequence[Deferred]) -> None:
     print_table(
         (
             *("id", "sink", "transaction", "keys", "events", "kind", "handler", "reason"),
@@ -160,7 +162,7 @@ def _print(found: Sequence[Deferred]) -> None:
                 item.since.isoformat(" ", "seconds"),
                 item.next.isoformat(" ", "seconds") if item.next else "-",
             )
-            for item in found
+            for item in transactions
         ),
     )
 
@@ -181,11 +183,11 @@ def deferred_list(
     from relay.store.deferred_selection import as_json as described
 
     with _opened(options) as opened:
-        found = opened.listed(limit)
+        transactions = opened.listed(limit)
     if as_json:
-        print(json.dumps([described(item) for item in found], indent=2))
-    elif found:
-        _print(found)
+        print(json.dumps([described(item) for item in transactions], indent=2))
+    elif transactions:
+        _print(transactions)
     else:
         _print_none(opened)
 
@@ -195,10 +197,10 @@ def deferred_list(
 def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
     """Retry deferred transactions now instead of at their time; their attempts and their order stay the same."""
     with _opened(options) as opened:
-        found = _approved(opened, "will be tried now", action)
-        if found is None:
+        selected = _approved(opened, "will be tried now", action)
+        if selected is None:
             return
-        due: dict[str, int] = opened.deferrals.run(found, action.reason)
+        due: dict[str, int] = opened.deferrals.run(selected, action.reason)
         print(f"{sum(due.values())} transactions are due")
         _warn_of_idle(opened, due)
 
@@ -208,6 +210,8 @@ def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
 def deferred_cancel(options: SelectionOptions, action: ActionOptions) -> None:
     """Give deferred transactions up: they become dead letters, which `relay dlq replay` replays."""
     with _opened(options) as opened:
-        found = _approved(opened, "will be dead letters", action)
-        if found is not None:
-            print(f"{opened.deferrals.cancel(found, action.reason)} transactions are dead letters")
+        selected = _approved(opened, "will be dead letters", action)
+        if selected is not None:
+            print(
+                f"{opened.deferrals.cancel(selected, action.reason)} transactions are dead letters"
+            )

@@ -144,30 +144,30 @@ def _find(
         raise ConfigurationError(
             "name the dead letters by a filter such as --id or --handler, or give --all"
         )
-    found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
-    if not found.transactions:
+    selected: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
+    if not selected.transactions:
         _print_none(opened, none)
-    return found
+    return selected
 
 
 def _approved(
-    opened: _Opened, found: FoundDeadLetters, what: str, dry_run: bool, yes: bool
+    opened: _Opened, selected: FoundDeadLetters, what: str, dry_run: bool, yes: bool
 ) -> bool:
     """Print what will be done; returns whether there are transactions, and it may be done."""
-    if not found.transactions:
+    if not selected.transactions:
         return False
 
     def show() -> None:
         _print(
             dead_letter_selection.transactions(
-                opened.conn, opened.group, DRY_RUN_SHOWS, found.wanted, found.statuses
+                opened.conn, opened.group, DRY_RUN_SHOWS, selected.wanted, selected.statuses
             )
         )
 
-    return approved(found, what, show, "newest", dry_run, yes)
+    return approved(selected, what, show, "newest", dry_run, yes)
 
 
-def _print(found: Sequence[DeadTransaction]) -> None:
+def _print(transactions: Sequence[DeadTransaction]) -> None:
     headings = (
         *("id", "transaction", "host", "events", "event type", "sink", "handler"),
         *("exception", "status", "since"),
@@ -187,7 +187,7 @@ def _print(found: Sequence[DeadTransaction]) -> None:
                 item.status,
                 item.created_dt.isoformat(" ", "seconds"),
             )
-            for item in found
+            for item in transactions
         ),
     )
 
@@ -207,11 +207,13 @@ def dlq_list(
 ) -> None:
     """List dead transactions, newest first."""
     with _opened(options) as opened:
-        found = dead_letter_selection.transactions(opened.conn, opened.group, limit, opened.wanted)
+        transactions = dead_letter_selection.transactions(
+            opened.conn, opened.group, limit, opened.wanted
+        )
     if as_json:
-        print(json.dumps([dead_letter_selection.as_json(item) for item in found], indent=2))
-    elif found:
-        _print(found)
+        print(json.dumps([dead_letter_selection.as_json(item) for item in transactions], indent=2))
+    elif transactions:
+        _print(transactions)
     else:
         _print_none(opened)
 
@@ -279,19 +281,19 @@ def dlq_replay(
 ) -> None:
     """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
     with _opened(options) as opened:
-        found = _find(opened, everything, "transaction to be replayed")
-        if not found.transactions:
+        selected = _find(opened, everything, "transaction to be replayed")
+        if not selected.transactions:
             return
-        for name, count in opened.dead_letters.missing_handlers(found).items():
+        for name, count in opened.dead_letters.missing_handlers(selected).items():
             warn(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
                 "more: the current routes decide where they go"
             )
-        done = _done(opened.dead_letters.sinks(found).values(), found.transactions)
-        if not _approved(opened, found, f"will be {done} again", dry_run, yes):
+        done = _done(opened.dead_letters.sinks(selected).values(), selected.transactions)
+        if not _approved(opened, selected, f"will be {done} again", dry_run, yes):
             return
         with progress() as report:
-            queued = opened.dead_letters.replay(found, reason, edit, report)
+            queued = opened.dead_letters.replay(selected, reason, edit, report)
         print(f"{len(queued)} transactions are queued")
         if queued and not opened.dead_letters.instances():
             warn(
@@ -326,10 +328,10 @@ def dlq_discard(
 ) -> None:
     """Give dead transactions up: the keys that they hold are released; the dead letters stay."""
     with _opened(options) as opened:
-        found = _find(opened, action.everything, "transaction to be given up")
-        if _approved(opened, found, "will be given up", action.dry_run, action.yes):
+        selected = _find(opened, action.everything, "transaction to be given up")
+        if _approved(opened, selected, "will be given up", action.dry_run, action.yes):
             with progress() as report:
-                discarded = opened.dead_letters.discard(found, action.reason, report)
+                discarded = opened.dead_letters.discard(selected, action.reason, report)
             print(f"{discarded} transactions are discarded")
 
 
@@ -363,8 +365,8 @@ def dlq_export(
 def _events(opened: _Opened, status: str | None) -> int:
     """Count the dead letters that the filter selects, of one status or of any."""
     statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
-    found: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
-    return found.events
+    selected: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
+    return selected.events
 
 
 @contextmanager
@@ -398,8 +400,8 @@ def dlq_purge(
     """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays."""
     with _opened(options) as opened:
         none = "replayed or discarded dead letter"
-        found = _find(opened, action.everything, none, ("replayed", "discarded"))
-        if _approved(opened, found, "will be deleted", action.dry_run, action.yes):
+        selected = _find(opened, action.everything, none, ("replayed", "discarded"))
+        if _approved(opened, selected, "will be deleted", action.dry_run, action.yes):
             with progress() as report:
-                purged = opened.dead_letters.purge(found, action.reason, report)
+                purged = opened.dead_letters.purge(selected, action.reason, report)
             print(f"{purged} dead letters are deleted")

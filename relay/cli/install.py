@@ -83,13 +83,13 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from relay.admin.findings import Severity
 
     def examine_group(settings: Settings) -> list[tuple[str, Finding]]:
-        found = list(examine(settings))
+        findings = list(examine(settings))
         if not as_json:
-            _print_findings(found)
-        return [(settings.group, finding) for finding in found]
+            _print_findings(findings)
+        return [(settings.group, finding) for finding in findings]
 
     groups = for_each(config, examine_group, heading=not as_json)
-    found = [each for group in groups for each in group]
+    findings = [each for group in groups for each in group]
     if as_json:
         named = len(groups) > 1
         print(
@@ -97,17 +97,17 @@ def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 [
                     ({"group": group} if named else {})
                     | {"level": f.level, "subject": f.subject, "text": f.text}
-                    for group, f in found
+                    for group, f in findings
                 ],
                 indent=2,
             )
         )
-    if any(finding.level is Severity.ERROR for _, finding in found):
+    if any(finding.level is Severity.ERROR for _, finding in findings):
         raise typer.Exit(2)
 
 
-def _print_findings(found: list[Finding]) -> None:
-    for finding in found:
+def _print_findings(findings: list[Finding]) -> None:
+    for finding in findings:
         stream = sys.stderr if finding.level == "error" else sys.stdout
         for line in finding.text.splitlines():
             print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)

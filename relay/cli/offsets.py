@@ -25,15 +25,15 @@ def offsets_show(config: ConfigOption = None, as_json: JsonOption = False) -> No
 
     from relay.admin.offsets import positions
 
-    found = positions(load(config))
+    partitions = positions(load(config))
     if as_json:
-        print(json.dumps([asdict(position) for position in found], indent=2))
+        print(json.dumps([asdict(position) for position in partitions], indent=2))
         return
     print_table(
         ("partition", "next offset", "unread", "applied LSN", "snapshot"),
         (
             (p.partition_id, p.next_offset, _or_dash(p.unread), p.applied_lsn, _or_dash(p.snapshot))
-            for p in found
+            for p in partitions
         ),
     )
 

@@ -37,17 +37,19 @@ def schema_export(
     """Write the JSON Schema of each event type's current version."""
     from relay.admin.schemas import schemas, write
 
-    found, without = schemas(load(config).events)
+    described, without = schemas(load(config).events)
     for name in without:
         warn(f"events.{name} has no model, so there is no schema of it")
     if as_json:
         if folder is not None:
-            write(found, folder)
-        print(json.dumps({each.event_type: each.document for each in found}, indent=2))
+            write(described, folder)
+        print(json.dumps({each.event_type: each.document for each in described}, indent=2))
         return
-    if not found:
+    if not described:
         print("no event type has a model", file=sys.stderr)
         return
-    paths = write(found, folder or Path("schemas"))
-    rows = [(each.event_type, each.version, path) for each, path in zip(found, paths, strict=True)]
+    paths = write(described, folder or Path("schemas"))
+    rows = [
+        (each.event_type, each.version, path) for each, path in zip(described, paths, strict=True)
+    ]
     print_table(("event type", "version", "file"), rows)

@@ -27,11 +27,13 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from relay.admin.sinks import listed
 
     settings = load(config)
-    found = listed(settings, away=lambda error: warn(f"what is unread cannot be counted: {error}"))
+    statuses = listed(
+        settings, away=lambda error: warn(f"what is unread cannot be counted: {error}")
+    )
     if as_json:
-        print(json.dumps([each.as_json() for each in found], indent=2))
+        print(json.dumps([each.as_json() for each in statuses], indent=2))
         return
-    if not found:
+    if not statuses:
         print(f"group {settings.group!r} has no sink", file=sys.stderr)
         return
     print_table(
@@ -47,7 +49,7 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 each.why or "-",
                 each.instance or "-",
             )
-            for each in found
+            for each in statuses
         ),
     )
 

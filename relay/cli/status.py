@@ -59,17 +59,17 @@ def status(
     checks = alive or limits != Limits()
 
     def show(settings: Settings) -> tuple[dict[str, Any], list[str]]:
-        found = read(settings)
+        state = read(settings)
         if not as_json:
-            _print_status(found, settings.source.mode)
-        document = {"group": settings.group, **found.as_json()}
+            _print_status(state, settings.source.mode)
+        document = {"group": settings.group, **state.as_json()}
         if not checks:
             return document, []
-        lag = None if max_lag_seconds is None else lag_seconds(settings, found.partitions)
+        lag = None if max_lag_seconds is None else lag_seconds(settings, state.partitions)
         sink_lags = {}
         if max_sink_lag_seconds is not None:
             sink_lags = sinks.lag_seconds(sinks.listed(settings))
-        failed = failures(found, settings.group, limits, lag, sink_lags)
+        failed = failures(state, settings.group, limits, lag, sink_lags)
         return document, [f"group {settings.group}: {line}" if several else line for line in failed]
 
     several = len(load_all(config)) > 1
@@ -81,57 +81,57 @@ def status(
         fail("\n".join(failed), 1)
 
 
-def _print_status(found: Any, mode: str) -> None:
-    facts: list[tuple[str, object]] = [("source", found.source_mode)]
-    if found.source_reason:
-        facts.append(("reason", found.source_reason))
-    facts.append(("active", found.active or "none"))
-    standby = [name for name in found.instances if name != found.active]
+def _print_status(state: Any, mode: str) -> None:
+    facts: list[tuple[str, object]] = [("source", state.source_mode)]
+    if state.source_reason:
+        facts.append(("reason", state.source_reason))
+    facts.append(("active", state.active or "none"))
+    standby = [name for name in state.instances if name != state.active]
     if standby:
         facts.append(("others", ", ".join(standby)))
-    slot = found.slot
+    slot = state.slot
     if slot is None:
         facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
     else:
-        facts += _slot_facts(slot, found.slot_waits_for)
-    facts.append(("dead letters", found.dead_letters))
-    summary = found.deferred
+        facts += _slot_facts(slot, state.slot_waits_for)
+    facts.append(("dead letters", state.dead_letters))
+    summary = state.deferred
     facts.append(("deferred", f"{summary.transactions} transactions, {summary.holding} holding"))
     facts += [("", _why(reason)) for reason in summary.reasons]
-    for each in found.braked:
+    for each in state.braked:
         since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
-    facts += [(f"sink {each.sink}", _sink_state(each)) for each in found.sinks]
-    for each in found.engines:
+    facts += [(f"sink {each.sink}", _sink_state(each)) for each in state.sinks]
+    for each in state.engines:
         since = f"since {each.since:%Y-%m-%d %H:%M:%S %Z}: {each.reason}"
         facts.append(
             (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
         )
-    facts += [(f"reader {each.name}", _reader_state(each)) for each in found.readers]
+    facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
     print_facts(facts)
     print_table(
         ("partition", "next offset", "applied LSN"),
-        ((each.partition_id, each.next_offset, each.applied_lsn) for each in found.partitions),
+        ((each.partition_id, each.next_offset, each.applied_lsn) for each in state.partitions),
     )
 
 
-def _reader_state(found: Any) -> str:
+def _reader_state(reader: Any) -> str:
     """Describe which events retention keeps for a reader, on one line."""
-    if found.given_up_at:
-        return f"given up {found.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events that it has not read are removed"
-    if found.unread_since:
-        return f"holds events from {found.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
+    if reader.given_up_at:
+        return f"given up {reader.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events that it has not read are removed"
+    if reader.unread_since:
+        return f"holds events from {reader.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
     return "has read everything"
 
 
-def _sink_state(found: Any) -> str:
+def _sink_state(sink: Any) -> str:
     """Describe the state of a sink, and why it delivers nothing, on one line."""
-    if found.state == "paused":
-        why = f": {found.reason}" if found.reason else ""
-        return f"paused since {found.paused_at:%Y-%m-%d %H:%M:%S %Z} by {found.paused_by}{why}"
-    if found.fault:
-        return f"{found.state}, nothing is delivered since {found.fault_since:%Y-%m-%d %H:%M:%S %Z}: {found.fault}"
-    return str(found.state)
+    if sink.state == "paused":
+        why = f": {sink.reason}" if sink.reason else ""
+        return f"paused since {sink.paused_at:%Y-%m-%d %H:%M:%S %Z} by {sink.paused_by}{why}"
+    if sink.fault:
+        return f"{sink.state}, nothing is delivered since {sink.fault_since:%Y-%m-%d %H:%M:%S %Z}: {sink.fault}"
+    return str(sink.state)
 
 
 def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:

@@ -159,12 +159,12 @@ def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
 
 
 def lagging(
-    found: Sequence[OutboxReader], present: datetime, max_lag: timedelta
+    candidates: Sequence[OutboxReader], present: datetime, max_lag: timedelta
 ) -> list[OutboxReader]:
     """Return the readers that have unread rows older than `max_lag` and are not given up."""
     return [
         each
-        for each in found
+        for each in candidates
         if each.given_up_at is None
         and each.unread_since is not None
         and each.unread_since < present - max_lag
