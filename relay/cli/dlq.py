@@ -289,43 +289,40 @@ def dlq_replay(
                 f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
                 "more: the current routes decide where they go"
             )
-        done = _done(opened.dead_letters.sinks(selected).values(), selected.transactions)
-        if not _approved(opened, selected, f"will be {done} again", dry_run, yes):
+        verb = _verb(opened.dead_letters.sinks(selected).values(), selected.transactions)
+        if not _approved(opened, selected, f"will be {verb} again", dry_run, yes):
             return
         with progress() as report:
             queued = opened.dead_letters.replay(selected, reason, edit, report)
         print(f"{len(queued)} transactions are queued")
         if queued and not opened.dead_letters.instances():
             warn(
-                f"no instance of group {opened.group!r} is running: they are {done} when one starts"
+                f"no instance of group {opened.group!r} is running: they are {verb} when one starts"
             )
         if wait:
-            _wait_for(opened.dead_letters, queued, done)
+            _wait_for(opened.dead_letters, queued, verb)
 
 
-def _done(of_sinks: Iterable[int], transactions: int) -> str:
-    """Return what a replay does with transactions: apply, deliver, or both. `of_sinks` has their counts by sink."""
+def _verb(of_sinks: Iterable[int], transactions: int) -> str:
+    """Return the verb for what a replay does with transactions; `of_sinks` has the counts of those of sinks."""
     delivered = sum(of_sinks)
     if not delivered:
         return "applied"
     return "delivered" if delivered == transactions else "applied or delivered"
 
 
-def _wait_for(dead_letters: Any, queued: Sequence[int], done: str) -> None:
+def _wait_for(dead_letters: Any, queued: Sequence[int], verb: str) -> None:
     with progress() as report:
         outcome = dead_letters.outcome(queued, report)
     discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
-    print(f"{outcome.done} transactions are {done}, {outcome.dead} are dead again{discarded}")
+    print(f"{outcome.done} transactions are {verb}, {outcome.dead} are dead again{discarded}")
     if outcome.dead:
         raise typer.Exit(1)
 
 
 @dlq.command("discard")
 @with_groups
-def dlq_discard(
-    options: SelectionOptions,
-    action: ActionOptions,
-) -> None:
+def dlq_discard(options: SelectionOptions, action: ActionOptions) -> None:
     """Give dead transactions up: the keys that they hold are released; the dead letters stay."""
     with _opened(options) as opened:
         selected = _find(opened, action.everything, "transaction to be given up")
@@ -354,7 +351,7 @@ def dlq_export(
         written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
         total = _events(opened, options.status) if sys.stderr.isatty() else None
-        with shown as report, _private(file) if file else _standard_output() as stream:
+        with shown as report, _private(file) if file else nullcontext(sys.stdout) as stream:
             for written, line in enumerate(exported, start=1):
                 print(line if file else printable_json(line), file=stream)
                 report("writing dead letters", written, total)
@@ -386,17 +383,9 @@ def _private(file: Path) -> Iterator[TextIO]:
         raise ConfigurationError(f"{file}: cannot be written ({error.strerror})") from None
 
 
-@contextmanager
-def _standard_output() -> Iterator[TextIO]:
-    yield sys.stdout
-
-
 @dlq.command("purge")
 @with_groups
-def dlq_purge(
-    options: SelectionOptions,
-    action: ActionOptions,
-) -> None:
+def dlq_purge(options: SelectionOptions, action: ActionOptions) -> None:
     """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays."""
     with _opened(options) as opened:
         none = "replayed or discarded dead letter"
