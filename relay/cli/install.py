@@ -10,19 +10,16 @@ import typer
 
 from relay.cli.approval import approve
 from relay.cli.options import (
-    AdminFileOption,
-    AdminOption,
+    AdministratorOptions,
     ConfigOption,
     JsonOption,
-    TargetAdminFileOption,
-    TargetAdminOption,
     YesOption,
     warn,
+    with_groups,
     with_options,
 )
 from relay.cli.progress import progress
 from relay.cli.retention import EveryOption
-from relay.config.dsn import administrator_dsn
 from relay.config.files import for_each, load, load_all, require_one
 from relay.faults import ConfigurationError
 
@@ -31,13 +28,10 @@ if TYPE_CHECKING:
     from relay.config.settings import Settings
 
 
+@with_groups
 def init(
     context: typer.Context,
-    config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
-    target_admin_dsn: TargetAdminOption = None,
-    target_admin_dsn_file: TargetAdminFileOption = None,
+    administrator: AdministratorOptions,
     start: Annotated[
         str | None,
         typer.Option(
@@ -52,21 +46,21 @@ def init(
     from relay.admin.install import initialise
     from relay.admin.partitioning import partition_new
 
-    admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
-    if admin is not None:
+    config = administrator.config
+    source_dsn, target_dsn = administrator.source_dsn(), administrator.target_dsn()
+    if source_dsn is not None:
         require_one(load_all(config), "source", "--admin-dsn")
-    if target_admin is not None:
+    if target_dsn is not None:
         require_one(load_all(config), "target", "--target-admin-dsn")
 
     def install(settings: Settings) -> None:
         try:
             with progress() as report:
                 done = initialise(
-                    settings, admin, target_admin, start=start, warn=warn, report=report
+                    settings, source_dsn, target_dsn, start=start, warn=warn, report=report
                 )
             if every is not None:
-                done += partition_new(settings, every, admin)
+                done += partition_new(settings, every, source_dsn)
         except ConfigurationError as error:
             raise with_options(error, context) from None
         for line in done:
@@ -113,24 +107,17 @@ def _print_findings(findings: list[Finding]) -> None:
             print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
 
 
-def uninstall(
-    config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
-    target_admin_dsn: TargetAdminOption = None,
-    target_admin_dsn_file: TargetAdminFileOption = None,
-    yes: YesOption = False,
-) -> None:
+@with_groups
+def uninstall(administrator: AdministratorOptions, yes: YesOption = False) -> None:
     """Drop every group's slot, publication, progress and dead letters, and the schema; the outbox and its rows stay."""
     from relay.admin.uninstall import plan_removal, remove
 
-    settings = load(config)
-    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
-    removal = plan_removal(settings, source_admin, target_admin)
+    settings = load(administrator.config)
+    source_dsn, target_dsn = administrator.source_dsn(), administrator.target_dsn()
+    removal = plan_removal(settings, source_dsn, target_dsn)
     if not yes:
         for line in removal.lines():
             print(f"will drop {line}")
         approve(yes)
-    for line in remove(settings, removal, source_admin, target_admin):
+    for line in remove(settings, removal, source_dsn, target_dsn):
         print(f"dropped {line}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from relay.config.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 
 out = Console()
@@ -61,11 +62,38 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only print what w
 AllOption = Annotated[bool, typer.Option("--all", help="Act on all of them, without a filter.")]
 
 
+@dataclass(frozen=True, repr=False)
+class SourceAdministratorOptions:
+    """The configuration, and an administrator's connection string for the source."""
+
+    config: ConfigOption = None
+    admin_dsn: AdminOption = None
+    admin_dsn_file: AdminFileOption = None
+
+    def source_dsn(self) -> str | None:
+        """Return the administrator's DSN; None if there is none. Raises ConfigurationError."""
+        return administrator_dsn(self.admin_dsn, self.admin_dsn_file, "--admin-dsn")
+
+
+@dataclass(frozen=True, repr=False)
+class AdministratorOptions(SourceAdministratorOptions):
+    """The same, with a connection string for a target of its own."""
+
+    target_admin_dsn: TargetAdminOption = None
+    target_admin_dsn_file: TargetAdminFileOption = None
+
+    def target_dsn(self) -> str | None:
+        """Return the administrator's DSN; None if there is none. Raises ConfigurationError."""
+        return administrator_dsn(
+            self.target_admin_dsn, self.target_admin_dsn_file, "--target-admin-dsn"
+        )
+
+
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Make a Typer command of a function with parameters that are dataclasses: each of their fields is an option.
 
     The options replace the parameter, at its position. Typer reads options from the signature and has no groups of
-    options; without this, every command that filters repeats the options of the filter.
+    options; without this, every command repeats the options that it shares with others.
     """
     own = signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}

@@ -8,15 +8,12 @@ import typer
 
 from relay.cli.approval import approve
 from relay.cli.options import (
-    AdminFileOption,
-    AdminOption,
-    ConfigOption,
-    TargetAdminFileOption,
-    TargetAdminOption,
+    AdministratorOptions,
+    SourceAdministratorOptions,
     YesOption,
+    with_groups,
 )
 from relay.cli.progress import progress
-from relay.config.dsn import administrator_dsn
 from relay.config.files import load
 
 EveryOption = Annotated[
@@ -29,27 +26,27 @@ EveryOption = Annotated[
 ]
 
 
+@with_groups
 def partition(
     every: Annotated[
         str,
         typer.Option("--every", metavar="INTERVAL", help="The range of a partition: 1d, 6h."),
     ],
-    config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
+    administrator: SourceAdministratorOptions,
 ) -> None:
     """Partition the outbox by time while publishers insert, or change the interval of its next partitions."""
     from relay.admin.partitioning import partition as run
 
-    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    settings, admin_dsn = load(administrator.config), administrator.source_dsn()
     with progress() as report:
-        done = run(settings, every, admin, report=report)
+        done = run(settings, every, admin_dsn, report=report)
     for line in done:
         print(f"created {line}")
     if not done:
         print("everything exists already")
 
 
+@with_groups
 def restore(
     from_: Annotated[
         str, typer.Option("--from", metavar="TIME", help="The first event_ts, such as 2026-11-24.")
@@ -57,24 +54,23 @@ def restore(
     to: Annotated[
         str, typer.Option("--to", metavar="TIME", help="The event_ts before which the range ends.")
     ],
-    config: ConfigOption = None,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
+    administrator: SourceAdministratorOptions,
 ) -> None:
     """Restore events from the archive (`retention.archive`) into the outbox, for a new group or sink."""
     from relay.admin.restoration import restore as run
 
-    settings, admin = load(config), administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
+    settings, admin_dsn = load(administrator.config), administrator.source_dsn()
     with progress() as report:
-        done = run(settings, from_, to, admin, report)
+        done = run(settings, from_, to, admin_dsn, report)
     print(f"restored {done.events} events into {done.partition}")
 
 
+@with_groups
 def erase(
     host: Annotated[
         str, typer.Option("--host", metavar="ID", help="The host whose events are removed.")
     ],
-    config: ConfigOption = None,
+    administrator: AdministratorOptions,
     force: Annotated[
         bool,
         typer.Option(
@@ -82,20 +78,15 @@ def erase(
         ),
     ] = False,
     yes: YesOption = False,
-    admin_dsn: AdminOption = None,
-    admin_dsn_file: AdminFileOption = None,
-    target_admin_dsn: TargetAdminOption = None,
-    target_admin_dsn_file: TargetAdminFileOption = None,
 ) -> None:
     """Remove the events of a host wherever relay stores them, and list the copies that it cannot reach."""
     from relay.admin.erasure import erase as run
 
-    settings = load(config)
+    settings = load(administrator.config)
     approve(yes, f"Remove all events of host {host}, for good?")
-    source_admin = administrator_dsn(admin_dsn, admin_dsn_file, "--admin-dsn")
-    target_admin = administrator_dsn(target_admin_dsn, target_admin_dsn_file, "--target-admin-dsn")
+    source_dsn, target_dsn = administrator.source_dsn(), administrator.target_dsn()
     with progress() as report:
-        done = run(settings, host, force, source_admin, target_admin, report)
+        done = run(settings, host, force, source_dsn, target_dsn, report)
     for where, rows in done.removed.items():
         print(f"removed: {rows} {where if where != 'outbox' else 'events in the outbox'}")
     for what in done.left:
