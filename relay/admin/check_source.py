@@ -148,43 +148,39 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
         require_numbered(conn, source)
     except ConfigurationError as error:
         return finding_of_error("offsets", error)
-    wanted, counts = source.offsets == "gapless", is_gapless(conn, source)
-    if wanted == counts:
-        text = "numbers without gaps: publishers take turns" if wanted else "publishers do not wait"
-        return Finding(Severity.OK, "offsets", text)
-    if wanted:
-        return Finding(
-            Severity.WARNING,
-            "offsets",
-            f"source.offsets: is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
-            "run `relay init`",
-        )
-    return Finding(
-        Severity.WARNING,
+    gapless = source.offsets == "gapless"
+    return _trigger(
         "offsets",
-        f"source.offsets: is sequence, but with the trigger {COUNTING} of {source.table} publishers still take turns: "
-        "run `relay init`, which removes it, or set source.offsets: gapless",
+        gapless,
+        is_gapless(conn, source),
+        ok="numbers without gaps: publishers take turns" if gapless else "publishers do not wait",
+        missing=f"source.offsets: is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
+        "run `relay init`",
+        unwanted=f"source.offsets: is sequence, but with the trigger {COUNTING} of {source.table} publishers still "
+        "take turns: run `relay init`, which removes it, or set source.offsets: gapless",
     )
 
 
 def _notify(conn: Connection, settings: Settings) -> Finding:
     table, listens = settings.source.table, settings.poll.listen
-    sends = sends_notify(conn, settings.source)
-    if sends == listens:
-        text = "inserts wake relay while it polls" if listens else "inserts send no NOTIFY"
-        return Finding(Severity.OK, "notify", text)
-    if listens:
-        return Finding(
-            Severity.WARNING,
-            "notify",
-            f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
-        )
-    return Finding(
-        Severity.WARNING,
+    return _trigger(
         "notify",
-        f"poll.listen: is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: run "
-        "`relay init`, which removes it, or set poll.listen: true if another group listens",
+        listens,
+        sends_notify(conn, settings.source),
+        ok="inserts wake relay while it polls" if listens else "inserts send no NOTIFY",
+        missing=f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
+        unwanted=f"poll.listen: is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: "
+        "run `relay init`, which removes it, or set poll.listen: true if another group listens",
     )
+
+
+def _trigger(
+    subject: str, wanted: bool, installed: bool, ok: str, missing: str, unwanted: str
+) -> Finding:
+    """Compare a setting with the trigger that it needs."""
+    if wanted == installed:
+        return Finding(Severity.OK, subject, ok)
+    return Finding(Severity.WARNING, subject, missing if wanted else unwanted)
 
 
 def _role(conn: Connection) -> Finding:

@@ -116,6 +116,7 @@ class Outbox:
         `session` is a psycopg AsyncConnection or AsyncCursor, an SQLAlchemy AsyncSession or AsyncConnection, or a
         connection of asyncpg.
         """
+        # The parameters are those of `publish`, written out for editors and type checkers.
         published = _published(events, host_id, user_id, transaction_id)
         statement = self._to_execute(published)
         if statement is not None:
