@@ -522,7 +522,7 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
         config, "deferred", "list", "--kind", "odd", status=2
     )
 
-    assert "with a filter such as --id" in command(config, "deferred", "run", "--yes", status=2)
+    assert "by a filter such as --id" in command(config, "deferred", "run", "--yes", status=2)
     output = command(config, "deferred", "run", "--all", "--dry-run")
     assert "4 transactions with 4 events will be tried now" in output
     assert "1 more are dead letters that hold their keys" in output

@@ -178,7 +178,7 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     assert len(positions(settings)) == 8
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
         require_own_outbox(settings)
-    with pytest.raises(ConfigurationError, match=r"and no table: this is for tables only$"):
+    with pytest.raises(ConfigurationError, match=r"but this command needs a table$"):
         partition_new(settings, "1d")
     shop.conn.execute(f"drop publication {shop.slot}".encode())
     with pytest.raises(ConfigurationError, match="there is no publication"):

@@ -66,7 +66,7 @@ def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
             wait_until(lambda: f"process {pid} (nightly report), open for" in output[-1])
             assert not done.done()
         assert any("replication slot" in line for line in done.result(30))
-    assert output[0].startswith("source.slot: the slot 'told' is made as soon as all")
+    assert output[0].startswith("source.slot: the slot 'told' is created when all")
     assert "the oldest is the prepared transaction 'later', open for " in output[0]
     assert output[0].endswith(": end it, or wait")
 
