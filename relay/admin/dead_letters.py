@@ -136,7 +136,7 @@ class DeadLetters:
             number = dead_letters.transaction_of(self._conn, self._group, dead_letter_id)
             if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
                 raise ConfigurationError(
-                    f"dead letter {dead_letter_id}: has not the status dead: it was replayed, discarded or purged"
+                    f"dead letter {dead_letter_id}: does not have the status dead: it was replayed, discarded or purged"
                 )
             dead_letter_edits.load_one(self._conn, dead_letter_id, payload)
             dead_letter_edits.apply(self._conn, self._group, [number], reason)

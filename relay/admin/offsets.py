@@ -228,7 +228,7 @@ def _move_partition(
         )
     if len(chain) != 1:
         raise ConfigurationError(
-            f"--partition: group {group!r} has not polled yet all events from before its last start: run relay, and "
+            f"--partition: group {group!r} has not yet polled all events from before its last start: run relay, and "
             "stop it when it is idle"
         )
     (former,) = chain
