@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -28,6 +28,9 @@ from relay.store import (
     sinks,
     snapshots,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,10 @@ class Status:
             ],
             "dead_letters": self.dead_letters,
             "deferred": _deferred_as_json(self.deferred),
-            "braked": [
-                {**asdict(each), "braked_at": each.braked_at.isoformat()} for each in self.braked
-            ],
+            "braked": [_as_json(each) for each in self.braked],
             "sinks": [_sink_as_json(each) for each in self.sinks],
-            "engines": [{**asdict(each), "since": each.since.isoformat()} for each in self.engines],
-            "readers": [_reader_as_json(each) for each in self.readers],
+            "engines": [_as_json(each) for each in self.engines],
+            "readers": [_as_json(each) for each in self.readers],
         }
 
 
@@ -97,10 +98,11 @@ def _sink_as_json(sink: sinks.StoredSink) -> dict[str, Any]:
     }
 
 
-def _reader_as_json(reader: floor.OutboxReader) -> dict[str, Any]:
+def _as_json(item: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON values: times in ISO 8601."""
     return {
         key: value.isoformat() if isinstance(value, datetime) else value
-        for key, value in asdict(reader).items()
+        for key, value in asdict(item).items()
     }
 
 
@@ -108,13 +110,7 @@ def _deferred_as_json(summary: deferred_counts.DeferredSummary) -> dict[str, Any
     return {
         "transactions": summary.transactions,
         "holding": summary.holding,
-        "reasons": [
-            {
-                key: value.isoformat() if isinstance(value, datetime) else value
-                for key, value in asdict(reason).items()
-            }
-            for reason in summary.reasons
-        ],
+        "reasons": [_as_json(each) for each in summary.reasons],
     }
 
 
