@@ -141,10 +141,15 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
     ),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
+_LONG = {"executor killed, one failure allowed", "worker killed", "master restarted"}
+"""Variants of the other faults, which take minutes each."""
 
 
 @pytest.mark.parametrize("mode", ["drain", pytest.param("catch-up", marks=pytest.mark.long)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[pytest.mark.long] if each in _LONG else []) for each in FAULTS],
+)
 def test_exact_on_a_cluster(
     outbox: Outbox, cluster: StandaloneCluster, tmp_path: Path, fault: str, mode: str
 ) -> None:
