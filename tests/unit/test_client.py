@@ -85,8 +85,8 @@ def endless() -> list[Any]:
     ("given", "message"),
     [
         ({"items": [{"image": b"s3cret"}]}, r"events\[0\]\.payload\.items\[0\]\.image: bytes cannot be represented"),
-        ({"x": float("nan")}, r"payload\.x: nan is not a number"),
-        ([Decimal("Infinity")], r"payload\[0\]: Infinity is not a number"),
+        ({"x": float("nan")}, r"payload\.x: nan is not a JSON number"),
+        ([Decimal("Infinity")], r"payload\[0\]: Infinity is not a JSON number"),
         ({"a": {"b": {HOST: 1}}}, r"payload\.a\.b: has a key of the type UUID"),
         ({"text": "a\0b"}, r"payload\.text: has a NUL character"),
         ({"a\0b": 1}, r"has a NUL character"),
