@@ -1,6 +1,6 @@
 """relay carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once.
 
-The names of `__all__` are for your own handlers and event types; each is imported when it is asked for. A service that
+Your own handlers and event types use the names of `__all__`; each is imported on first access. A service that
 publishes imports `relay.client`, a Spark job that reads the outbox `relay.spark`. Everything else is private.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["BatchId", "Event", "EventTypes", "Events", "Lsn", "RetryLater", "Tra
 
 __version__ = "0.1.0"
 
-# As texts: this module is imported by all others, and must import none of them.
+# Names, not imports: all other modules import this one, so it must import none of them.
 _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
     "Event": ("relay.model.events", "Event"),
@@ -32,7 +32,7 @@ _PUBLIC = {
 
 
 if not TYPE_CHECKING:
-    # Type checkers would take any name for one of relay's.
+    # With a `__getattr__`, type checkers accept any attribute of the module.
     def __getattr__(name: str) -> Any:
         """Import a public name. Raises AttributeError for any other."""
         if name not in _PUBLIC:

@@ -1,4 +1,4 @@
-"""The command `relay`, also as `python -m relay`."""
+"""Entry point of the command `relay` and of `python -m relay`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> None:
-    """Run the command, if what it needs is installed: `relay.client` needs nothing, the service does."""
+    """Run the command. Exits with status 2 if a package of the extra `service` is not installed."""
     try:
         from relay.cli.app import main
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Maps each fault to what happens: retry, dead-letter the transaction, or stop relay. Nothing else decides that.
+"""Maps each fault to an action: retry, dead-letter the transaction, or stop relay. No other module decides that.
 
     RelayError                  stop; one line for a person
         ConfigurationError      exit status 2
@@ -9,11 +9,11 @@
     Rejected, NotRouted, InvalidEvent, ProcessDied,
     Undecodable, NotReceived, Cancelled, TransactionAborted
                                 dead-letter the transaction
-    TaskFault                   a fault of a task, judged, on its way between processes
-    Interrupted                 relay was told to stop
+    TaskFault                   the fault of a task and its action, sent between processes
+    Interrupted                 relay is stopping
 
-`action_for` maps these and the exceptions of drivers and libraries. The module is longer than 400 lines, so that all
-faults, their actions and the texts that are safe in a log stand together.
+`action_for` maps these and the exceptions of drivers and libraries. The module is longer than 400 lines because all
+faults, their actions and the texts that are safe in a log belong in one file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from psycopg.pq.abc import PGresult
 
 
 class Action(Enum):
-    """What happens next after a fault."""
+    """What relay does after a fault."""
 
     RETRY = "retry"
     DEAD_LETTER = "dead_letter"
@@ -41,19 +41,19 @@ class Action(Enum):
 
 
 class RelayError(Exception):
-    """A fault with one clear line for a person: what is wrong, where, and what to do. Exit status 1."""
+    """A fault that stops relay, with one line for a person: what is wrong, where, and what to do. Exit status 1."""
 
     exit_status = 1
 
 
 class ConfigurationError(RelayError):
-    """Wrong usage, configuration or environment, which a retry does not mend. Exit status 2."""
+    """A fault of usage, configuration or environment, which a retry does not fix. Exit status 2."""
 
     exit_status = 2
 
 
 class Unreachable(ConfigurationError):
-    """A database cannot be reached now. A command ends with it; a service that starts retries."""
+    """A database cannot be reached now. A command ends with it; a service that is starting retries."""
 
 
 class Unrouted(RelayError):
@@ -61,9 +61,9 @@ class Unrouted(RelayError):
 
 
 class TransientFault(Exception):
-    """Raise it from a handler to say: try again later, this is not the event's fault.
+    """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
 
-    `after` is the wait in seconds, None where it is not known.
+    `after` is the wait in seconds; None leaves it to the retry settings.
     """
 
     def __init__(self, *reasons: object, after: float | None = None) -> None:
@@ -72,9 +72,9 @@ class TransientFault(Exception):
 
 
 class Undelivered(TransientFault):
-    """An endpoint or a broker does not take the event now. What it says is safe in a log.
+    """An endpoint or a broker does not accept the event now. Its message is safe in a log.
 
-    `detail` is not: it may quote the event. It is kept with the dead letter.
+    `detail` is not, since it may quote the event; it is stored with the dead letter.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Undelivered(TransientFault):
 
 
 class Rejected(Exception):
-    """An endpoint or a broker will never take the event. What it says is safe in a log.
+    """An endpoint or a broker will never accept the event. Its message is safe in a log.
 
-    `detail` is not: it may quote the event. It is kept with the dead letter.
+    `detail` is not, since it may quote the event; it is stored with the dead letter.
     """
 
     def __init__(self, *reasons: object, detail: str | None = None) -> None:
@@ -100,20 +100,20 @@ class NotRouted(Exception):
 
 
 class Undecodable(Exception):
-    """An event holds bytes that its source's encoding does not have."""
+    """An event has bytes that are invalid in the encoding of its source."""
 
 
 class InvalidEvent(Exception):
-    """An event is not what `events:` of the configuration says of its type.
+    """An event does not match what `events:` of the configuration declares for its type.
 
-    What it says is safe in a log: it names fields, and no value. Its cause is what an upcaster raised.
+    Its message is safe in a log: it names fields and no values. Its cause is the error of an upcaster.
     """
 
 
 class NotReceived(Exception):
-    """An event of the transaction is too large to be received. What it says is safe in a log.
+    """An event of the transaction is too large to be received. Its message is safe in a log.
 
-    `offsets` are the c_offsets of such events, where they are known.
+    `offsets` are the c_offsets of such events, as far as they are known.
     """
 
     def __init__(self, text: str, offsets: Sequence[int] = ()) -> None:
@@ -122,19 +122,19 @@ class NotReceived(Exception):
 
 
 class ProcessDied(Exception):
-    """Processes died with the transaction in flight, `crash_limit` times."""
+    """`crash_limit` processes died with the transaction in flight."""
 
 
 class Cancelled(Exception):
-    """An operator cancelled a deferred transaction. What it says is safe in a log."""
+    """An operator cancelled a deferred transaction. Its message is safe in a log."""
 
 
 class TransactionAborted(Exception):
-    """A handler hid a database error and went on; the database transaction is aborted."""
+    """A handler suppressed a database error; the database transaction is aborted."""
 
 
 def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
-    """The error for Python handlers of which one ended the database transaction."""
+    """Return the error for Python handlers of which one ended the database transaction."""
     keys = " or ".join(f"handlers.{name}.callable" for name in handlers)
     return ConfigurationError(
         f"{keys}: the function ended the database transaction (commit, rollback, or it closed the connection or all "
@@ -144,13 +144,13 @@ def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
 
 
 class StatementTimeout(TransientFault):
-    """A handler takes longer for a single transaction than `statement_timeout` allows. Safe in a log."""
+    """A handler takes longer for a single transaction than `statement_timeout`. Its message is safe in a log."""
 
 
 class Braked(TransientFault):
-    """A handler failed with so many transactions in a row that it is stopped. Safe in a log.
+    """A handler is stopped because it failed with too many transactions in a row. Its message is safe in a log.
 
-    `fault` is the kind of fault that `kind_of` gives.
+    `fault` is the kind of fault, as `kind_of` returns it.
     """
 
     def __init__(self, text: str, handler: str = "", fault: str = "") -> None:
@@ -160,7 +160,7 @@ class Braked(TransientFault):
 
 
 class Interrupted(Exception):
-    """The service was told to stop while it waited for a retry."""
+    """The service is stopping and gives up a wait for a retry."""
 
 
 TRANSIENT_SQLSTATES = frozenset(
@@ -193,20 +193,20 @@ _OUTAGE_ERRNOS = frozenset(
         *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO),
     }
 )
-"""Errors of the operating system that name the network or an exhausted resource."""
+"""Errors of the operating system about the network or an exhausted resource."""
 _NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONAME})
 _LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
-"""What psycopg and libpq say of a connection that is lost or cannot be made; there is no SQLSTATE then."""
+"""Matches messages of psycopg and libpq about a connection that is lost or failed; these errors have no SQLSTATE."""
 _OUTAGE_NAMES = frozenset({ConnectionError.__name__, TimeoutError.__name__})
-"""Names of client libraries' errors that derive from no built-in one: redis, nats, requests, elasticsearch."""
+"""Names of errors that client libraries do not derive from the built-in ones: redis, nats, requests, elasticsearch."""
 _CHAIN_LENGTH = 10
 
 
 def action_for(error: BaseException) -> Action:
-    """Map a fault to an action.
+    """Return the action for a fault.
 
-    Outages are retried: connections, name resolution, locks, resources, timeouts; also where another error wraps them.
-    Anything else is a fault of the transaction, which is dead-lettered.
+    Outages are retried: connections, name resolution, locks, resources, timeouts, also if another error wraps them.
+    Any other fault is one of the transaction, which is dead-lettered.
 
     Source: PostgreSQL documentation, appendix A "PostgreSQL Error Codes".
     """
@@ -224,14 +224,14 @@ def action_for(error: BaseException) -> Action:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a fault of relay's own work, outside handlers, may pass by itself: no event is the cause there."""
+    """Return whether a fault outside handlers, which no event has caused, may pass by itself."""
     if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
         return True
     return action_for(error) is Action.RETRY
 
 
 def _names_outage(error: BaseException, depth: int = 0) -> bool:
-    """Whether an error, or one that it wraps, names the network, a lost connection or an exhausted resource."""
+    """Return whether an error, or one that it wraps, is about the network, a connection or an exhausted resource."""
     if isinstance(error, psycopg.Error):
         return _database_action(error) is Action.RETRY
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -248,17 +248,17 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
-    """The errors that an error wraps.
+    """Return the errors that an error wraps.
 
-    Its explicit cause. Its context counts too where a library wraps so (requests, smtplib: subclasses of
-    OSError) and where it is a database error, which has aborted the transaction; elsewhere it may be unrelated.
-    urllib's URLError and urllib3's MaxRetryError have a `reason`.
+    These are its explicit cause, and the `reason` of urllib's URLError and urllib3's MaxRetryError. Its context counts
+    only for subclasses of OSError, as requests and smtplib wrap errors in, and if it is a database error, which has
+    aborted the transaction; other contexts may be unrelated.
     """
     context = None if error.__suppress_context__ else error.__context__
     if not isinstance(error, OSError) and not isinstance(context, psycopg.Error):
         context = None
-    found = (getattr(error, "reason", None), error.__cause__, context)
-    return [inner for inner in found if isinstance(inner, BaseException)]
+    candidates = (getattr(error, "reason", None), error.__cause__, context)
+    return [inner for inner in candidates if isinstance(inner, BaseException)]
 
 
 def _database_action(error: psycopg.Error) -> Action:
@@ -273,24 +273,25 @@ def _database_action(error: psycopg.Error) -> Action:
 
 
 def _lost_connection(error: psycopg.Error) -> bool:
-    """Whether an error without SQLSTATE is one of a connection; misuse of the client library has none either."""
-    # Here, because no command needs a pool to print its help.
+    """Return whether an error without SQLSTATE is one of a connection; misuse of psycopg has none either."""
+    # Imported here: a command that prints its help needs no pool.
     from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
     if isinstance(error, PoolTimeout | PoolClosed | TooManyRequests):
         return True
     if not isinstance(error, psycopg.OperationalError):
         return False
-    # Only an attempt to connect brings its connection along.
+    # psycopg sets `pgconn` only on errors of an attempt to connect.
     return error.pgconn is not None or (
         _LOST_CONNECTION.search(str(error)) is not None and "pipeline" not in str(error)
     )
 
 
 def server_error(result: PGresult) -> psycopg.Error:
-    """The error of a libpq result, as psycopg raises it.
+    """Return the error of a libpq result, as psycopg raises it.
 
-    One without SQLSTATE is libpq's own: the connection is lost, which psycopg reports as an error of the statement.
+    An error without SQLSTATE is libpq's own, and means that the connection is lost; psycopg would report it as an error
+    of the statement.
     """
     error = psycopg.errors.error_from_result(result, encoding="utf-8")
     if error.sqlstate is not None:
@@ -299,15 +300,15 @@ def server_error(result: PGresult) -> psycopg.Error:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether `statement_timeout` cancelled a statement.
+    """Return whether `statement_timeout` cancelled a statement.
 
-    A server whose messages are not English only says that it was cancelled, which counts as well.
+    Only the message tells a timeout from a request of the user; a message that is not English counts as a timeout.
     """
     return isinstance(error, psycopg.errors.QueryCanceled) and "user request" not in str(error)
 
 
 def _permission_denied(error: psycopg.Error) -> bool:
-    """Whether the role lacks a privilege, whatever the event; row-level security has the same SQLSTATE."""
+    """Return whether the role lacks a privilege, for any event; row-level security has the same SQLSTATE."""
     return error.sqlstate == "42501" and error.diag.source_function == "aclcheck_error"
 
 
@@ -324,10 +325,10 @@ _LASTING_SQLSTATES = frozenset({"28000", "28P01", "3D000"})
 
 
 def refused_for_good(error: psycopg.OperationalError) -> bool:
-    """Whether a failed connection attempt needs other credentials or another address, so that retries are no use.
+    """Return whether a connection attempt fails until its credentials or its address change, so that no retry helps.
 
-    libpq gives no SQLSTATE for a failed attempt, only the server's message. One that is not recognised, as in another
-    language, is retried.
+    libpq gives no SQLSTATE for a failed attempt, only the server's message. A message that is not recognised, such as
+    one in another language, is retried.
     """
     if error.sqlstate is not None:
         return error.sqlstate in _LASTING_SQLSTATES
@@ -335,13 +336,13 @@ def refused_for_good(error: psycopg.OperationalError) -> bool:
 
 
 def first_line(error: BaseException, default: str = "") -> str:
-    """The first line of an error's message; if it has none the default, or the kind of the error."""
+    """Return the first line of an error's message; if it has none, `default` or the name of its class."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else default or type(error).__name__
 
 
 def describe(error: BaseException) -> str:
-    """Describe a fault for a log: kind and SQLSTATE, but no message, since messages quote values."""
+    """Return a fault's text for a log: kind and SQLSTATE, and a message only if it cannot quote values."""
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
@@ -355,7 +356,7 @@ def describe(error: BaseException) -> str:
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
     if _database_action(error) is Action.RETRY and not (error.sqlstate or "").startswith("XX"):
-        # Messages of the server or libpq about connections name hosts and ports, never rows.
+        # Messages about connections hold hosts and ports, and no values.
         parts.append(first_line(error, "connection lost"))
     elif _permission_denied(error):
         parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
@@ -365,15 +366,15 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of a fault, the same for every event: its class and SQLSTATE."""
+    """Return the kind of a fault, the same for every event: its class and SQLSTATE."""
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
     return f"{type(error).__name__} {state}" if state else type(error).__name__
 
 
 def exception_text(error: BaseException) -> str:
-    """Describe a fault in full, for the dead letter, which has the payload anyway.
+    """Return a fault's full text for its dead letter, which holds the payload anyway.
 
-    The last frames of the traceback follow, innermost last; for a delivery, the request and the response.
+    The last frames of the traceback follow, innermost last; for a delivery, its `detail`.
     """
     text = str(error).strip()
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
@@ -396,27 +397,27 @@ _DRIVER = str(Path(psycopg.__file__).parent)
 
 
 def _last_frames(error: BaseException) -> list[str]:
-    """File, line and function of the frames in which the fault was raised, without values.
+    """Return file, line and function of the frames in which the fault was raised, without values.
 
-    Relay's own frames are left out, except where there are no others; so is the driver where relay itself calls it.
+    relay's own frames are omitted unless there are no others; so are psycopg's if relay called it.
     """
     frames = traceback.StackSummary.extract(
         traceback.walk_tb(error.__traceback__), lookup_lines=False
     )
-    beyond = list(dropwhile(lambda frame: frame.filename.startswith(_RELAY), frames))
+    foreign = list(dropwhile(lambda frame: frame.filename.startswith(_RELAY), frames))
     if isinstance(error, psycopg.Error) and all(
-        frame.filename.startswith(_DRIVER) for frame in beyond
+        frame.filename.startswith(_DRIVER) for frame in foreign
     ):
         return []
-    shown = (beyond or list(frames))[-_FRAMES:]
+    shown = (foreign or list(frames))[-_FRAMES:]
     return [f"  at {frame.filename}:{frame.lineno} in {frame.name}" for frame in shown]
 
 
 class TaskFault(Exception):
-    """Why a task could not be applied, in a form that can be pickled.
+    """Why a task was not applied, in a form that can be pickled.
 
-    `action` is RETRY or STOP. `status` is the exit status that a stop leads to. `died` says that
-    the process that had the task in flight may have died of it, `braked` that a handler is stopped.
+    `action` is RETRY or STOP, `status` the exit status of a stop. `died` says that the process that had the task in
+    flight may have died of it, `braked` that a handler is stopped.
     """
 
     def __init__(
@@ -436,7 +437,10 @@ class TaskFault(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> TaskFault:
-        """Map what `apply` raised. It dead-letters by itself: other faults of the data are defects, and stop relay."""
+        """Map an error that `apply` raised.
+
+        `apply` dead-letters transactions itself, so any other fault of the data is a defect, and stops relay.
+        """
         if is_transient(error):
             return cls(Action.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
@@ -444,11 +448,11 @@ class TaskFault(Exception):
         return cls(Action.STOP, f"{describe(error)}{_raised_at(error)}")
 
     def as_error(self) -> RelayError:
-        """The error with which relay ends."""
+        """Return the error with which relay ends."""
         return ConfigurationError(self.text) if self.status == 2 else RelayError(self.text)
 
 
 def _raised_at(error: BaseException) -> str:
-    """File and line where an error was raised: all of a defect that shows no values."""
+    """Return file and line where an error was raised: the parts of a defect that hold no values."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

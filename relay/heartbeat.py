@@ -1,4 +1,4 @@
-"""Signs of life of a thread: when it made its last step, and what it does. No I/O."""
+"""Heartbeats of threads, by which health judges whether they make progress. No I/O."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Due(Enum):
     SOON = "soon"
     """Within seconds: everything that it waits for has a short timeout."""
     LATE = "late"
-    """Within minutes: something large may be read or written first."""
+    """Within minutes: it may read or write something large first."""
     OPEN = "open"
-    """Not known: it waits for somebody else, or something else watches it."""
+    """Unknown: it waits for another system, or another check watches it."""
 
 
 class Heartbeat:
-    """When a thread went on last (monotonic clock, seconds), what it does, and when it goes on again.
+    """The last step of a thread: when it was (`at`, monotonic clock in seconds), what follows, when the next is due.
 
-    The thread beats; anybody may read.
+    The thread itself updates it; any thread may read it.
     """
 
     __slots__ = ("at", "doing", "due")
@@ -31,6 +31,6 @@ class Heartbeat:
         self.due = Due.OPEN
 
     def update(self, doing: str, due: Due = Due.SOON) -> None:
-        """Note that the thread goes on, and what it does from now on."""
+        """Record a step, and what the thread does from now on."""
         self.doing, self.due = doing, due
         self.at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Structured logs: text for people, JSON lines for machines. Nothing here ever sees a payload or a password."""
+"""Structured logs: text for people, JSON lines for machines. No caller logs a payload or a password."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 REPEAT_SECONDS = 10.0
 """The interval at which a repeated line is logged again."""
 FORGET_AFTER = 60
-"""After how many such intervals without it a line is new."""
-
+"""A line that has not come for so many of these intervals counts as new."""
 
 _group: ContextVar[str | None] = ContextVar("group", default=None)
 
@@ -56,8 +55,8 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _span() -> dict[str, object]:
-    """The ids of the current span, where OpenTelemetry is in use."""
-    # Without this module there is no span.
+    """Return the ids of the current span, if there is one."""
+    # Not imported: while no module has imported OpenTelemetry, there is no span.
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -102,9 +101,9 @@ def _shown(value: object) -> str:
 
 
 class RepeatedLines:
-    """Logs a line that repeats: at once where it is new, then every `interval` seconds with the sum since.
+    """A log line that repeats: logged at once when it is new, then every `interval` seconds with the sum since.
 
-    `counted` is the field of the sum. Lines are told apart by their other fields. Safe to use from several threads.
+    `counted` names the field of the sum. Lines whose other fields differ are counted apart. Safe in several threads.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class RepeatedLines:
         self._lock = threading.Lock()
 
     def note(self, number: int, **fields: object) -> None:
-        """Count, and log if it is time."""
+        """Add `number` to the sum, and log the line if the interval has passed."""
         now, key = time.monotonic(), tuple(fields.items())
         with self._lock:
             at, before = self._logged.get(key, (-math.inf, 0))
@@ -129,7 +128,7 @@ class RepeatedLines:
             if now - at < self._interval:
                 self._logged[key] = (at, total)
                 return
-            # What has not come for long is new when it comes again; otherwise every fault would be kept for ever.
+            # Old lines are forgotten, so that faults with ever new texts do not fill the memory.
             kept = self._logged.items()
             self._logged = {k: v for k, v in kept if now - v[0] < FORGET_AFTER * self._interval}
             self._logged[key] = (now, 0)
@@ -149,10 +148,10 @@ def configure(log_format: LogFormat, level: str) -> None:
 
 
 _SPARK = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
-"""PySpark's loggers: of an error in a query they write the message, which quotes values, and the stack."""
+"""PySpark's loggers of failed queries: they log the message, which quotes values, and the stack."""
 
 
 def quiet_libraries() -> None:
-    """Silence libraries that log what relay logs as a fault, with names of hosts or with values."""
+    """Silence libraries that repeat relay's faults in their own logs, with host names or values."""
     for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j", *_SPARK):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
 """Tunes Python's garbage collector, and returns memory to the system.
 
-A batch is tens of thousands of small tuples without cycles. With Python's defaults the collector walks over them again
-and again, which was a fifth of all time. Objects outside cycles are freed at once all the same.
+A batch is tens of thousands of small tuples without cycles. With Python's defaults the collector scans them repeatedly,
+which took a fifth of the time, measured. Reference counting frees objects outside cycles in any case.
 
 Sources: Python documentation, "gc — Garbage Collector interface"; mallopt(3); Arrow documentation, "Memory Pools".
 """
@@ -20,15 +20,15 @@ _LARGE_BYTES = 1024 * 1024
 
 
 def collect_rarely() -> None:
-    """Exclude everything loaded so far from garbage collection, and collect only when there are many new objects."""
+    """Exclude all present objects from garbage collection, and collect only after many new ones."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)
 
 
 def return_large_blocks() -> None:
-    """Give large buffers back to the system as soon as they are free, where the C library is glibc.
+    """Return large buffers to the system as soon as they are free, if the C library is glibc.
 
-    By itself it begins to keep them after the first one, for each thread apart: up to 30 MB more, measured.
+    By default glibc keeps them from the first one on, for each thread: up to 30 MB more, measured.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

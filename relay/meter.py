@@ -1,4 +1,4 @@
-"""The events that metrics count. This meter ignores them; `relay.observe.metrics` counts them."""
+"""The interface to which relay's parts report what metrics count; `relay.observe.metrics` implements it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Is told what happens. Safe in several threads; its methods neither block nor raise."""
+    """Receives what metrics count, and ignores it. Safe in several threads; its methods neither block nor raise."""
 
     def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
-        """A batch is durable, so many seconds after it was taken."""
+        """Record a durable batch, and the seconds since it was taken from the source."""
 
     def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
-        """Deferred transactions were tried again, for a sink or ('') for the target; some of them are dead now."""
+        """Record retries of deferred transactions of a sink, or of the target (''), and those that are dead now."""
 
     def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
-        """A sink has stored which deliveries it has deferred, and which are dead."""
+        """Record that a sink has stored its deferred and its dead deliveries."""
 
     def watched(self, sink: Sink) -> Sink:
-        """The sink, with its deliveries counted and timed."""
+        """Return the sink with its deliveries counted and timed."""
         return sink
 
     def spark_job(self, seconds: float, succeeded: bool) -> None:
-        """A job of the Spark engine has ended."""
+        """Record a job of the Spark engine that has ended."""
 
     def spark_batch(self, sink: str, seconds: float, events: int) -> None:
-        """A sink of type spark has written a batch."""
+        """Record a batch that a sink of type spark has written."""

@@ -6,9 +6,9 @@ from typing import Protocol
 
 
 class ProgressReport(Protocol):
-    """Called again and again: what is being done, how many units are done, and of how many, if known.
+    """A callback with the current step (`what`), the units done, and their total if it is known.
 
-    A new `what` begins another step. Safe to call often, and from one thread after another.
+    A new `what` begins another step. It is cheap to call, from one thread after another.
     """
 
     def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
@@ -16,4 +16,4 @@ class ProgressReport(Protocol):
 
 
 def silent(what: str, done: int = 0, total: int | None = None) -> None:
-    """A Report that nobody reads."""
+    """Ignore the progress; a ProgressReport."""

@@ -1,4 +1,4 @@
-"""Retries, without a limit, what outages let fail."""
+"""Retries without a limit what fails because of an outage."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ LONGEST_WAIT_SECONDS = 5.0
 
 def retry_until_success(
     stopping: Event,
-    say: Callable[[RetryCallState], None],
-    passes: Callable[[BaseException], bool] = is_transient,
+    log_retry: Callable[[RetryCallState], None],
+    retryable: Callable[[BaseException], bool] = is_transient,
 ) -> Retrying:
-    """Calls again after a fault that `passes`, waiting longer each time; once `stopping` is set, raises the last one.
+    """Return a caller that repeats a `retryable` fault after growing waits, and raises it once `stopping` is set.
 
-    Make it once and call it often: each is a reference cycle, and garbage collection stops all threads.
+    Create it once and call it often: each is a reference cycle, and garbage collection stops all threads.
     """
     return Retrying(
-        retry=retry_if_exception(passes),
+        retry=retry_if_exception(retryable),
         wait=wait_exponential_jitter(
             multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
         ),
         stop=stop_when_event_set(stopping),
         sleep=sleep_using_event(stopping),
-        before_sleep=say,
+        before_sleep=log_retry,
         reraise=True,
     )
 
 
 def log_first(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Return a callback that logs that something cannot be done yet, with the first of several faults."""
+    """Return a callback that logs `text` with the first of several faults in a row."""
 
-    def say(state: RetryCallState) -> None:
+    def log_retry(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if error is not None and state.attempt_number == 1:
             log.warning(text, extra={"fault": describe(error)})
 
-    return say
+    return log_retry
 
 
 def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Return a callback that logs that something cannot be done yet, once for each new fault."""
+    """Return a callback that logs `text` with each fault that differs from the one before."""
     last_logged = ""
 
-    def say(state: RetryCallState) -> None:
+    def log_retry(state: RetryCallState) -> None:
         nonlocal last_logged
         error = state.outcome.exception() if state.outcome else None
         fault = describe(error) if error else ""
@@ -65,4 +65,4 @@ def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], No
             last_logged = fault
             log.warning(text, extra={"fault": fault})
 
-    return say
+    return log_retry

@@ -1,4 +1,4 @@
-"""The loop of a group: take a batch, apply it, acknowledge it. Start and end of the group's parts."""
+"""The loop of a group (take a batch, apply it, acknowledge it), and the start and end of the group's parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """The relay of one group; it shares a Spark session that is passed in, and has one of its own otherwise.
+    """The relay of one group. It uses the given Spark session, or creates its own.
 
     With `accept_configuration` its configuration replaces that of running instances of the group, which end.
     """
@@ -87,7 +87,7 @@ class Service:
         self._catch_up = CatchUp()
 
     def stop(self) -> None:
-        """Let `run` end after the batch in flight."""
+        """End `run` after the batch in flight."""
         self._relays = False
         self._source.stop()
         self._pipeline.interrupt()
@@ -96,7 +96,7 @@ class Service:
         self._sinks.stop()
 
     def run(self) -> None:
-        """Relay until `stop`. Raises RelayError when relaying cannot go on."""
+        """Relay until `stop`. Raises RelayError if the group cannot go on."""
         try:
             self._observe()
             self._presence.start()
@@ -155,11 +155,11 @@ class Service:
             )
         )
 
-    def _note_retried(self, found: Redelivery) -> None:
+    def _note_retried(self, redelivery: Redelivery) -> None:
         if self._traces:
-            self._traces.redelivered(found.trace_record)
-        self._summary.note_redelivered(found.applied)
-        self._meter.retried("", found.tried, found.dead)
+            self._traces.redelivered(redelivery.trace_record)
+        self._summary.note_redelivered(redelivery.applied)
+        self._meter.retried("", redelivery.tried, redelivery.dead)
 
     def _raise_faults(self) -> None:
         """Raise the error that ended a thread beside the loop, if any."""
@@ -170,7 +170,7 @@ class Service:
                 raise error
 
     def _begin(self) -> bool:
-        """Note that the group runs; returns whether an instance may have died with the next batch in flight."""
+        """Record that the group runs; return whether an instance may have died with the next batch in flight."""
         try:
             with connect(self._settings.target_dsn) as conn:
                 living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
@@ -210,7 +210,7 @@ class Service:
         self._engines.note(batch, outcome)
 
     def note_orderly_exit(self) -> None:
-        """Note that the process ends itself, and that no batch in flight has killed it."""
+        """Record that the process ends itself, so that the batch in flight is not suspected of a crash."""
         with suppress(psycopg.Error):
             self._pipeline.applier.note_orderly_exit()
 
@@ -218,7 +218,7 @@ class Service:
 def _observer(settings: Settings) -> Observer | None:
     if not settings.observe.observes:
         return None
-    # What it imports takes a tenth of a second.
+    # Its imports take a tenth of a second.
     from relay.observe.observer import Observer
 
     return Observer(settings)

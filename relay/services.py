@@ -1,4 +1,4 @@
-"""The groups of one process, each a Service in a thread of its own: start, signals and the end of all of them.
+"""Runs the groups of one process, each a Service in a thread of its own: start, signals and the end of all of them.
 
 Sources: Python documentation, "signal — Set handlers for asynchronous events", and "queue", whose SimpleQueue.put() is
 reentrant.
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_SECONDS = 1.0
-"""How long the main thread waits at most before it runs the handlers of signals that other threads received."""
+"""Longest wait until the main thread runs the handlers of signals that other threads received."""
 _EXIT_NOTE_SECONDS = 2.0
-"""How long the process waits at most, before it ends itself, to note that this is no crash."""
+"""Longest wait, before the process ends itself, for the record that this is no crash."""
 
 
 class GroupsFailed(RelayError):
-    """Groups of a process that has several have failed; each line names its group and the file."""
+    """Groups of a process with several have failed; each line names the group and its file."""
 
     def __init__(self, lines: Iterable[str], exit_status: int) -> None:
         super().__init__("\n".join(lines))
@@ -49,14 +49,14 @@ class GroupsFailed(RelayError):
 class Services:
     """The groups that this process relays.
 
-    A group whose databases cannot be reached yet retries, while the others relay. When a group fails, the others finish
-    what is in flight and the process ends, so that its supervisor notices.
+    A group whose databases cannot be reached yet retries, while the others relay. When a group fails, the others end
+    after their batches in flight and the process ends, so that its supervisor notices.
     """
 
     def __init__(
         self, configurations: Sequence[Configuration], accept_configuration: bool = False
     ) -> None:
-        """Raises ConfigurationError if the configurations cannot be relayed by one process."""
+        """Raises ConfigurationError if one process cannot run these configurations."""
         require_apart(configurations)
         self._all_settings = [each.settings for each in configurations]
         self._messages: SimpleQueue[_GroupThread | signal.Signals] = SimpleQueue()
@@ -72,12 +72,11 @@ class Services:
 
     @property
     def running(self) -> list[tuple[str, Service]]:
-        """The groups that relay, with their services. One that still waits for its databases is not among them."""
-        found = [(each.name, each.service) for each in self._groups]
-        return [(name, service) for name, service in found if service is not None]
+        """The groups that relay, with their services, without those that still wait for their databases."""
+        return [(each.name, each.service) for each in self._groups if each.service is not None]
 
     def run_in_foreground(self) -> None:
-        """Relay until SIGTERM or SIGINT; from the main thread only. Raises RelayError when a group cannot go on."""
+        """Relay until SIGTERM or SIGINT; for the main thread only. Raises RelayError if a group cannot go on."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         collect_rarely()
@@ -93,7 +92,7 @@ class Services:
         self._raise_faults()
 
     def _watch(self) -> None:
-        """Wait until all groups have ended, and stop those that are left when one ends or a signal comes."""
+        """Wait until all groups have ended; stop the others when one ends or a signal arrives."""
         left = set(self._groups)
         while left:
             message = self._next_message()
@@ -105,8 +104,8 @@ class Services:
             left -= self._stop(left)
 
     def _next_message(self) -> _GroupThread | signal.Signals:
-        # The kernel may give a signal to a thread that is just being started. Python runs its handler in the main
-        # thread, which such a signal does not wake.
+        # The kernel may deliver a signal to a thread that is just starting. Python runs the handler in the main thread,
+        # which such a signal does not wake.
         while True:
             with suppress(Empty):
                 return self._messages.get(timeout=_SIGNAL_SECONDS)
@@ -122,7 +121,7 @@ class Services:
             )
 
     def _stop(self, left: set[_GroupThread]) -> set[_GroupThread]:
-        """Stop groups after the batch in flight; returns those that have not begun, which end at once."""
+        """Stop groups after the batch in flight; return those that have not begun, which end at once."""
         self._stopping.set()
         if not self._last_resort.is_alive():
             self._last_resort.start()
@@ -145,7 +144,7 @@ class Services:
         raise GroupsFailed((line for each in self._failed for line in each.fault_lines()), status)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        # The main thread may be interrupted anywhere, also within a log line: it acts when it reads the queue.
+        # A signal may interrupt the main thread anywhere, even inside a log call, so it only enqueues here.
         self._messages.put(signal.Signals(number))
 
     def _give_up(self) -> None:
@@ -159,12 +158,12 @@ class Services:
         for thread in exiting:
             thread.join(_EXIT_NOTE_SECONDS)
         logging.shutdown()
-        # The target rolls back what is unfinished, and nothing of it was acknowledged.
+        # Safe: the target rolls back unfinished work, and relay has acknowledged none of it.
         os._exit(1)
 
 
 class _SharedState:
-    """What the groups of a process share."""
+    """State that the groups of a process share."""
 
     def __init__(
         self, stopping: Event, session: Session | None, accept_configuration: bool
@@ -178,14 +177,14 @@ class _SharedState:
     def claim(self, configuration: Configuration) -> None:
         """Raise ConfigurationError if another group of this process has the same name and target.
 
-        Addresses may differ and lead to one database, so the databases are asked.
+        Different addresses may lead to one database, so it compares the identities of the databases.
         """
         settings = configuration.settings
         try:
             with connect(settings.target_dsn) as conn:
                 key = (identity(conn), settings.group)
         except psycopg.Error:
-            # The service waits for its databases by itself.
+            # The service itself waits for its databases.
             return
         with self._lock:
             other = self._targets.setdefault(key, configuration)
@@ -197,7 +196,7 @@ class _SharedState:
 
 
 class _GroupThread:
-    """A group and the thread that relays it; `service` is there once its databases could be reached."""
+    """A group and the thread that relays it; `service` is None until its databases can be reached."""
 
     def __init__(
         self,
@@ -213,11 +212,11 @@ class _GroupThread:
         self._messages = messages
 
     def start(self, named: bool) -> None:
-        """Relay in a thread, which tells its end. Its log lines name the group where it is `named`."""
+        """Relay in a thread, which reports its end. With `named` its log lines have the group's name."""
         Thread(self._run, name=f"relay {self.name}", args=(named,), daemon=True).start()
 
     def fault_lines(self) -> list[str]:
-        """What ended it, for a person; each line names it."""
+        """Return the fault that ended the group, for a person; each line names the group."""
         error = self.error
         text = (
             f"the database refuses: {first_line(error)}"
@@ -255,7 +254,7 @@ class _GroupThread:
 
 @contextmanager
 def _listening(all_settings: Sequence[Settings]) -> Iterator[None]:
-    """Answer at each observe.listen from now on, also while groups cannot reach their databases.
+    """Serve each `observe.listen`, also while groups cannot reach their databases.
 
     Raises ConfigurationError if relay cannot listen at an address.
     """
@@ -270,8 +269,8 @@ def _listening(all_settings: Sequence[Settings]) -> Iterator[None]:
 
 
 def _shared_session(all_settings: Sequence[Settings]) -> Session | None:
-    """The Spark session of several groups; a single one has its own. A process has one JVM."""
-    needing = [each for each in all_settings if each.needs_spark]
-    if len(all_settings) == 1 or not needing:
+    """Return the Spark session of several groups, since a process has one JVM; None if one group has its own."""
+    with_spark = [each for each in all_settings if each.needs_spark]
+    if len(all_settings) == 1 or not with_spark:
         return None
-    return Session(needing[0].spark)
+    return Session(with_spark[0].spark)

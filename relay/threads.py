@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Thread(threading.Thread):
-    """A thread that runs in the context in which it was made."""
+    """A thread that runs in the context of its creator."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Thread(threading.Thread):
 
 
 def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
-    """A pool whose threads have the context in which it was made."""
+    """Return a pool whose threads run in the context of its creator."""
     return ThreadPoolExecutor(
         workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),)
     )
