@@ -1,1 +1,1 @@
-"""The console: what an operator sees and does in a browser, and the same as an HTTP API."""
+"""The console: pages in a browser by which an operator watches and operates relay, and an HTTP API for the same."""

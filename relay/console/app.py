@@ -1,4 +1,4 @@
-"""The console as an ASGI application: its gate, its errors, and the routes of pages and API."""
+"""The ASGI application of the console: the gate that every request passes, error responses, pages and API."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -22,31 +23,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from relay import __version__
 from relay.config.observe import ConsoleSettings
 from relay.config.settings import Settings
-from relay.console import api, pages
-from relay.console.group import READ_SECONDS, GroupView, Missing
+from relay.console import api, login, pages
+from relay.console.group import GroupView, Missing
 from relay.console.models import Problem, described
-from relay.console.security import Guard, TooManyFailures, is_from_here
+from relay.console.security import Guard, TooManyFailures, is_same_origin
+from relay.console.sessions import READ_SECONDS
 from relay.console.views import Views
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line, kind_of
 
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 1_500_000
-"""The largest request that is read."""
+"""Largest body of a request."""
 LOGIN_BYTES = 10_000
-"""The largest one of somebody who is not known yet."""
+"""Largest body of a request that is not authenticated."""
 BODY_SECONDS = 30.0
-"""How long the body of a request may take to come."""
+"""Longest time until the body of a request is complete."""
 _SAFE = frozenset({"GET", "HEAD"})
 _OPEN = ("/static/", "/login")
-"""What a browser needs before it has logged in."""
+"""Paths that a browser needs before it has logged in."""
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
     "x-content-type-options": "nosniff",
-    # Not no-referrer, with which a browser sends `Origin: null` with the console's own forms.
+    # With no-referrer a browser would send `Origin: null` with the console's own forms.
     "referrer-policy": "same-origin",
     "cache-control": "no-store",
     "cross-origin-opener-policy": "same-origin",
@@ -55,24 +57,24 @@ _HEADERS = {
 
 
 def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
-    """The console of some groups, which `console` guards.
+    """Create the console of some groups, guarded as `console` says.
 
-    Raises ConfigurationError for a group whose name cannot be part of an address, or is that of another one.
+    Raises ConfigurationError if the name of a group cannot be part of a URL, or two groups have the same.
     """
     names = [each.group for each in groups]
     for each in groups:
         if names.count(each.group) > 1:
             raise ConfigurationError(
-                f"group: the console has two of the name {each.group!r}: give one another name"
+                f"group: the console has two groups named {each.group!r}: rename one"
             )
         if "/" in each.group:
             raise ConfigurationError(
-                f"group: {each.group!r} has a /, which no address of the console can have: name it without"
+                f"group: {each.group!r} contains a /, which no URL of the console can have: rename the group"
             )
     app = FastAPI(
         title="relay",
         version=__version__,
-        summary="What an operator sees of relay, and does.",
+        summary="Watch and operate relay.",
         description=api.DESCRIPTION,
         openapi_url="/api/openapi.json",
         docs_url=None,
@@ -83,6 +85,7 @@ def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
     app.state.views = Views(app.state.guard, list(app.state.groups))
     app.mount("/static", StaticFiles(directory=str(files("relay.console") / "static")))
     app.include_router(api.router)
+    app.include_router(login.router)
     app.include_router(pages.router)
     for fault in (
         ConfigurationError,
@@ -92,15 +95,15 @@ def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
         RequestValidationError,
         TooManyFailures,
     ):
-        app.add_exception_handler(fault, _refused)
+        app.add_exception_handler(fault, _handle)
     app.add_middleware(Gate)
     return app
 
 
 class Gate:
-    """Lets nobody in but those who may, from pages of its own only, with requests of a bounded size.
+    """Middleware that authenticates requests, refuses those of other sites, and bounds their size and time.
 
-    Adds the headers that keep a browser from running or loading anything else.
+    It adds the headers by which a browser runs and loads nothing but the console's own files.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -126,81 +129,89 @@ class Gate:
         try:
             refusal = _refusal(request)
             if refusal is None:
-                await self._app(scope, _bounded(receive, _most_bytes(request)), guarded)
+                await self._app(scope, _bounded(receive, _body_limit(request)), guarded)
             else:
                 await refusal(scope, receive, guarded)
         except Exception as error:
-            # Never its text, which may hold a payload.
+            # Without the error's text, which may hold a payload.
             log.error("the console failed", extra={"error": kind_of(error), "at": _where(error)})
             if not started:
-                failed = _answer(request, 500, "relay failed here: its log says where")
+                failed = _answer(request, 500, "the console failed: see relay's log")
                 await failed(scope, receive, guarded)
 
 
 def _refusal(request: Request) -> Response | None:
-    """Why a request is refused before anything looks at it; None if it is not."""
+    """Return the response that refuses a request; None if it may pass."""
     changes = request.method not in _SAFE
-    most = _most_bytes(request)
-    if int(request.headers.get("content-length") or 0) > most:
-        return _answer(request, 413, f"the request has more than {most} bytes")
-    if changes and not is_from_here(request):
-        return _answer(request, 403, "another site has sent this request: it is refused")
+    limit = _body_limit(request)
+    if int(request.headers.get("content-length") or 0) > limit:
+        return _answer(request, 413, f"the request has more than {limit} bytes")
+    if changes and not is_same_origin(request):
+        return _answer(
+            request, 403, "the request comes from another site: use the console's own pages"
+        )
     if _is_open(request):
         return None
     guard: Guard = request.app.state.guard
     try:
         caller = guard.caller(request)
     except TooManyFailures as error:
-        return _answered(request, error)
+        return _answer_fault(request, error)
     if caller is None:
-        return _unknown(request, guard)
+        return _unauthenticated(request, guard)
     if _is_api(request) and changes:
         if caller.browser:
-            return _answer(request, 401, "a login is for pages: send Authorization: Bearer TOKEN")
+            return _answer(
+                request,
+                401,
+                "the API does not accept the cookie of a login: send Authorization: Bearer TOKEN",
+            )
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _answer(request, 415, "the body must be application/json")
     request.state.caller = caller
     return None
 
 
-def _unknown(request: Request, guard: Guard) -> Response:
+def _unauthenticated(request: Request, guard: Guard) -> Response:
     if _is_api(request):
         return _answer(
             request, 401, "send Authorization: Bearer TOKEN, with the token of observe.console"
         )
     if not guard.has_login:
-        return _answer(request, 401, "the reverse proxy has not said who you are: go through it")
-    asked = quote(_path(request)) + (f"?{request.url.query}" if request.url.query else "")
-    return RedirectResponse(pages.login_url(asked), 303)
+        return _answer(
+            request, 401, "the request has no user from the reverse proxy: use its address"
+        )
+    requested = quote(_path(request)) + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(login.login_url(requested), 303)
 
 
-def _bounded(receive: Receive, most: int) -> Receive:
-    """The request's body, which ends in an error where it is too large, or takes too long."""
-    read, whole, ends = 0, False, time.monotonic() + BODY_SECONDS
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """Wrap `receive` so that it raises HTTPException if the body has more than `limit` bytes or takes too long."""
+    read, complete, deadline = 0, False, time.monotonic() + BODY_SECONDS
 
     async def receiving() -> Message:
-        nonlocal read, whole
-        if whole:
+        nonlocal read, complete
+        if complete:
             return await receive()
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, ends - time.monotonic()))
+            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise HTTPException(408, "the request has taken too long to come") from None
+            raise HTTPException(408, f"the request took longer than {BODY_SECONDS:.0f} s") from None
         read += len(message.get("body", b""))
-        whole = not message.get("more_body", False)
-        if read > most:
-            raise HTTPException(413, f"the request has more than {most} bytes")
+        complete = not message.get("more_body", False)
+        if read > limit:
+            raise HTTPException(413, f"the request has more than {limit} bytes")
         return message
 
     return receiving
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    return _answered(request, error)
+async def _handle(request: Request, error: Exception) -> Response:
+    return _answer_fault(request, error)
 
 
-def _answered(request: Request, error: Exception) -> Response:
-    """What a fault is answered with."""
+def _answer_fault(request: Request, error: Exception) -> Response:
+    """Return the response for a fault."""
     match error:
         case Missing():
             return _answer(request, 404, str(error))
@@ -219,10 +230,10 @@ def _answered(request: Request, error: Exception) -> Response:
                 request, 503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less"
             )
         case psycopg.errors.StatementTooComplex() | psycopg.errors.ProgramLimitExceeded():
-            # Operational errors too, of what was asked: as JSON that is nested too deep.
+            # Operational errors by class, though the request causes them, such as JSON that is nested too deep.
             return _answer(request, 409, f"the database refuses: {first_line(error)}")
         case psycopg.OperationalError():
-            return _answer(request, 503, f"the database is away: {first_line(error)}")
+            return _answer(request, 503, f"the database cannot be reached: {first_line(error)}")
         case psycopg.Error():
             return _answer(request, 409, f"the database refuses: {first_line(error)}")
         case RequestValidationError():
@@ -234,25 +245,9 @@ def _answered(request: Request, error: Exception) -> Response:
             raise error
 
 
-_TITLES = {
-    401: "Not known",
-    403: "Refused",
-    404: "Not there",
-    405: "Not allowed",
-    408: "Too slow",
-    409: "Cannot be done",
-    413: "Too large",
-    415: "Not JSON",
-    422: "Not valid",
-    429: "Too many attempts",
-    500: "relay failed",
-    503: "Not available now",
-}
-
-
 def _answer(request: Request, status: int, detail: str) -> Response:
-    """A problem: as JSON from the API, as a page elsewhere."""
-    title = _TITLES.get(status, "Refused")
+    """Return a problem: as JSON from the API, as a page elsewhere."""
+    title = HTTPStatus(status).phrase
     if not _is_api(request):
         views: Views = request.app.state.views
         return views.error(request, status, title, detail)
@@ -264,7 +259,7 @@ def _answer(request: Request, status: int, detail: str) -> Response:
 
 
 def _path(request: Request) -> str:
-    """The path that routes are found by; that of the request's URL could begin with the header `Host`."""
+    """Return the path by which routes are matched; `request.url` is built from the header `Host` as well."""
     return str(request.scope["path"])
 
 
@@ -272,7 +267,7 @@ def _is_open(request: Request) -> bool:
     return _path(request).startswith(_OPEN)
 
 
-def _most_bytes(request: Request) -> int:
+def _body_limit(request: Request) -> int:
     return LOGIN_BYTES if _is_open(request) else BODY_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn on the server: a line over the last hours, with its axes, for a page without scripts."""
+"""Computes line charts of the last hours, which a template draws as SVG, so that pages need no scripts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What the template draws: a line for each run of known points, the area below it, and both axes.
+    """A chart as the template draws it: SVG paths for each run of known points and the area below, and both axes.
 
-    `rows` are times and values for those who read a table instead.
+    `rows` are the times and values of the table beside the chart.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Chart:
 
 
 def chart(series: Series) -> Chart | None:
-    """The chart of a series; None where nothing is known yet."""
+    """Return the chart of a series; None if it has no known point."""
     known = [point for point in series.points if point.value is not None]
     if not known:
         return None
@@ -82,7 +82,7 @@ def chart(series: Series) -> Chart | None:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """A value for a person: bytes in kB to TB, the rest in thousands."""
+    """Format a value for a person: bytes with binary prefixes, other units with decimal ones."""
     if value is None:
         return "-"
     if unit == "bytes":
@@ -94,14 +94,14 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def _mark(value: float, unit: str) -> str:
-    """A value beside an axis, where the title has the unit."""
+    """Format a value for an axis; the title of the chart names the unit."""
     if unit in ("bytes", "seconds"):
         return amount(value, unit)
     return _scaled(value, _DECIMAL, " ", "")
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
+    """Format seconds for a person: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     for size, unit in ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min")):
@@ -118,7 +118,7 @@ def _scaled(value: float, scale: Sequence[tuple[float, str]], space: str, smalle
 
 
 def _ceiling(value: float, unit: str) -> float:
-    """A round value at or above the greatest one."""
+    """Return a round value at or above the greatest one, as the top of an axis."""
     if value <= 0:
         return 1.0
     base = 1024.0 if unit == "bytes" else 1000.0
@@ -131,7 +131,7 @@ def _ceiling(value: float, unit: str) -> float:
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The points without gaps between them."""
+    """Return the runs of consecutive known points."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if point.value is not None:

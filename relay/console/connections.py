@@ -1,4 +1,4 @@
-"""Connections of the console: whoever sends a request slowly, or none, does not keep one from others."""
+"""Closes idle connections of the console, so that clients that send nothing do not exhaust them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 HEAD_SECONDS = 10.0
-"""How long the head of a request may take to come, since the client has connected, or had its last answer."""
+"""Longest time from the connection, or from the last response, to the end of the next request's head."""
 
 
-class Impatient(H11Protocol):
-    """Closes a connection without a request."""
+class IdleTimeoutProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if no request comes for HEAD_SECONDS."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Start the timeout when a client has connected."""
         super().connection_made(transport)
-        self._wait()
+        self._restart_timer()
 
     def on_response_complete(self) -> None:
-        """A request is answered."""
+        """Restart the timeout after a response."""
         super().on_response_complete()
-        self._wait()
+        self._restart_timer()
 
-    def _wait(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
-    def _give_up(self) -> None:
+    def _close_if_idle(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
         if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Stop the timeout with the connection."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)

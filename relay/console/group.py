@@ -1,12 +1,10 @@
-"""What the console reads of a group and does to it: pages and API call this, and it calls what the commands call."""
+"""Reads a group and acts on it, for the pages and the API, with the functions that the commands use."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from threading import BoundedSemaphore
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -21,7 +19,8 @@ from relay.admin.status import Status
 from relay.config.settings import Settings
 from relay.console import measured
 from relay.console.measured import Series
-from relay.faults import ConfigurationError, TransientFault, Unreachable
+from relay.console.sessions import ACT_SECONDS, COUNT_SECONDS, acting, reading
+from relay.faults import ConfigurationError, Unreachable
 from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.store import (
@@ -34,65 +33,53 @@ from relay.store import (
     presence,
 )
 from relay.store.actions import Action
-from relay.store.connections import sessions_with
 from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
-from relay.store.dead_letter_selection import DeadLetterSelection as DeadFilter
-from relay.store.dead_letter_selection import FoundDeadLetters as DeadFound
+from relay.store.dead_letter_selection import DeadLetterSelection, FoundDeadLetters
 from relay.store.dead_letters import DeadLetterAction
-from relay.store.deferred_selection import Deferred
+from relay.store.deferred_selection import Deferred, DeferredSelection, FoundDeferred
 
 Row = TypeVar("Row")
 
 PAGE = 50
-"""Rows of a page, where nothing else is asked for."""
+"""Default number of rows of a page."""
 MOST = 500
-"""Rows of a page at most."""
-READ_SECONDS = 8.0
-"""How long a statement may take that only reads."""
-COUNT_SECONDS = 2.0
-"""How long the rows may be counted that a partition or a sink has still to look at; without an answer there is none."""
-ACT_SECONDS = 60.0
-"""How long a statement may take that changes something."""
-ASKING = 20
-"""How many requests wait for the databases side by side; there are threads left for those that need none."""
-_TURN_SECONDS = 1.0
+"""Largest number of rows of a page."""
 HISTORY_HOURS = history.KEPT_SECONDS / 3600
-"""How far back the samples go at most."""
+"""Age of the oldest sample, in hours."""
 _KINDS = 12
 _EVENTS_SHOWN = 20
-_LOCK_SECONDS = 10.0
 
 
 class Missing(ConfigurationError):
-    """There is no such thing as was asked for."""
+    """The requested group, sink or dead letter does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
-    """Some rows, and the key after which the next ones come; None where there are none."""
+    """Rows of a list, and the key after which the following ones come; None at the end."""
 
     rows: Sequence[Row]
     next: int | None
 
 
 def _page(rows: Sequence[Row], limit: int, key: Callable[[Row], int]) -> Page[Row]:
-    """A page of rows, of which one more than `limit` was read."""
+    """Return a page of `limit` rows; a further row in `rows` shows that more follow."""
     return Page(rows[:limit], key(rows[limit - 1]) if len(rows) > limit else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
-    """A dead transaction with some of its events, from the first on that is after a dead letter."""
+class DeadTransactionPage:
+    """A dead transaction: a page of its events, the actions on it, and the running instances of the group."""
 
     number: int
-    letters: Page[dict[str, Any]]
-    done: Sequence[DeadLetterAction]
+    events: Page[dict[str, Any]]
+    actions: Sequence[DeadLetterAction]
     instances: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """Where partitions stand. `counted` is false where what is unread cannot be counted, or not soon."""
+    """The positions of partitions. `counted` is false if their unread events cannot be counted in time."""
 
     rows: Page[PartitionStatus]
     total: int
@@ -102,17 +89,18 @@ class Partitions:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How many dead transactions are queued, and what an operator should know about that."""
+    """How many dead transactions are queued, and warnings for the operator."""
 
     queued: int
     warnings: Sequence[str]
 
 
 class GroupView:
-    """A group of the console.
+    """A group as pages and API see it.
 
-    Everything raises ConfigurationError for what cannot be done, Unreachable where a database is away, and
-    psycopg.Error. `by` is who acts, `reason` why: both are kept with the action.
+    Methods raise ConfigurationError if an action is not possible, Unreachable if a database cannot be reached,
+    TransientFault if too many requests use the databases, and psycopg.Error. `by` is the operator and `reason` the
+    reason of an action; both are stored with it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -129,23 +117,23 @@ class GroupView:
         return self._settings
 
     def history(self, hours: float = HISTORY_HOURS, sink: str | None = None) -> list[Series]:
-        """What was measured over the last hours, of a sink or of all; without points where no relay runs here."""
+        """Return the series of a sink, or of the group; without points if this process does not relay the group."""
         samples = history.of(self.name).samples(time.time() - hours * 3600)
         return measured.of_group(samples) if sink is None else measured.of_sink(samples, sink)
 
     def status(self) -> Status:
-        """What `relay status` shows."""
-        with _reading():
+        """Read the status, as `relay status` shows it."""
+        with reading():
             return status.read(self._settings)
 
-    def troubles(self, found: Status) -> list[str]:
-        """What is not as it should be, a line each."""
-        lines = list(failures(found, self.name, Limits(), None, {}))
+    def troubles(self, current: Status) -> list[str]:
+        """Return a line for each part of the status that needs attention."""
+        lines = list(failures(current, self.name, Limits(), None, {}))
         lines += [
             f"handler {each.handler} is stopped: {each.deaths} transactions in a row failed with {each.fault}"
-            for each in found.braked
+            for each in current.braked
         ]
-        for each in found.sinks:
+        for each in current.sinks:
             if each.state == "paused":
                 lines.append(f"sink {each.sink} is paused by {each.paused_by}")
             elif each.fault:
@@ -153,13 +141,13 @@ class GroupView:
         return lines
 
     def partitions(self, limit: int = PAGE, after: int = -1) -> Partitions:
-        """Where the partitions stand, by their numbers."""
-        with _reading(), reach_target(self._settings) as target:
-            found = offsets.initialised(target, self.name)
+        """Read the positions of the partitions, in the order of their numbers."""
+        with reading(), reach_target(self._settings) as target:
+            stored = offsets.initialised(target, self.name)
             running = presence.instances(target, self.name)
         counted = True
         try:
-            with _reading(COUNT_SECONDS):
+            with reading(COUNT_SECONDS):
                 listed = positions(self._settings)
         except (psycopg.Error, Unreachable):
             counted = False
@@ -167,197 +155,196 @@ class GroupView:
                 PartitionStatus(
                     each.partition_id, each.next_offset, str(each.applied_lsn), None, None
                 )
-                for each in found
+                for each in stored
             ]
-        wanted = sorted(
+        following = sorted(
             (each for each in listed if each.partition_id > after),
             key=lambda each: each.partition_id,
         )
-        rows = _page(wanted[: limit + 1], limit, lambda each: each.partition_id)
+        rows = _page(following[: limit + 1], limit, lambda each: each.partition_id)
         return Partitions(rows, len(listed), counted, running)
 
     def plan_seek(self, to: str, partition: int | None) -> OffsetsMove:
-        """What seeking the whole group, or one partition, would do."""
-        with _reading(ACT_SECONDS):
+        """Return what a seek of the whole group, or of one partition, would do."""
+        with reading(ACT_SECONDS):
             return plan_seek(self._settings, to, partition)
 
     def seek(self, to: str, partition: int | None, by: str, reason: str) -> str:
-        """Let the stopped group go on at another position; returns where, in words."""
-        with _acting(by):
+        """Move the stopped group to another position; return that position in words."""
+        with acting(by):
             move = plan_seek(self._settings, to, partition)
             seek(self._settings, move, partition, reason)
         return move.goal.text
 
     def sinks(self) -> list[SinkStatus]:
-        """The sinks. What one has still to read is not counted where that takes long, or the source is away."""
-        with _reading(COUNT_SECONDS):
+        """Read the sinks. Unread events are not counted if that takes long or the source cannot be reached."""
+        with reading(COUNT_SECONDS):
             return sinks.listed(
                 self._settings, away=lambda _: None, deadline=time.monotonic() + COUNT_SECONDS
             )
 
     def sink(self, name: str) -> SinkStatus:
-        """One sink. Raises Missing."""
+        """Read one sink. Raises Missing."""
         for each in self.sinks():
             if each.name == name:
                 return each
         raise Missing(f"there is no sink {name!r} in group {self.name!r}")
 
     def pause(self, name: str, by: str, reason: str) -> bool:
-        """Let a sink stop; returns whether that changed anything."""
-        with _acting(by):
+        """Pause a sink; return whether it was not paused before."""
+        with acting(by):
             return sinks.set_paused(self._settings, name, True, reason)
 
     def resume(self, name: str, by: str, reason: str) -> bool:
-        """Let a sink go on; returns whether that changed anything."""
-        with _acting(by):
+        """Resume a sink; return whether it was paused before."""
+        with acting(by):
             return sinks.set_paused(self._settings, name, False, reason)
 
     def plan_sink_seek(self, name: str, to: str) -> SinkMove:
-        """Where a sink would go on, and what would be given up for that."""
-        with _reading(ACT_SECONDS):
+        """Return where a seek would move a sink, and which of its transactions it would give up."""
+        with reading(ACT_SECONDS):
             return sinks.plan_seek(self._settings, name, to, "to")
 
     def seek_sink(self, name: str, to: str, rebuild: bool, by: str, reason: str) -> str:
-        """Let a sink go on at another position; returns where, in words. A rebuild is kept as such."""
+        """Move a sink to another position; return that position in words. `rebuild` only names the stored action."""
         action = "sink rebuild" if rebuild else "sink seek"
-        with _acting(by):
+        with acting(by):
             move = sinks.plan_seek(self._settings, name, to, "to")
             sinks.seek(self._settings, name, move.goal, action, reason)
         return move.goal.text
 
     def drop_sink(self, name: str, by: str, reason: str) -> int:
-        """Forget a sink that is no longer configured; returns how many deferred transactions are forgotten with it."""
-        with _acting(by):
+        """Forget a sink that is no longer configured; return how many deferred transactions are deleted with it."""
+        with acting(by):
             return sinks.drop(self._settings, name, reason)
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
-        """The handlers whose progress is stopped."""
-        with _reading(), reach_target(self._settings) as target:
+        """Read the handlers that the brake has stopped."""
+        with reading(), reach_target(self._settings) as target:
             return brakes.braked(target, self.name)
 
     def deferred(
-        self, wanted: deferred_selection.DeferredSelection, limit: int = PAGE, after: int = 0
+        self, selection: DeferredSelection, limit: int = PAGE, after: int = 0
     ) -> Page[Deferred]:
-        """Deferred transactions, oldest first."""
-        with _reading(), reach_target(self._settings) as target:
-            found = deferred_selection.listed(target, self.name, wanted, limit + 1, after)
-        return _page(found, limit, lambda each: each.id)
+        """List deferred transactions, oldest first."""
+        with reading(), reach_target(self._settings) as target:
+            rows = deferred_selection.listed(target, self.name, selection, limit + 1, after)
+        return _page(rows, limit, lambda each: each.id)
 
-    def find_deferred(
-        self, wanted: deferred_selection.DeferredSelection
-    ) -> deferred_selection.FoundDeferred:
-        """How many deferred transactions a filter selects."""
-        with _reading(), reach_target(self._settings) as target:
-            return DeferredTransactions(self._settings, target).find(wanted)
+    def find_deferred(self, selection: DeferredSelection) -> FoundDeferred:
+        """Find the deferred transactions that an action would concern."""
+        with reading(), reach_target(self._settings) as target:
+            return DeferredTransactions(self._settings, target).find(selection)
 
-    def run_deferred(
-        self, wanted: deferred_selection.DeferredSelection, by: str, reason: str
-    ) -> int:
-        """Have deferred transactions tried now; returns how many."""
-        with _acting(by), reach_target(self._settings) as target:
+    def run_deferred(self, selection: DeferredSelection, by: str, reason: str) -> int:
+        """Make deferred transactions due now; return how many."""
+        with acting(by), reach_target(self._settings) as target:
             deferrals = DeferredTransactions(self._settings, target)
-            return sum(deferrals.run(deferrals.find(wanted), reason).values())
+            return sum(deferrals.run(deferrals.find(selection), reason).values())
 
-    def cancel_deferred(
-        self, wanted: deferred_selection.DeferredSelection, by: str, reason: str
-    ) -> int:
-        """Give deferred transactions up to the dead letters; returns how many."""
-        with _acting(by), reach_target(self._settings) as target:
+    def cancel_deferred(self, selection: DeferredSelection, by: str, reason: str) -> int:
+        """Dead-letter deferred transactions; return how many."""
+        with acting(by), reach_target(self._settings) as target:
             deferrals = DeferredTransactions(self._settings, target)
-            return deferrals.cancel(deferrals.find(wanted), reason)
+            return deferrals.cancel(deferrals.find(selection), reason)
 
     def dead_letters(
-        self, wanted: DeadFilter, limit: int = PAGE, before: int | None = None
+        self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
     ) -> Page[Listed]:
-        """Dead transactions, newest first."""
-        wanted = self._printed(wanted)
-        with _reading(), reach_target(self._settings) as target:
-            found = dead_letter_pages.listed(target, self.name, wanted, limit + 1, before)
-        return _page(found, limit, lambda each: each.number)
+        """List dead transactions, newest first."""
+        printed = self._printed(selection)
+        with reading(), reach_target(self._settings) as target:
+            rows = dead_letter_pages.listed(target, self.name, printed, limit + 1, before)
+        return _page(rows, limit, lambda each: each.number)
 
     def dead_kinds(self) -> tuple[dict[str, int], Sequence[Kind] | None]:
-        """How many dead events have which status, and the commonest kinds of fault; None where that takes long."""
-        with _reading(), reach_target(self._settings) as target:
+        """Count dead events by status, and the commonest kinds of fault; None if counting these takes long."""
+        with reading(), reach_target(self._settings) as target:
             statuses = dead_letter_pages.statuses(target, self.name)
         try:
-            with _reading(COUNT_SECONDS), reach_target(self._settings) as target:
+            with reading(COUNT_SECONDS), reach_target(self._settings) as target:
                 return statuses, dead_letter_pages.kinds(target, self.name, _KINDS)
         except psycopg.errors.QueryCanceled:
             return statuses, None
 
     def dead_letter(
         self, dead_letter_id: int, limit: int = _EVENTS_SHOWN, after: int | None = None
-    ) -> Dead:
-        """The dead transaction that holds a dead letter, and its events after one. Raises Missing."""
-        with _reading(), reach_target(self._settings) as target:
+    ) -> DeadTransactionPage:
+        """Read the dead transaction of a dead letter, with its events after the dead letter `after`. Raises Missing."""
+        with reading(), reach_target(self._settings) as target:
             number = dead_letters.transaction_of(target, self.name, dead_letter_id)
             if number is None:
                 raise self._no_dead_letter(dead_letter_id)
-            found = dead_letter_pages.events(target, number, limit + 1, after or 0)
+            events = dead_letter_pages.events(target, number, limit + 1, after or 0)
             done = dead_letters.actions(target, number)
             running = presence.instances(target, self.name)
-        return Dead(number, _page(found, limit, lambda each: int(each["id"])), done, running)
+        page = _page(events, limit, lambda each: int(each["id"]))
+        return DeadTransactionPage(number, page, done, running)
 
     def payload(self, dead_letter_id: int) -> str:
-        """The whole payload of a dead letter, as JSON text. Raises Missing."""
-        with _reading(), reach_target(self._settings) as target:
-            found = dead_letter_pages.payload(target, self.name, dead_letter_id)
-        if found is None:
+        """Read the whole payload of a dead letter, as JSON text. Raises Missing."""
+        with reading(), reach_target(self._settings) as target:
+            text = dead_letter_pages.payload(target, self.name, dead_letter_id)
+        if text is None:
             raise self._no_dead_letter(dead_letter_id)
-        return found
+        return text
 
     def edit(self, dead_letter_id: int, payload: str, by: str, reason: str) -> None:
-        """Give an event of a dead transaction another payload."""
-        with _acting(by), reach_target(self._settings) as target:
+        """Replace the payload of an event of a dead transaction."""
+        with acting(by), reach_target(self._settings) as target:
             DeadLetters(self._settings, target).edit(dead_letter_id, payload, reason)
 
-    def find_dead(self, wanted: DeadFilter) -> DeadFound:
-        """How many dead transactions a filter selects."""
-        with _reading(), reach_target(self._settings) as target:
-            return DeadLetters(self._settings, target).find(self._printed(wanted))
+    def find_dead(self, selection: DeadLetterSelection) -> FoundDeadLetters:
+        """Find the dead transactions that an action would concern."""
+        with reading(), reach_target(self._settings) as target:
+            return DeadLetters(self._settings, target).find(self._printed(selection))
 
-    def replay(self, wanted: DeadFilter, by: str, reason: str) -> Replayed:
+    def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> Replayed:
         """Queue dead transactions to be applied or delivered again."""
-        with _acting(by), reach_target(self._settings) as target:
-            letters = DeadLetters(self._settings, target)
-            found = letters.find(self._printed(wanted))
+        with acting(by), reach_target(self._settings) as target:
+            dead = DeadLetters(self._settings, target)
+            found = dead.find(self._printed(selection))
             warnings = [
                 f"handler {name}, in which {count} of them failed, is not configured any more: they go where the "
                 "routes lead now"
-                for name, count in letters.missing_handlers(found).items()
+                for name, count in dead.missing_handlers(found).items()
             ]
-            queued = len(letters.replay(found, reason))
-            if queued and not letters.instances():
+            queued = len(dead.replay(found, reason))
+            if queued and not dead.instances():
                 warnings.append("no instance is running: they are tried when one starts")
         return Replayed(queued, warnings)
 
-    def discard(self, wanted: DeadFilter, by: str, reason: str) -> int:
-        """Give dead transactions up; returns how many."""
-        with _acting(by), reach_target(self._settings) as target:
-            letters = DeadLetters(self._settings, target)
-            return letters.discard(letters.find(self._printed(wanted)), reason)
+    def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
+        """Discard dead transactions; return how many."""
+        with acting(by), reach_target(self._settings) as target:
+            dead = DeadLetters(self._settings, target)
+            return dead.discard(dead.find(self._printed(selection)), reason)
 
     def actions(
         self, limit: int = PAGE, before: int | None = None, sink: str | None = None
     ) -> Page[Action]:
-        """What was done to the group and its sinks, newest first."""
-        with _reading(), reach_target(self._settings) as target:
-            found = actions.recent(target, self.name, limit + 1, sink, before)
-        return _page(found, limit, lambda each: each.id)
+        """List the actions on the group and its sinks, newest first."""
+        with reading(), reach_target(self._settings) as target:
+            rows = actions.recent(target, self.name, limit + 1, sink, before)
+        return _page(rows, limit, lambda each: each.id)
 
     def dead_letter_actions(
         self, limit: int = PAGE, before: int | None = None
     ) -> Page[ActedOnDead]:
-        """What was done about dead letters, newest first."""
-        with _reading(), reach_target(self._settings) as target:
-            found = dead_letter_pages.acted(target, self.name, limit + 1, before)
-        return _page(found, limit, lambda each: each.id)
+        """List the actions on dead letters, newest first."""
+        with reading(), reach_target(self._settings) as target:
+            rows = dead_letter_pages.acted(target, self.name, limit + 1, before)
+        return _page(rows, limit, lambda each: each.id)
 
-    def _printed(self, wanted: DeadFilter) -> DeadFilter:
-        """The filter with ids as PostgreSQL prints them."""
-        source, host, transaction = self._settings.source, wanted.host_id, wanted.transaction_id
+    def _printed(self, selection: DeadLetterSelection) -> DeadLetterSelection:
+        """Return the selection with ids in the form in which PostgreSQL prints them."""
+        source, host, transaction = (
+            self._settings.source,
+            selection.host_id,
+            selection.transaction_id,
+        )
         return replace(
-            wanted,
+            selection,
             host_id=host and source.printed_id("host_id", host, "host"),
             transaction_id=transaction
             and source.printed_id("transaction_id", transaction, "transaction"),
@@ -365,37 +352,3 @@ class GroupView:
 
     def _no_dead_letter(self, dead_letter_id: int) -> Missing:
         return Missing(f"there is no dead letter {dead_letter_id} in group {self.name!r}")
-
-
-_asking = BoundedSemaphore(ASKING)
-
-
-@contextmanager
-def _sessions(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sessions with settings, for a request whose turn it is. Raises TransientFault where too many wait."""
-    if not _asking.acquire(timeout=_TURN_SECONDS):
-        raise TransientFault(
-            f"the databases do not answer: {ASKING} requests wait for them: try again later"
-        )
-    try:
-        with sessions_with(settings):
-            yield
-    finally:
-        _asking.release()
-
-
-@contextmanager
-def _reading(seconds: float = READ_SECONDS) -> Iterator[None]:
-    with _sessions({"statement_timeout": f"{seconds * 1000:.0f}"}):
-        yield
-
-
-@contextmanager
-def _acting(by: str) -> Iterator[None]:
-    settings = {
-        "statement_timeout": f"{ACT_SECONDS * 1000:.0f}",
-        "lock_timeout": f"{_LOCK_SECONDS * 1000:.0f}",
-        "relay.operator": by,
-    }
-    with _sessions(settings):
-        yield

@@ -1,4 +1,4 @@
-"""Series for charts, made of the samples that the running relay keeps (`relay.observe.history`)."""
+"""Derives series for charts from the samples that a running relay keeps (`relay.observe.history`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import pairwise
 from relay.observe.history import Sample
 
 _POINTS = 180
-"""Points of a series at most: a chart has not many more pixels."""
+"""Largest number of points of a series: more would not be visible in a chart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value at a time, in seconds since 1970; None where it was not known."""
+    """A value at a time in seconds since 1970; None if it was unknown then."""
 
     at: float
     value: float | None
@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What was measured over the last hours. `unit` is bytes, seconds, events/s, transactions/s or a plural."""
+    """Measured values, oldest first. `unit` is bytes, seconds, events/s, transactions/s or a plural."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ Value = Callable[[Sample], float | None]
 
 
 def of_group(samples: Sequence[Sample]) -> list[Series]:
-    """Throughput, lag and what is deferred, of the whole group."""
+    """Return throughput, lag and deferred transactions of the whole group."""
     return [
         Series("throughput", "Throughput", "events/s", _rates(samples, _value("events_total"))),
         Series(
@@ -47,7 +47,7 @@ def of_group(samples: Sequence[Sample]) -> list[Series]:
 
 
 def of_sink(samples: Sequence[Sample], sink: str) -> list[Series]:
-    """Throughput and lag of one sink."""
+    """Return throughput and lag of one sink."""
     return [
         Series(
             "delivered",
@@ -68,12 +68,12 @@ def _sink_value(sink: str, name: str) -> Value:
 
 
 def _most(samples: Sequence[Sample], value: Value) -> list[Point]:
-    """The greatest value of each interval."""
+    """Return the greatest value of each interval."""
     return _by_interval([Point(each.at, value(each)) for each in samples], max)
 
 
 def _rates(samples: Sequence[Sample], value: Value) -> list[Point]:
-    """How much a count grew in each second, on average over each interval."""
+    """Return the average growth of a count per second in each interval."""
     rates = [
         Point(after.at, _rate(value(before), value(after), after.at - before.at))
         for before, after in pairwise(samples)

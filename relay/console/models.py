@@ -1,10 +1,10 @@
-"""What the HTTP API takes and answers, beyond the rows that relay's own functions return."""
+"""Requests and responses of the HTTP API, beyond the rows that other modules of relay define."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,8 +18,9 @@ from pydantic import (
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
-from relay.store import dead_letter_selection, deferred_selection
+from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.dead_letters import DeadLetterAction
+from relay.store.deferred_selection import DeferredSelection
 
 REASON_CHARACTERS = 1_000
 
@@ -34,27 +35,27 @@ def _aware(moment: datetime) -> datetime:
 
 
 Moment = Annotated[datetime, AfterValidator(_aware)]
-"""A time; without a zone it is UTC."""
+"""A time; in UTC if it has no zone."""
 
 
 class Model(BaseModel):
-    """An object of the API; unknown members are refused."""
+    """An object of the API; unknown members are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DeadLetterFilter(Model):
-    """Which dead transactions: those with an event that all of this holds of."""
+    """Selects dead transactions with an event that meets every condition."""
 
     ids: list[int] = Field(
-        default=[], description="Dead letters; their transactions are taken whole."
+        default=[], description="Ids of dead letters; selects their whole transactions."
     )
     transaction: Text | None = None
     host: Text | None = None
     handler: Text | None = Field(None, description="The handler that failed.")
     kind: Text | None = Field(
         None,
-        description="The kind of fault: what the exception begins with, as CheckViolation [23514].",
+        description="The kind of fault, as the exception begins: CheckViolation [23514].",
     )
     event_type: Text | None = None
     sink: Text | None = Field(None, description="The sink that it belongs to; empty: the target.")
@@ -63,9 +64,9 @@ class DeadLetterFilter(Model):
     until: Moment | None = Field(None, description="Dead-lettered before.")
     status: Literal["dead", "replaying", "replayed", "discarded"] | None = None
 
-    def asked(self) -> dead_letter_selection.DeadLetterSelection:
-        """The filter of the store."""
-        return dead_letter_selection.DeadLetterSelection(
+    def selection(self) -> DeadLetterSelection:
+        """Return the selection of the store."""
+        return DeadLetterSelection(
             tuple(self.ids),
             self.transaction,
             self.host,
@@ -81,7 +82,7 @@ class DeadLetterFilter(Model):
 
 
 class DeferredFilter(Model):
-    """Which deferred transactions: those that all of this holds of."""
+    """Selects deferred transactions that meet every condition."""
 
     ids: list[int] = []
     sink: Text | None = Field(None, description="The sink that it goes to; empty: the target.")
@@ -90,9 +91,9 @@ class DeferredFilter(Model):
     key: Text | None = Field(None, description="One of its ordering keys.")
     host: Text | None = None
 
-    def asked(self) -> deferred_selection.DeferredSelection:
-        """The filter of the store."""
-        return deferred_selection.DeferredSelection(
+    def selection(self) -> DeferredSelection:
+        """Return the selection of the store."""
+        return DeferredSelection(
             tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host
         )
 
@@ -112,53 +113,53 @@ class DeferredQuery(DeferredFilter):
 
 
 class Act(Model):
-    """Why something is done; kept with the action."""
+    """An action, and its reason, which is stored with it."""
 
     reason: ReasonText
 
 
 class SeekAct(Act):
-    """Where to go on: a c_offset, a time, beginning or end."""
+    """A seek of a sink, to a c_offset, a time, beginning or end."""
 
     to: Text = Field(examples=["2026-03-01T12:00", "beginning", "end", "4711"])
-    dry_run: bool = Field(False, description="Only say what would be done.")
+    dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
 class OffsetsSeekAct(SeekAct):
-    """As for a sink; an LSN too. With `partition` only that one moves."""
+    """A seek of the group, also to an LSN; with `partition`, of that partition only."""
 
     partition: int | None = None
 
 
 class RebuildAct(Act):
-    """From where everything is delivered again."""
+    """A rebuild of a sink: deliver everything again from a position on."""
 
     from_: Text = Field("beginning", alias="from")
-    dry_run: bool = Field(False, description="Only say what would be done.")
+    dry_run: bool = Field(False, description="Only report what the action would do.")
 
 
 class DeadLettersAct(Act):
-    """Which dead transactions; `all` is needed where the filter is empty."""
+    """An action on dead transactions; an empty filter needs `all`."""
 
     filter: DeadLetterFilter = DeadLetterFilter()
     all: bool = False
 
 
 class DeferredAct(Act):
-    """Which deferred transactions; `all` is needed where the filter is empty."""
+    """An action on deferred transactions; an empty filter needs `all`."""
 
     filter: DeferredFilter = DeferredFilter()
     all: bool = False
 
 
 class EditAct(Act):
-    """Another payload, as JSON text, so that numbers keep every digit."""
+    """A new payload, as JSON text, so that numbers keep every digit."""
 
     payload: Annotated[str, StringConstraints(max_length=1_000_000)]
 
 
 class Problem(BaseModel):
-    """What went wrong, as RFC 9457 describes it; `detail` is one line for a person."""
+    """An error, as RFC 9457 defines it; `detail` is one line for a person."""
 
     type: str = "about:blank"
     title: str
@@ -167,31 +168,27 @@ class Problem(BaseModel):
 
 
 class Changed(BaseModel):
-    """Whether that changed anything."""
+    """Whether the action changed anything."""
 
     changed: bool
 
 
 class Count(BaseModel):
-    """How many transactions that concerned."""
+    """How many transactions the action concerned."""
 
     transactions: int
     warnings: list[str] = []
 
 
 class Moved(BaseModel):
-    """Where a sink or a group goes on, in words; what of its dead and deferred transactions is given up for that."""
+    """The new position of a sink or a group in words, and how many dead and deferred transactions are given up."""
 
     goes_on: str
     dead: int
     deferred: int
     done: bool
-    again: int | None = Field(
-        None, description="Events that are delivered again, where that is known."
-    )
-    skipped: int | None = Field(
-        None, description="Events that are passed over, where that is known."
-    )
+    again: int | None = Field(None, description="Events that are delivered again; null if unknown.")
+    skipped: int | None = Field(None, description="Events that are skipped; null if unknown.")
 
 
 class GroupName(BaseModel):
@@ -201,15 +198,15 @@ class GroupName(BaseModel):
 
 
 class StatusAnswer(BaseModel):
-    """What `relay status --json` prints, and what is not as it should be, a line each."""
+    """What `relay status --json` prints, and a line for each part that needs attention."""
 
     troubles: list[str]
     status: dict[str, Any]
 
     @classmethod
-    def of(cls, found: Status, troubles: list[str]) -> StatusAnswer:
-        """The answer for a status."""
-        return cls(troubles=troubles, status=found.as_json())
+    def of(cls, status: Status, troubles: list[str]) -> StatusAnswer:
+        """Return the response for a status."""
+        return cls(troubles=troubles, status=status.as_json())
 
 
 class Payload(BaseModel):
@@ -219,38 +216,33 @@ class Payload(BaseModel):
 
 
 class DeadAnswer(BaseModel):
-    """A dead transaction: some of its events, of long values the beginning; what was done about it."""
+    """A dead transaction: a page of its events, with long values cut, and the actions on it."""
 
     number: int
     events: list[dict[str, Any]]
-    next: int | None = Field(description="Give it as `after` for the events that follow.")
+    next: int | None = Field(description="`after` of the following page; null at the end.")
     actions: Sequence[DeadLetterAction]
 
 
 def one_line(error: ValidationError, prefix: str = "") -> str:
-    """What is wrong with the first value, and where. Never the value."""
+    """Return the first fault of a validation and its location on one line, without the value."""
     fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return described(fault["loc"], fault["msg"], prefix)
 
 
 def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:
-    """A fault of validation on one line."""
+    """Return a fault of a validation and its location on one line."""
     key = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
     text = message.removeprefix("Value error, ")
     return f"{prefix}{key or 'the request'}: {text[:1].lower()}{text[1:]}"
 
 
-def dead_letter_filter(values: dict[str, Any]) -> DeadLetterFilter:
-    """The filter that fields of a form give; empty ones say nothing. Raises ConfigurationError."""
-    try:
-        return DeadLetterFilter.model_validate(values)
-    except ValidationError as error:
-        raise ConfigurationError(one_line(error)) from None
+Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter)
 
 
-def deferred_filter(values: dict[str, Any]) -> DeferredFilter:
-    """The filter that fields of a form give. Raises ConfigurationError."""
+def filter_of(model: type[Filter], values: dict[str, Any]) -> Filter:
+    """Return the filter that the fields of a form make. Raises ConfigurationError."""
     try:
-        return DeferredFilter.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(one_line(error)) from None

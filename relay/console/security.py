@@ -1,4 +1,4 @@
-"""Who may use the console, and which requests come from its own pages."""
+"""Authenticates callers of the console, and recognises requests that come from its own pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from starlette.requests import Request
 from relay.config.observe import ConsoleSettings
 
 COOKIE = "relay_console"
-"""The cookie of a browser that has logged in."""
+"""Name of the cookie of a browser that has logged in."""
 SESSION_SECONDS = 12 * 3600
-"""How long a login lasts."""
+"""Duration of a login."""
 OPERATOR_HEADER = "relay-operator"
-"""The header in which a program that sends the token says for whom it acts."""
+"""The header by which a program that sends the token names its operator."""
 NAME_CHARACTERS = 100
 
 _FAILURES = 10
@@ -35,9 +35,9 @@ _OWN_SITE = frozenset({"same-origin", "none"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a request. `browser`: the login is a cookie, which a browser sends along with every request.
+    """The caller of a request. `browser` says that a cookie authenticates it, which browsers send with every request.
 
-    `form_token` is what a form of this caller's pages carries, and no other site knows.
+    `form_token` is a CSRF token: forms of this caller's pages hold it, and other sites do not know it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Caller:
 
 
 class TooManyFailures(Exception):
-    """An address has sent too many wrong tokens; `seconds` says when it may try again."""
+    """An address has sent too many wrong tokens; it may try again after so many `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -54,23 +54,23 @@ class TooManyFailures(Exception):
 
 
 class Signer:
-    """Signs texts that come back from a browser, each for one purpose. Safe in several threads."""
+    """Signs values that a browser sends back, each for one purpose. Safe in several threads."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = hmac.digest(secret, b"relay console", sha256)
 
     def mac(self, purpose: str, text: str) -> str:
-        """The signature of a text."""
+        """Return the signature of a text."""
         mac = hmac.digest(self._key, f"{purpose}\n{text}".encode(), sha256)
         return base64.urlsafe_b64encode(mac).decode().rstrip("=")
 
     def sign(self, purpose: str, value: object) -> str:
-        """A JSON value as a text with its signature, made of what a cookie may hold."""
+        """Return a JSON value with its signature, as a text that a cookie can hold."""
         body = base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
         return f"{body}.{self.mac(purpose, body)}"
 
     def read(self, purpose: str, signed: str) -> Any:
-        """The value that was signed; None for anything else."""
+        """Return the signed value; None if the signature is invalid."""
         body, _, mac = signed.partition(".")
         if not equal(mac, self.mac(purpose, body)):
             return None
@@ -80,8 +80,8 @@ class Signer:
 class Failures:
     """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads.
 
-    The same one counts once: a program that still has a former token guesses nothing, and must not keep out all others
-    of its address, as behind a reverse proxy.
+    Each wrong token counts once: a program that still sends a former token must not lock out the other clients of its
+    address, which may be that of a reverse proxy.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +98,7 @@ class Failures:
             raise TooManyFailures(left)
 
     def note(self, address: str, token: str) -> None:
-        """The address has sent a wrong token."""
+        """Count a wrong token of an address."""
         now = self._clock()
         with self._lock:
             since, tokens = self._counted.pop(address, (now, set()))
@@ -111,22 +111,22 @@ class Failures:
 
 
 class Guard:
-    """Recognises callers by the token, by a cookie made of it, or by the header of a reverse proxy."""
+    """Authenticates callers by the token, by a cookie signed with it, or by the header of a reverse proxy."""
 
     def __init__(self, console: ConsoleSettings) -> None:
         self._token = console.token.get_secret_value() if console.token else None
         self._user_header = console.user_header
-        # Without a token nothing but forms is signed; those of a process that has ended are refused.
+        # Without a token only forms are signed, so a restart may invalidate them.
         self.signer = Signer(self._token.encode() if self._token else secrets.token_bytes(32))
         self._failures = Failures()
 
     @property
     def has_login(self) -> bool:
-        """Whether a person may log in with the token."""
+        """Whether the console has a token to log in with."""
         return self._token is not None
 
     def caller(self, request: Request) -> Caller | None:
-        """Who makes a request; None if that is nobody who may. Raises TooManyFailures."""
+        """Return the caller of a request; None if it is not authenticated. Raises TooManyFailures."""
         bearer = _bearer(request.headers)
         if bearer is not None:
             return self._of_token(request, bearer)
@@ -135,7 +135,7 @@ class Guard:
         return self._of_cookie(request)
 
     def log_in(self, request: Request, token: str, name: str) -> str | None:
-        """The cookie of whoever knows the token; None for a wrong one. Raises TooManyFailures."""
+        """Return the cookie of a login; None for a wrong token. Raises TooManyFailures."""
         if not self._is_token(request, token):
             return None
         session = {"name": printable(name), "until": int(time.time()) + SESSION_SECONDS}
@@ -176,18 +176,18 @@ class Guard:
         return False
 
 
-def equal(given: str, wanted: str) -> bool:
-    """Whether two texts are the same, in a time that does not tell where they differ."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+def equal(given: str, expected: str) -> bool:
+    """Return whether two texts are the same, in a time that does not depend on where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
 def printable(name: str) -> str:
-    """A name without what a terminal or a log would act on, and not longer than a name is."""
+    """Return a name without control characters, cut to NAME_CHARACTERS."""
     return "".join(each for each in name.strip() if each.isprintable())[:NAME_CHARACTERS]
 
 
-def is_from_here(request: Request) -> bool:
-    """Whether no other site made a browser send the request."""
+def is_same_origin(request: Request) -> bool:
+    """Return whether the request comes from the console's own pages, or from no browser."""
     site = request.headers.get("sec-fetch-site")
     if site is not None and site not in _OWN_SITE:
         return False

@@ -1,4 +1,4 @@
-"""Serves the console from a thread of its own, beside whatever else the process does."""
+"""Serves the console from a thread of its own, beside relay or alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 _END_SECONDS = 5.0
-"""How long the process waits at most for requests that are being answered."""
+"""Longest wait of the process for requests in flight when it ends."""
 _BACKLOG = 128
 _REQUESTS = 64
-"""Requests that are answered side by side; more are refused with status 503."""
+"""Largest number of concurrent requests; further ones get status 503."""
 
 
 class Server:
-    """The console of some groups, from `start` to `close`."""
+    """The server of a console for some groups, from `start` to `close`."""
 
     def __init__(self, groups: Sequence[Settings], console: ConsoleSettings) -> None:
-        """Raises ConfigurationError if what the extra `console` brings is missing."""
+        """Raises ConfigurationError if a package of the extra `console` is not installed."""
         try:
             import uvicorn
 
             from relay.console.app import create_app
-            from relay.console.connections import Impatient
+            from relay.console.connections import IdleTimeoutProtocol
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "relay":
                 raise
@@ -43,9 +43,9 @@ class Server:
             uvicorn.Config(
                 create_app(groups, console),
                 log_config=None,
-                # Below that is what any client can cause: it would fill the log.
+                # Any client can cause warnings, which would fill the log.
                 log_level="error",
-                http=Impatient,
+                http=IdleTimeoutProtocol,
                 ws="none",
                 access_log=False,
                 lifespan="off",
@@ -55,17 +55,17 @@ class Server:
             )
         )
         self._socket: socket.socket | None = None
-        # A request that waits for a database must not keep the process.
+        # A daemon, so that a request that waits for a database does not keep the process alive.
         self._thread = Thread(target=self._serve, name="relay console", daemon=True)
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the server listens on."""
         assert self._socket is not None  # noqa: S101
         return int(self._socket.getsockname()[1])
 
     def start(self) -> None:
-        """Listen, and answer requests from now on. Raises ConfigurationError if it cannot listen."""
+        """Listen and serve. Raises ConfigurationError if it cannot listen at the address."""
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -78,7 +78,7 @@ class Server:
         log.info("the console is served", extra={"address": f"{host}:{self.port}"})
 
     def close(self) -> None:
-        """Answer nothing more; waits a few seconds at most."""
+        """Stop serving; waits five seconds at most for requests in flight."""
         self._server.should_exit = True
         if self._thread.ident is not None:
             self._thread.join(_END_SECONDS)

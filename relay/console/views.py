@@ -1,4 +1,4 @@
-"""Renders pages: the templates, what all of them show, and how values are written for a person."""
+"""Renders pages: the templates, the values that all of them show, and filters that format values for a person."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from relay import __version__
 from relay.console.charts import HEIGHT, WIDTH, amount, duration
 from relay.console.security import Guard
 
-_SAID = "relay_said"
-_SAID_SECONDS = 60
+_FLASH = "relay_flash"
+"""Name of the cookie with the message about the last action."""
+_FLASH_SECONDS = 60
 SECTIONS = (
     ("", "Overview"),
     ("sinks", "Sinks"),
@@ -25,11 +26,11 @@ SECTIONS = (
     ("partitions", "Partitions"),
     ("actions", "Actions"),
 )
-"""The pages of a group that the navigation has: path and title."""
+"""Path and title of the pages of a group in the navigation."""
 
 
 class Views:
-    """The pages of the console. Everything that a template prints is escaped."""
+    """Renders the pages of the console. Templates escape all values."""
 
     def __init__(self, guard: Guard, groups: Sequence[str]) -> None:
         self._guard = guard
@@ -58,33 +59,33 @@ class Views:
         }
 
     def page(self, request: Request, template: str, code: int = 200, **values: Any) -> HTMLResponse:
-        """A page of a group, or one of no group, with what was said about the last action."""
+        """Render a page, of a group or of none, with the message about the last action."""
         caller = getattr(request.state, "caller", None)
-        message = self._guard.signer.read("said", request.cookies.get(_SAID, ""))
-        shown = {
+        message = self._guard.signer.read("flash", request.cookies.get(_FLASH, ""))
+        context = {
             "group": request.path_params.get("group"),
             "groups": self._groups,
             "user": caller,
-            "said": message,
+            "flash": message,
             "now": datetime.now(UTC),
             **values,
         }
-        answer = HTMLResponse(self._templates.get_template(template).render(shown), code)
+        answer = HTMLResponse(self._templates.get_template(template).render(context), code)
         if message is not None:
-            answer.delete_cookie(_SAID, httponly=True, samesite="strict")
+            answer.delete_cookie(_FLASH, httponly=True, samesite="strict")
         return answer
 
     def error(self, request: Request, status: int, title: str, detail: str) -> Response:
-        """The page that says why there is no other."""
+        """Render the page of an error."""
         return self.page(request, "error.html", status, title=title, detail=detail)
 
     def done(self, request: Request, to: str, text: str, warnings: Sequence[str] = ()) -> Response:
-        """Go on to a page, which says what was done."""
+        """Redirect to a page that shows `text` about the last action."""
         answer = RedirectResponse(to, 303)
         answer.set_cookie(
-            _SAID,
-            self._guard.signer.sign("said", {"text": text[:500], "warnings": list(warnings)[:5]}),
-            max_age=_SAID_SECONDS,
+            _FLASH,
+            self._guard.signer.sign("flash", {"text": text[:500], "warnings": list(warnings)[:5]}),
+            max_age=_FLASH_SECONDS,
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",
@@ -95,7 +96,7 @@ class Views:
 def address(
     group: str, page: str = "", values: Mapping[str, Any] | None = None, **more: Any
 ) -> str:
-    """The URL of a page of a group; of values, those that are empty are left out."""
+    """Return the URL of a page of a group, with a query of the values that are not None or empty."""
     given = {
         name: value
         for name, value in {**(values or {}), **more}.items()
@@ -106,12 +107,12 @@ def address(
 
 
 def when(moment: datetime | None) -> str:
-    """A time in UTC, to the second."""
+    """Format a time in UTC, to the second."""
     return "-" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def ago(moment: datetime | None) -> str:
-    """How long ago a time is."""
+    """Format how long ago a time is."""
     if moment is None:
         return "-"
     seconds = (datetime.now(UTC) - moment).total_seconds()
@@ -119,10 +120,10 @@ def ago(moment: datetime | None) -> str:
 
 
 def age(moment: datetime | None) -> str:
-    """How long something lasts that began then."""
+    """Format the duration since a time."""
     return "-" if moment is None else duration((datetime.now(UTC) - moment).total_seconds())
 
 
 def number(value: int | None) -> str:
-    """A count with its thousands apart."""
+    """Format a count with separators of thousands."""
     return "-" if value is None else f"{value:,}"

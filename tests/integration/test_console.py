@@ -372,7 +372,7 @@ def test_the_api_does_the_same(outbox: Outbox) -> None:
             whole = api.client.post("/dead-letters/discard", json={"reason": "x"})
             assert (whole.status_code, whole.json()["detail"]) == (
                 409,
-                "filter: say which, or all: true",
+                "filter: is empty: give a condition, or all: true",
             )
             missing = api.client.get("/dead-letters/999")
             assert missing.status_code == 404
@@ -516,7 +516,7 @@ def test_a_large_payload_is_cut(outbox: Outbox, settings: Settings, address: str
     visitor = Visitor(address)
     page = visitor.page(f"{G}/dead-letter?id={dead_letter}")
     assert len(page) < 60_000
-    assert "of which the beginning is shown" in page
+    assert "characters are shown" in page
     assert "Too large to edit here" in page
     saved = visitor.client.get(f"{G}/dead-letter/payload?id={dead_letter}")
     assert len(saved.json()["note"]) == 3_000_000
@@ -542,7 +542,7 @@ def test_a_database_that_is_away_is_said(tmp_path: Path, capfd: pytest.CaptureFi
             problem = Program(address).client.get("/sinks")
     assert page.status_code == problem.status_code == 503
     assert "cannot connect" in page.text
-    assert problem.json()["title"] == "Not available now"
+    assert problem.json()["title"] == "Service Unavailable"
     output = page.text + problem.text + "".join(capfd.readouterr())
     assert "hush" not in output
     assert "Traceback" not in output

@@ -130,7 +130,7 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         _picture(browser, "dark")
         browser.set_view(*DESKTOP)
         browser.click(".tile a[href$='dead-letters']")
-        browser.wait_text("Why they died")
+        browser.wait_text("Kinds of fault")
         browser.click(".kinds a")
         _picture(browser, "dead-letters")
         browser.click("table tbody a")
@@ -142,7 +142,7 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         outbox.conn.execute("alter table projection drop constraint projection_amount_check")
         browser.type("#replay-reason", "refunds are allowed now")
         browser.click("#replay-form button.primary")
-        browser.wait_text("queued to be applied again", ".said")
+        browser.wait_text("queued to be applied again", ".flash")
         # The page reads itself again.
         browser.wait_text("It has been applied.", "#do-area")
         assert "refunds are allowed now" in browser.text("#done-area")
@@ -171,7 +171,7 @@ def test_an_operator_pauses_a_sink(
             browser.open(f"{address}/groups/default/sink?name=hook")
             browser.type("#pause-reason", "the endpoint is moved")
             browser.click("#pause-form button")
-            browser.wait_text("is paused", ".said")
+            browser.wait_text("is paused", ".flash")
             wait_until(lambda: "a sink is paused" in caplog.text)
             for number in range(5):
                 outbox.publish(host(number), event())
@@ -180,7 +180,7 @@ def test_an_operator_pauses_a_sink(
             _picture(browser, "sink")
             browser.type("#pause-reason", "it has moved")
             browser.click("#pause-form button")
-            browser.wait_text("goes on", ".said")
+            browser.wait_text("goes on", ".flash")
             wait_until(lambda: len(hook.requests) == 6)
             browser.wait_text("attached", "#state")
             for each in _PAGES:

@@ -18,7 +18,7 @@ from starlette.datastructures import URL
 from starlette.types import Message
 
 from relay.config.settings import Settings
-from relay.console import app, connections, group, measured
+from relay.console import app, connections, measured, sessions
 from relay.console.app import create_app
 from relay.console.charts import amount, chart, duration
 from relay.console.measured import Point, Series
@@ -101,7 +101,7 @@ def test_a_signature_is_for_one_purpose() -> None:
     signer = Signer(b"one")
     signed = signer.sign("session", {"name": "anna"})
     assert signer.read("session", signed) == {"name": "anna"}
-    assert signer.read("said", signed) is None
+    assert signer.read("flash", signed) is None
     assert Signer(b"two").read("session", signed) is None
     for changed in ("", ".", signed[:-1], "x" + signed, signed + ".x", "é.é"):
         assert signer.read("session", changed) is None
@@ -227,16 +227,19 @@ def test_databases_that_do_not_answer_leave_threads_for_others(
     """A frozen server answers nothing and ends nothing: who asks it must not take all there is."""
     released = Event()
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
-    monkeypatch.setattr(group, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.05)
     monkeypatch.setattr("relay.admin.sinks.listed", lambda *_, **__: released.wait() and [])
     known = {"authorization": f"Bearer {TOKEN}"}
     with (
         served(settings) as address,
         httpx.Client(base_url=address, timeout=20) as client,
-        ThreadPoolExecutor(group.ASKING + 5) as threads,
+        ThreadPoolExecutor(sessions.CONCURRENT_REQUESTS + 5) as threads,
     ):
         sinks = "/api/v1/groups/default/sinks"
-        asking = [threads.submit(client.get, sinks, headers=known) for _ in range(group.ASKING + 5)]
+        asking = [
+            threads.submit(client.get, sinks, headers=known)
+            for _ in range(sessions.CONCURRENT_REQUESTS + 5)
+        ]
         try:
             refused = next(as_completed(asking)).result()
             assert refused.status_code == 503

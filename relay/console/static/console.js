@@ -1,5 +1,5 @@
 "use strict";
-// Reads a page again that is watched, and puts in what has changed. Without this script everything works but that.
+// Refreshes the live parts of a page. Everything else works without this script.
 (() => {
   const main = document.querySelector("main[data-refresh]");
   const auto = document.getElementById("auto");
