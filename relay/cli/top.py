@@ -44,23 +44,23 @@ def top(
 
 def _print(settings: Settings) -> None:
     from relay.observe.frame import Size, lines
-    from relay.observe.rates import Observations
+    from relay.observe.rates import Trends
     from relay.observe.watch import Watch
 
-    watch, observations = Watch(settings), Observations()
+    watch, trends = Watch(settings), Trends()
     try:
-        picture = watch.read()
+        observation = watch.read()
     finally:
         watch.close()
-    observations.note(picture)
+    trends.note(observation)
     size = (
         Size(out.size.width, _WHOLE, out.options.ascii_only)
         if out.is_terminal
         else Size(_WHOLE, _WHOLE)
     )
-    for line in lines(picture, observations, size):
+    for line in lines(observation, trends, size):
         out.print(line, soft_wrap=True)
-    if picture.away:
+    if observation.faults:
         raise typer.Exit(1)
 
 

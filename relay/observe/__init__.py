@@ -1,1 +1,1 @@
-"""What a running relay tells about itself."""
+"""Observes groups: metrics, health and traces of a running relay, and the live view of `relay top`."""

@@ -1,4 +1,4 @@
-"""Shows how a long catch-up gets on: a bar on a terminal, a log line now and then elsewhere."""
+"""Shows the progress of a long catch-up: a bar on a terminal, a log line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from relay.model.batch import Batch
 log = logging.getLogger(__name__)
 
 MINIMUM_EVENTS = 50_000
-"""Rows that must be left for a catch-up to be shown."""
+"""Least number of unread rows of a catch-up that is shown."""
 LOG_SECONDS = 10.0
 
 
 class CatchUp:
-    """Told of every batch that is done; shows those of a catch-up: rows, rows a second, time left.
+    """The progress of catching up by polling: rows, rows per second, time left.
 
-    Events are counted as they are planned, so those that another instance applies count as done.
+    Rows count as done when they are planned, also if another instance applies them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class CatchUp:
         self._last_logged = 0.0
 
     def note(self, batch: Batch) -> None:
-        """One more batch is done."""
+        """Add a batch that is done."""
         window = batch.window
         left = window.left if window else 0
         if not self._running and left < MINIMUM_EVENTS:
@@ -54,7 +54,7 @@ class CatchUp:
             self._end()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._running:
             self._end()
 

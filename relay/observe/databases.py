@@ -1,8 +1,8 @@
-"""What metrics and health show of the two databases: read by threads of their own, on connections of their own.
+"""Reads from the two databases what metrics and health show, in threads and on connections of its own.
 
-A look is cheap: a row for each sink, slot and handler. Counts of what is unread, deferred and dead take as long as
-there is much of it, so they are read seldom where they take long, and only by a process that reads the source. A
-database that does not answer, and a count that takes long, keep nobody waiting who looks at something else.
+A poll is cheap: a row for each sink, slot and handler. The time of counting unread, deferred and dead events grows with
+their number, so counts are repeated less often the longer they take, and only in a process that reads the source. A
+database that does not answer, or a long count, does not delay the other polls.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Readings = TypeVar("Readings")
 
 APPLICATION_NAME = "relay observe"
 STATEMENT_SECONDS = 5
-"""How long a statement may take: what takes longer is not shown."""
+"""`statement_timeout` of polls and counts."""
 ANSWER_SECONDS = 5.0
-"""Seconds to wait for an answer: of a database that has not answered by then, nothing is shown."""
+"""Longest wait for a poll; the readings of a database that takes longer are unknown."""
 COUNT_SECONDS = 10.0
-"""How often is counted, at most."""
+"""Shortest interval between two counts."""
 COUNTING_SHARE = 0.05
-"""The share of the time that counting may take."""
-_REACH = {
+"""Largest share of the time that counting takes."""
+_TIMEOUTS = {
     "keepalives_idle": 5,
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""Within 20 s it is known that the peer has vanished."""
+"""Options of libpq by which a connection to a vanished peer fails within 20 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetReadings:
-    """What the target showed. `active` are the server processes, of those asked for, that work on a statement.
+    """Readings of the target.
 
-    `began` is when the last statement of each began or ended.
+    Of the server processes that a probe names, `active` are those that run a statement, and `began` is when the last
+    statement of each began or ended.
     """
 
     group: groups.GroupState | None
@@ -75,7 +76,7 @@ class TargetReadings:
 
 @dataclass(frozen=True, slots=True)
 class SourceReadings:
-    """What the source showed. `end` is the position of its WAL, None of a standby."""
+    """Readings of the source. `end` is the end of its WAL, None on a standby."""
 
     slot: SlotState | None
     safe_bytes: int | None
@@ -84,9 +85,9 @@ class SourceReadings:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """How many events a reader has not had, and how old the oldest was when they were counted, in seconds.
+    """How many events a reader has not read, and the age of the oldest when they were counted, in seconds.
 
-    An age that grew until the next count would be that of an event which may be long applied.
+    The age does not grow until the next count, since the event may be read meanwhile.
     """
 
     events: int
@@ -95,7 +96,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What takes long to count; None, or missing, where it took too long or cannot be told."""
+    """Counts; None, or missing, if a count takes too long or is not possible."""
 
     target: Unread | None = None
     sinks: Mapping[str, Unread] = field(default_factory=dict)
@@ -105,28 +106,28 @@ class Counted:
 
 
 @dataclass(slots=True, eq=False)
-class Probe(Generic[Found]):
-    """The last poll of a database: what it found, when it succeeded (monotonic clock, seconds), or why it failed.
+class Probe(Generic[Readings]):
+    """The last poll of a database: its readings, when it succeeded (monotonic clock, seconds), or why it failed.
 
-    `found` is None while nothing is known; `asking` is the thread that looks.
+    `readings` is None while they are unknown. `thread` runs the poll.
     """
 
-    found: Found | None = None
+    readings: Readings | None = None
     succeeded: float | None = None
     fault: str | None = None
-    asking: Thread | None = None
+    thread: Thread | None = None
 
     def is_up(self, within: float) -> bool:
-        """Whether it succeeded last, not longer ago than so many seconds."""
+        """Return whether the last poll succeeded, `within` so many seconds."""
         if self.succeeded is None or self.fault is not None:
             return False
         return time.monotonic() - self.succeeded <= within
 
 
 class Databases:
-    """Reads both databases. `look` is for one thread; what it finds may be read in any.
+    """Reads both databases. One thread calls `probe`; any thread may read the results.
 
-    `counted` is None while nothing is known.
+    `counted` is None while the counts are unknown.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -142,27 +143,27 @@ class Databases:
 
     @property
     def source_readings(self) -> SourceReadings | None:
-        """What the last poll of the source found; None while nothing is known."""
-        return self.source.found
+        """The readings of the source; None while they are unknown."""
+        return self.source.readings
 
     @property
     def target_readings(self) -> TargetReadings | None:
-        """What the last poll of the target found; None while nothing is known."""
-        return self.target.found
+        """The readings of the target; None while they are unknown."""
+        return self.target.readings
 
     def close(self) -> None:
-        """Close the connections, but those on which something is still asked."""
+        """Close the connections, unless a thread still uses one."""
         self._counts = False
-        if any(map(_runs, (self.source.asking, self.target.asking, self._counting))):
+        if any(map(_runs, (self.source.thread, self.target.thread, self._counting))):
             return
         for conn in self._connections.values():
             conn.close()
 
     def probe(self, pids: Iterable[int], counts: bool) -> None:
-        """Read both; `pids` are sessions of the target to look at, `counts` says that this process counts."""
+        """Poll both databases; `pids` are sessions of the target to read, `counts` says whether this process counts."""
         ends = time.monotonic() + ANSWER_SECONDS
-        self._ask(self.target, self._read_target, list(pids))
-        self._ask(self.source, self._read_source)
+        self._start(self.target, self._read_target, list(pids))
+        self._start(self.source, self._read_source)
         for probe in (self.target, self.source):
             self._await(probe, ends)
         self._counts = counts
@@ -173,40 +174,44 @@ class Databases:
             self._counting = Thread(self._count, name="observe counts", daemon=True)
             self._counting.start()
 
-    def _ask(self, probe: Probe[Found], read: Callable[..., Found], *arguments: object) -> None:
+    def _start(
+        self, probe: Probe[Readings], read: Callable[..., Readings], *arguments: object
+    ) -> None:
         """Poll a database, unless the last poll is still under way."""
-        if not _runs(probe.asking):
-            probe.asking = Thread(
-                self._try, name="observe looks", args=(probe, read, *arguments), daemon=True
+        if not _runs(probe.thread):
+            probe.thread = Thread(
+                self._poll, name="observe polls", args=(probe, read, *arguments), daemon=True
             )
-            probe.asking.start()
+            probe.thread.start()
 
     def _await(self, probe: Probe[Any], ends: float) -> None:
-        assert probe.asking is not None  # noqa: S101
-        probe.asking.join(max(0.0, ends - time.monotonic()))
-        if probe.asking.is_alive():
-            probe.found = None
+        assert probe.thread is not None  # noqa: S101
+        probe.thread.join(max(0.0, ends - time.monotonic()))
+        if probe.thread.is_alive():
+            probe.readings = None
 
-    def _try(self, probe: Probe[Found], read: Callable[..., Found], *arguments: object) -> None:
+    def _poll(
+        self, probe: Probe[Readings], read: Callable[..., Readings], *arguments: object
+    ) -> None:
         try:
-            probe.found = read(*arguments)
+            probe.readings = read(*arguments)
         except psycopg.Error as error:
-            probe.found, probe.fault = None, describe(error)
-            log.debug("cannot look at a database", extra={"fault": probe.fault})
+            probe.readings, probe.fault = None, describe(error)
+            log.debug("cannot poll a database", extra={"fault": probe.fault})
             return
         except Exception as error:
-            probe.found, probe.fault = None, kind_of(error)
-            log.exception("cannot observe")
+            probe.readings, probe.fault = None, kind_of(error)
+            log.exception("cannot observe the databases")
             return
         probe.succeeded, probe.fault = time.monotonic(), None
 
     @contextmanager
-    def _connected(self, of: str, use: str = "looks") -> Any:
-        """The connection to a database for one use, closed where it is of no use any more."""
+    def _connected(self, of: str, use: str = "polls") -> Any:
+        """Yield the connection to a database for one use; a broken one is closed."""
         conn = self._connections.get((of, use))
         if conn is None or conn.closed:
             dsn = self._settings.source_dsn if of == "source" else self._settings.target_dsn
-            conn = connect(dsn, application_name=APPLICATION_NAME, **_REACH)
+            conn = connect(dsn, application_name=APPLICATION_NAME, **_TIMEOUTS)
             self._connections[of, use] = conn
             pin_text_form(conn)
             conn.execute(
@@ -258,22 +263,22 @@ class Databases:
             return SourceReadings(slot, safe, None if end is None else Lsn.parse(end))
 
     def _count(self) -> None:
-        """Count, and rest after it for as long as that took many times over."""
+        """Count, and schedule the next count so that counting takes COUNTING_SHARE of the time at most."""
         began = time.monotonic()
-        found = None
+        counted = None
         try:
-            found = self._counted()
+            counted = self._counted()
         except psycopg.Error as error:
             log.debug("cannot count", extra={"fault": describe(error)})
         except Exception:
-            log.exception("cannot observe")
+            log.exception("cannot observe the databases")
         took = time.monotonic() - began
         self._next_count = began + max(COUNT_SECONDS, took / COUNTING_SHARE)
-        if self._counts and found is not None:
-            self.counted = found
+        if self._counts and counted is not None:
+            self.counted = counted
 
     def _counted(self) -> Counted:
-        """Count what takes as long as there is much of it. Raises psycopg.OperationalError."""
+        """Return the counts. Raises psycopg.OperationalError."""
         group = self._settings.group
         with (
             self._connected("target", "counts") as target,
@@ -292,13 +297,14 @@ class Databases:
         applied = applied_in(target, group)
         if not applied:
             return None
-        found = self._rows.unread(source, applied, snapshots.noted(target, group))
-        moments = [moment for _, moment in found.values() if moment is not None]
-        return Unread(sum(count for count, _ in found.values()), age(min(moments, default=None)))
+        partitions = self._rows.unread(source, applied, snapshots.noted(target, group))
+        oldest = [moment for _, moment in partitions.values() if moment is not None]
+        events = sum(count for count, _ in partitions.values())
+        return Unread(events, age(min(oldest, default=None)))
 
     def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Unread]:
-        """Of the configured sinks that the stream does not feed."""
-        found: dict[str, Unread] = {}
+        """Count the unread events of each configured sink that the stream does not feed."""
+        counts: dict[str, Unread] = {}
         configured = self._settings.sink_handlers
         running = presence.instances(target, self._settings.group)
         for each in sinks.read(target, self._settings.group, configured):
@@ -310,12 +316,12 @@ class Databases:
             unread = _or_none(self._rows.unread_after, source, each.position, done)
             if unread is not None:
                 events, oldest = unread
-                found[each.sink] = Unread(events, age(oldest))
-        return found
+                counts[each.sink] = Unread(events, age(oldest))
+        return counts
 
 
-def _or_none(read: Callable[..., Found], *arguments: object) -> Found | None:
-    """What is read; None where that takes too long, or the outbox does not tell it."""
+def _or_none(read: Callable[..., Readings], *arguments: object) -> Readings | None:
+    """Return what `read` returns; None if it takes too long, or the outbox lacks what it needs."""
     try:
         return read(*arguments)
     except psycopg.OperationalError as error:
@@ -331,5 +337,5 @@ def _runs(thread: Thread | None) -> bool:
 
 
 def age(moment: datetime | None) -> float:
-    """How many seconds ago a moment was; 0 for none."""
+    """Return the seconds since a moment; 0 for None."""
     return 0.0 if moment is None else max(0.0, (datetime.now(UTC) - moment).total_seconds())

@@ -17,13 +17,13 @@ from relay.store.connections import connect
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 5.0
-"""Counts are stored at most this often."""
+"""Shortest interval between two writes of the counts."""
 
 
 class EngineCounts:
-    """Adds up what is applied by engine and reason; a thread of its own stores it in `relay.engines`.
+    """Counts batches, events and transactions by engine and reason; a thread of its own adds them to `relay.engines`.
 
-    What cannot be stored is stored later; what is not stored when the process dies is not counted.
+    Counts that cannot be stored are stored later; those of a process that dies are lost.
     """
 
     def __init__(self, dsn: str, group: str, interval: float = STORE_SECONDS) -> None:
@@ -36,7 +36,7 @@ class EngineCounts:
         self._thread = FlushThread(self._store, "engines", interval)
 
     def start(self) -> None:
-        """Begin to store."""
+        """Start the thread."""
         self._thread.start()
 
     def note(self, batch: Batch, outcome: Outcome) -> None:
@@ -49,7 +49,7 @@ class EngineCounts:
         self._thread.note()
 
     def close(self) -> None:
-        """Store what is left and end."""
+        """Store the remaining counts and end the thread."""
         self._thread.close()
 
     def _store(self) -> None:
@@ -57,7 +57,7 @@ class EngineCounts:
             batches, self._batches = self._batches, Counter()
             events, self._events = self._events, Counter()
             transactions, self._transactions = self._transactions, Counter()
-            self._thread.taken()
+            self._thread.clear()
         if not batches:
             return
         try:
@@ -74,7 +74,7 @@ class EngineCounts:
 
 
 def _transactions(batch: Batch) -> int:
-    """How many business transactions a batch has; of polled rows database transactions, before the rows are read."""
+    """Return how many business transactions a batch has; of a window, whose rows are unread, database transactions."""
     if batch.window is None:
         return len(batch.transactions)
     return sum(len(share.xids) for share in batch.window.shares)

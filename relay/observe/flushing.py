@@ -1,4 +1,4 @@
-"""A thread that writes out what others have added up, at intervals and only while there is something."""
+"""A thread that writes out sums of other threads, at intervals and only if there are any."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from relay.threads import Thread
 
 
 class FlushThread:
-    """Calls `flush` at most every `interval` seconds, once for all that is noted meanwhile.
+    """Calls `flush` `interval` seconds after a `note`, once for all notes in between.
 
-    `flush` begins with `taken` where it takes the sums, under the lock under which they are added; it must not raise.
+    `flush` must not raise. It calls `clear` when it takes the sums, under the lock under which others add to them.
     """
 
     def __init__(self, flush: Callable[[], None], name: str, interval: float) -> None:
@@ -26,15 +26,15 @@ class FlushThread:
         self._thread.start()
 
     def note(self) -> None:
-        """There is something to write out."""
+        """Note that there are sums to write out."""
         self._noted.set()
 
-    def taken(self) -> None:
-        """All that was noted is about to be written out."""
+    def clear(self) -> None:
+        """Forget the notes whose sums `flush` has taken."""
         self._noted.clear()
 
     def close(self) -> None:
-        """End the thread and write out what is left."""
+        """End the thread and write out the remaining sums."""
         self._closing.set()
         self._noted.set()
         if self._thread.is_alive():

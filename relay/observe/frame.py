@@ -1,4 +1,4 @@
-"""A group as lines for a terminal of any size: what `relay top` shows, and `relay demo` while it runs."""
+"""Formats the state of a group as lines for a terminal of any size, for `relay top` and `relay demo`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from math import ceil
 
 from rich.text import Text
 
-from relay.observe.rates import RATE, Observations
+from relay.observe.rates import RATE, Trends
 from relay.observe.terminal import printable
-from relay.observe.watch import Picture
+from relay.observe.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.sinks import StoredSink
@@ -20,88 +20,88 @@ from relay.store.sinks import StoredSink
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
 _NARROW = 70
-"""Columns, below which sparklines are left out."""
+"""Least number of columns at which sparklines are shown."""
 _SPARK = 16
 _WORST_PARTITIONS = 5
 _REASONS = 3
 _LABEL = 12
 _OLD_SECONDS = 10.0
-"""A picture that is older says so, whatever the interval is."""
+"""An older observation is marked as such, whatever the interval is."""
 
 GOOD, BAD, WEAK = "green", "bold red", "dim"
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Columns and lines of a terminal, and whether it can show more than ASCII."""
+    """Columns and lines of a terminal, and whether it shows only ASCII."""
 
     width: int
     height: int
     ascii_only: bool = False
 
 
-def lines(picture: Picture, observations: Observations, size: Size) -> list[Text]:
-    """The group on at most so many lines: what is wrong comes first, what does not fit is left out from below."""
+def lines(observation: Observation, trends: Trends, size: Size) -> list[Text]:
+    """Return the lines of a group, at most `size.height`: faults come first, and the last lines are dropped."""
     head = [
-        _title(picture),
-        *_away(picture),
-        _source(picture),
-        _slot(picture),
-        _rate(observations, size),
+        _title(observation),
+        *_faults(observation),
+        _source(observation),
+        _slot(observation),
+        _rate(trends, size),
     ]
     tail = [
-        *_deferred(picture),
-        *_dead(picture),
-        *_stopped(picture),
-        *_engines(picture, observations),
-        *_partitions(picture),
+        *_deferred(observation),
+        *_dead(observation),
+        *_stopped(observation),
+        *_engines(observation, trends),
+        *_partitions(observation),
     ]
-    # Three lines of readers are more than all of what follows them.
+    # On a small terminal, three lines of readers matter more than the lines after them.
     room = max(3, size.height - len(head) - len(tail))
-    found = [*head, *_readers(picture, observations, size, room), *tail][: size.height]
-    for line in found:
+    shown = [*head, *_readers(observation, trends, size, room), *tail][: size.height]
+    for line in shown:
         line.no_wrap = True
         line.truncate(size.width, overflow="ellipsis" if not size.ascii_only else "crop")
-    return found
+    return shown
 
 
-def _title(picture: Picture) -> Text:
+def _title(observation: Observation) -> Text:
     line = Text.assemble(
         ("relay", "bold"),
-        f"  group {_plain(picture.group)}  {picture.taken.astimezone():%H:%M:%S}",
+        f"  group {_plain(observation.group)}  {observation.completed.astimezone():%H:%M:%S}",
     )
-    age = (datetime.now(UTC) - picture.taken).total_seconds()
+    age = (datetime.now(UTC) - observation.completed).total_seconds()
     if age > _OLD_SECONDS:
         line.append(f"  no answer for {_age(age)}", BAD)
     return line
 
 
-def _away(picture: Picture) -> list[Text]:
+def _faults(observation: Observation) -> list[Text]:
     return [
-        Text(f"{key}: {_plain(why)}: what is shown of it is old", style=BAD)
-        for key, why in picture.away.items()
+        Text(f"{key}: {_plain(why)}: its values are old", style=BAD)
+        for key, why in observation.faults.items()
     ]
 
 
-def _source(picture: Picture) -> Text:
-    since = f" since {picture.since:%Y-%m-%d %H:%M:%S %Z}" if picture.since else ""
-    line = _labelled("source", f"{picture.mode or '-'}{since}")
-    if picture.reason:
-        line.append(f": {_plain(picture.reason)}", "yellow")
-    standby = [name for name in picture.instances if name != picture.active]
-    if picture.active:
-        line.append(f"  active {_plain(picture.active)}")
+def _source(observation: Observation) -> Text:
+    since = f" since {observation.since:%Y-%m-%d %H:%M:%S %Z}" if observation.since else ""
+    line = _labelled("source", f"{observation.mode or '-'}{since}")
+    if observation.reason:
+        line.append(f": {_plain(observation.reason)}", "yellow")
+    standby = [name for name in observation.instances if name != observation.active]
+    if observation.active:
+        line.append(f"  active {_plain(observation.active)}")
     else:
-        line.append("  nobody is active", BAD)
+        line.append("  no instance is active", BAD)
     if standby:
-        line.append(f", {len(standby)} standing by")
+        line.append(f", {len(standby)} on standby")
     return line
 
 
-def _slot(picture: Picture) -> Text:
-    slot = picture.slot
+def _slot(observation: Observation) -> Text:
+    slot = observation.slot
     if slot is None:
-        return _labelled("slot", "none", WEAK if picture.mode == "poll" else BAD)
+        return _labelled("slot", "none", WEAK if observation.mode == "poll" else BAD)
     line = _labelled("slot", slot.name)
     word, style = _slot_state(slot)
     line.append(f"  {word}", style)
@@ -118,57 +118,61 @@ def _slot_state(slot: SlotState) -> tuple[str, str]:
     if slot.lost:
         return f"lost ({slot.invalidation_reason})", BAD
     if slot.creating:
-        return "being made", "yellow"
-    return ("read", GOOD) if slot.active else ("not read", BAD)
+        return "being created", "yellow"
+    return ("active", GOOD) if slot.active else ("inactive", BAD)
 
 
-def _rate(observations: Observations, size: Size) -> Text:
-    rates = observations.rates()
+def _rate(trends: Trends, size: Size) -> Text:
+    rates = trends.rates()
     if rates is None:
         return _labelled("throughput", "-")
     line = _labelled(
         "throughput", f"{rates.events:,.0f} events/s  {rates.transactions:,.0f} transactions/s  "
     )
     if size.width >= _NARROW:
-        line.append(spark(observations.series(RATE), size.ascii_only), "cyan")
+        line.append(sparkline(trends.series(RATE), size.ascii_only), "cyan")
     return line
 
 
-def _readers(picture: Picture, observations: Observations, size: Size, room: int) -> list[Text]:
-    """The target and the sinks, the worst first, on so many lines."""
-    by_lag = sorted(picture.sinks, key=lambda sink: _severity(sink, picture.unread.get(sink.sink)))
+def _readers(observation: Observation, trends: Trends, size: Size, room: int) -> list[Text]:
+    """Return a line for the target and for each sink, the worst first, at most `room`."""
+    by_lag = sorted(
+        observation.sinks, key=lambda sink: _severity(sink, observation.unread.get(sink.sink))
+    )
     names = ["target", *(_plain(each.sink) for each in by_lag)]
     column = min(24, max(map(len, names)))
     wide = size.width >= _NARROW
     heading = f"{'reader':{column}}  {'state':10}  {'unread':>9}  {'oldest':>7}  {'bytes':>8}"
-    found = [Text(heading + ("  history" if wide else ""), style=WEAK)]
-    lag = picture.slot.lag_bytes if picture.slot else None
+    shown = [Text(heading + ("  history" if wide else ""), style=WEAK)]
+    lag = observation.slot.lag_bytes if observation.slot else None
     state = (
-        "stopped" if any(each.handler not in _names(picture) for each in picture.stopped) else ""
+        "stopped"
+        if any(each.handler not in _names(observation) for each in observation.stopped)
+        else ""
     )
     row = _Row(
         "target",
-        state or (picture.mode or "-"),
-        picture.unread.get(""),
+        state or (observation.mode or "-"),
+        observation.unread.get(""),
         lag,
         "",
-        observations.series(""),
+        trends.series(""),
     )
-    found.append(_reader(row, column, wide, size.ascii_only))
-    shown = max(1, room - 2 - (len(by_lag) > room - 2))
-    for sink in islice(by_lag, shown):
+    shown.append(_reader(row, column, wide, size.ascii_only))
+    count = max(1, room - 2 - (len(by_lag) > room - 2))
+    for sink in islice(by_lag, count):
         row = _Row(
             _plain(sink.sink),
             sink.state,
-            picture.unread.get(sink.sink),
+            observation.unread.get(sink.sink),
             lag if sink.state == "attached" else None,
             _why(sink),
-            observations.series(sink.sink),
+            trends.series(sink.sink),
         )
-        found.append(_reader(row, column, wide, size.ascii_only))
-    if len(by_lag) > shown:
-        found.append(Text(f"and {len(by_lag) - shown} sinks that lag less", style=WEAK))
-    return found
+        shown.append(_reader(row, column, wide, size.ascii_only))
+    if len(by_lag) > count:
+        shown.append(Text(f"and {len(by_lag) - count} sinks that lag less", style=WEAK))
+    return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +197,18 @@ def _reader(row: _Row, column: int, wide: bool, ascii_only: bool) -> Text:
     line.append(f"{row.state[:10]:10}", GOOD if good else "yellow")
     line.append(f"  {unread:>9}  {oldest:>7}  {_bytes(row.lag_bytes):>8}")
     if wide:
-        line.append(f"  {spark(row.series, ascii_only):{_SPARK}}", "cyan")
+        line.append(f"  {sparkline(row.series, ascii_only):{_SPARK}}", "cyan")
     if row.why:
         line.append(f"  {row.why}", BAD if row.state != "paused" else "yellow")
     return line
 
 
-def _names(picture: Picture) -> set[str]:
-    return {each.sink for each in picture.sinks}
+def _names(observation: Observation) -> set[str]:
+    return {each.sink for each in observation.sinks}
 
 
 def _severity(sink: StoredSink, backlog: Backlog | None) -> tuple[int, int, str]:
-    """A key by which the worst sink comes first."""
+    """Return a key that sorts the worst sink first."""
     return (0 if sink.fault else 1, -(backlog.events if backlog else 0), sink.sink)
 
 
@@ -218,8 +222,8 @@ def _why(sink: StoredSink) -> str:
     return f"{since}{_plain(sink.fault)}"
 
 
-def _deferred(picture: Picture) -> list[Text]:
-    summary = picture.deferred
+def _deferred(observation: Observation) -> list[Text]:
+    summary = observation.deferred
     if summary is None:
         return [_labelled("deferred", "not counted: it takes too long", WEAK)]
     if not summary.transactions:
@@ -227,31 +231,33 @@ def _deferred(picture: Picture) -> list[Text]:
     line = _labelled(
         "deferred", f"{summary.transactions:,} transactions, {summary.holding:,} holding", "yellow"
     )
-    found = [line]
+    lines = [line]
     for each in summary.reasons[:_REASONS]:
         whose = f"sink {_plain(each.sink)}: " if each.sink else ""
         cause = f"{_plain(each.handler or '-')}: {_plain(each.reason or '-')}"
         shown = cause if each.kind in ("retry", "holding") else each.kind
-        found.append(
+        lines.append(
             Text(f"{'':{_LABEL}}{each.transactions:,} since {_since(each.since)}: {whose}{shown}")
         )
-    return found
+    return lines
 
 
-def _dead(picture: Picture) -> list[Text]:
-    if picture.dead is None:
+def _dead(observation: Observation) -> list[Text]:
+    if observation.dead is None:
         return [_labelled("dead letters", "not counted: it takes too long", WEAK)]
-    if not picture.dead:
+    if not observation.dead:
         return [_labelled("dead letters", "0")]
-    most = sorted(picture.dead.items(), key=lambda item: -item[1])
+    most = sorted(observation.dead.items(), key=lambda item: -item[1])
     each = ", ".join(
         f"{_plain(sink or handler or 'no handler')} {count:,}"
         for (sink, handler), count in most[:6]
     )
-    return [_labelled("dead letters", f"{sum(picture.dead.values()):,} transactions: {each}", BAD)]
+    return [
+        _labelled("dead letters", f"{sum(observation.dead.values()):,} transactions: {each}", BAD)
+    ]
 
 
-def _stopped(picture: Picture) -> list[Text]:
+def _stopped(observation: Observation) -> list[Text]:
     return [
         _labelled(
             "stopped",
@@ -259,56 +265,56 @@ def _stopped(picture: Picture) -> list[Text]:
             f"{_plain(each.fault)}",
             BAD,
         )
-        for each in picture.stopped
+        for each in observation.stopped
     ]
 
 
-def _engines(picture: Picture, observations: Observations) -> list[Text]:
-    if not picture.engines:
+def _engines(observation: Observation, trends: Trends) -> list[Text]:
+    if not observation.engines:
         return []
     events: dict[str, int] = {}
-    for each in picture.engines:
+    for each in observation.engines:
         events[each.engine] = events.get(each.engine, 0) + each.events
     shown = []
     for engine, count in sorted(events.items()):
-        rates = observations.rates(engine)
+        rates = trends.rates(engine)
         rate = f", {rates.events:,.0f}/s" if rates and rates.events >= 1 else ""
         shown.append(f"{_plain(engine)} {count:,} events{rate}")
     return [_labelled("engines", "; ".join(shown))]
 
 
-def _partitions(picture: Picture) -> list[Text]:
-    """How many partitions there are, and those that lag most."""
-    if not picture.partitions:
+def _partitions(observation: Observation) -> list[Text]:
+    """Return the number of partitions, and those that lag most."""
+    if not observation.partitions:
         return []
-    backlog = picture.unread.get("")
+    backlog = observation.unread.get("")
     if backlog is None:
-        return [_labelled("partitions", f"{len(picture.partitions):,}")]
+        return [_labelled("partitions", f"{len(observation.partitions):,}")]
     worst = sorted(backlog.partitions.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
     more = f", {len(worst) - _WORST_PARTITIONS:,} more" if len(worst) > _WORST_PARTITIONS else ""
-    what = f"; unread in {shown}{more}" if shown else "; all is read"
-    return [_labelled("partitions", f"{len(picture.partitions):,}{what}")]
+    unread = f"; unread in {shown}{more}" if shown else "; all is read"
+    return [_labelled("partitions", f"{len(observation.partitions):,}{unread}")]
 
 
-def spark(series: Sequence[float], ascii_only: bool = False) -> str:
-    """The last values of a series as bars, the greatest one as the highest."""
+def sparkline(series: Sequence[float], ascii_only: bool = False) -> str:
+    """Return the last values of a series as bars, scaled to the greatest one."""
     last = series[-_SPARK:]
     bars = _ASCII_BARS if ascii_only else _BARS
     most = max(last, default=0)
     if most <= 0:
         return bars[0] * len(last)
-    # Rounded up: what is not nothing is seen.
+    # Rounded up, so that every value above 0 is visible.
     return "".join(bars[ceil(value / most * (len(bars) - 1))] for value in last)
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:
-    # The gap belongs to the text: a label may fill its column.
+    # A space after the column, since a label may fill it.
     return Text.assemble((f"{label:{_LABEL}} ", WEAK), (text, style))
 
 
 def _plain(text: str) -> str:
-    """The first line of a text, with control characters as escapes."""
+    """Return the first line of a text, with control characters escaped."""
     return printable(text.partition("\n")[0])
 
 
@@ -317,7 +323,7 @@ def _since(moment: datetime) -> str:
 
 
 def _age(seconds: float) -> str:
-    """A duration in two figures or so."""
+    """Format a duration with its largest unit."""
     seconds = max(0.0, seconds)
     for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h")):
         if seconds < limit:
@@ -326,7 +332,7 @@ def _age(seconds: float) -> str:
 
 
 def _bytes(count: int | None) -> str:
-    """A size in words."""
+    """Format a size with a decimal prefix."""
     if count is None:
         return "-"
     size = float(count)

@@ -1,4 +1,4 @@
-"""The gauges of a service: from its parts in memory, and from the last poll of the databases."""
+"""Reads the gauges of a service from its parts in memory and from the last poll of the databases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES: Mapping[str, str] = {STREAMS: "wal", POLLS: "poll", STANDBY: "standby", E
 
 
 class ServiceGauges:
-    """Reads the gauges of a service. Asks nobody and waits for nothing; safe in any thread."""
+    """Reads the gauges of a service from memory, without waiting. Safe in several threads."""
 
     def __init__(
         self, settings: Settings, parts: Parts, databases: Databases, liveness: Liveness
@@ -33,70 +33,70 @@ class ServiceGauges:
         self._liveness = liveness
 
     def __call__(self) -> Values:
-        """All gauges whose value is known now."""
-        found: Gauges = defaultdict(dict)
-        self._health(found)
-        self._source(found)
-        self._buffers(found)
-        self._spark(found)
-        self._slot(found)
-        self._group(found)
-        self._counts(found)
-        return found
+        """Return all gauges whose values are known."""
+        gauges: Gauges = defaultdict(dict)
+        self._health(gauges)
+        self._source(gauges)
+        self._buffers(gauges)
+        self._spark(gauges)
+        self._slot(gauges)
+        self._group(gauges)
+        self._counts(gauges)
+        return gauges
 
-    def _health(self, found: Gauges) -> None:
+    def _health(self, gauges: Gauges) -> None:
         health = self._liveness.health()
-        found["relay_live"][()] = health.live
-        found["relay_ready"][()] = health.ready
+        gauges["relay_live"][()] = health.live
+        gauges["relay_ready"][()] = health.ready
         for name, target in (
             ("source", self._databases.source),
             ("target", self._databases.target),
         ):
-            found["relay_database_up"][(name,)] = target.is_up(UP_SECONDS)
+            gauges["relay_database_up"][(name,)] = target.is_up(UP_SECONDS)
 
-    def _source(self, found: Gauges) -> None:
+    def _source(self, gauges: Gauges) -> None:
         state = self._parts.source.state()
         for doing, mode in MODES.items():
-            found["relay_source_mode"][(mode,)] = state.doing == doing
-        found["relay_takeovers_total"][()] = state.takeovers
+            gauges["relay_source_mode"][(mode,)] = state.doing == doing
+        gauges["relay_takeovers_total"][()] = state.takeovers
         received = state.received
         if received is None:
             return
-        found["relay_stream_connections_total"][()] = received.connections
-        found["relay_receive_buffer_bytes"][()] = received.buffered_bytes
-        found["relay_receive_buffer_limit_bytes"][()] = self._settings.source.buffer_bytes
+        gauges["relay_stream_connections_total"][()] = received.connections
+        gauges["relay_receive_buffer_bytes"][()] = received.buffered_bytes
+        gauges["relay_receive_buffer_limit_bytes"][()] = self._settings.source.buffer_bytes
         if state.doing == STREAMS:
-            self._stream(found, received)
+            self._stream(gauges, received)
 
-    def _stream(self, found: Gauges, received: Received) -> None:
-        found["relay_stream_silent_seconds"][()] = received.silent
-        found["relay_stream_lag_events"][()] = received.buffered_events
+    def _stream(self, gauges: Gauges, received: Received) -> None:
+        gauges["relay_stream_silent_seconds"][()] = received.silent
+        gauges["relay_stream_lag_events"][()] = received.buffered_events
         oldest = received.oldest
         lag = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-        found["relay_stream_lag_seconds"][()] = lag
+        gauges["relay_stream_lag_seconds"][()] = lag
         source = self._databases.source_readings
         if source is None or source.end is None:
             return
-        found["relay_stream_lag_bytes"][()] = max(0, source.end - received.position)
-        # What is received and has nothing for relay is as good as applied.
+        gauges["relay_stream_lag_bytes"][()] = max(0, source.end - received.position)
+        # WAL without events for relay counts as applied.
         durable = self._parts.sinks.durable_lsn if received.buffered_events else received.position
         if durable:
-            found["relay_target_lag_bytes"][()] = max(0, source.end - durable)
+            gauges["relay_target_lag_bytes"][()] = max(0, source.end - durable)
 
-    def _buffers(self, found: Gauges) -> None:
+    def _buffers(self, gauges: Gauges) -> None:
         for worker in self._parts.sinks.workers:
             key = (worker.name,)
             session = worker.session
-            found["relay_sink_feed_bytes"][key] = worker.feed.size
-            found["relay_sink_deliveries"][key] = session.deliveries if session else 0
-            found["relay_sink_breaker_open"][key] = session.is_down if session else False
+            gauges["relay_sink_feed_bytes"][key] = worker.feed.size
+            gauges["relay_sink_deliveries"][key] = session.deliveries if session else 0
+            gauges["relay_sink_breaker_open"][key] = session.is_down if session else False
             if session and session.state == "attached":
                 since = session.since
-                found["relay_sink_lag_events"][key] = session.deliveries
+                gauges["relay_sink_lag_events"][key] = session.deliveries
                 lag = 0.0 if since is None else max(0.0, time.monotonic() - since)
-                found["relay_sink_lag_seconds"][key] = lag
+                gauges["relay_sink_lag_seconds"][key] = lag
 
-    def _spark(self, found: Gauges) -> None:
+    def _spark(self, gauges: Gauges) -> None:
         if not self._settings.needs_spark:
             return
         session = self._parts.pipeline.session
@@ -104,17 +104,17 @@ class ServiceGauges:
             self._parts.pipeline.heartbeat.doing == WAITS_FOR_SPARK
             or self._parts.sinks.spark_workers
         )
-        found["relay_spark_ready"][()] = session.is_ready
-        found["relay_spark_failing"][()] = bool(needs_spark and session.failed_since is not None)
-        found["relay_spark_slots"][()] = session.counted_slots or 0
+        gauges["relay_spark_ready"][()] = session.is_ready
+        gauges["relay_spark_failing"][()] = bool(needs_spark and session.failed_since is not None)
+        gauges["relay_spark_slots"][()] = session.counted_slots or 0
 
-    def _slot(self, found: Gauges) -> None:
+    def _slot(self, gauges: Gauges) -> None:
         source = self._databases.source_readings
         if source is None or self._settings.source.mode == "poll":
             return
         slot = source.slot
-        found["relay_slot_lost"][()] = slot is None or slot.lost
-        found["relay_slot_active"][()] = slot is not None and slot.active
+        gauges["relay_slot_lost"][()] = slot is None or slot.lost
+        gauges["relay_slot_active"][()] = slot is not None and slot.active
         if slot is None:
             return
         known = {
@@ -122,68 +122,68 @@ class ServiceGauges:
             "relay_slot_retained_bytes": slot.retained_bytes,
             "relay_slot_safe_bytes": source.safe_bytes,
         }
-        found.update({name: {(): value} for name, value in known.items() if value is not None})
+        gauges.update({name: {(): value} for name, value in known.items() if value is not None})
 
-    def _group(self, found: Gauges) -> None:
+    def _group(self, gauges: Gauges) -> None:
         target = self._databases.target_readings
         if target is None:
             return
-        found["relay_source_epoch"][()] = target.group.epoch if target.group else 0
+        gauges["relay_source_epoch"][()] = target.group.epoch if target.group else 0
         if target.group and target.group.timeline is not None:
-            found["relay_source_timeline"][()] = target.group.timeline
-        found["relay_slot_recreations"][()] = target.recreations
-        found["relay_instances"][()] = len(target.instances)
+            gauges["relay_source_timeline"][()] = target.group.timeline
+        gauges["relay_slot_recreations"][()] = target.recreations
+        gauges["relay_instances"][()] = len(target.instances)
         for handler in self._settings.handlers:
-            found["relay_handler_stopped"][(handler,)] = handler in target.stopped
+            gauges["relay_handler_stopped"][(handler,)] = handler in target.stopped
         for each in target.sinks:
             if each.sink not in self._settings.sink_handlers:
                 continue
             key = (each.sink,)
-            found["relay_sink_attached"][key] = each.state == "attached"
-            found["relay_sink_paused"][key] = each.state == "paused"
-            found["relay_sink_down"][key] = each.fault is not None
+            gauges["relay_sink_attached"][key] = each.state == "attached"
+            gauges["relay_sink_paused"][key] = each.state == "paused"
+            gauges["relay_sink_down"][key] = each.fault is not None
 
-    def _counts(self, found: Gauges) -> None:
+    def _counts(self, gauges: Gauges) -> None:
         counted, source = self._databases.counted, self._databases.source_readings
         if counted is None:
             return
         sinks, handlers = self._settings.sink_handlers, self._settings.handlers
         if counted.target is not None:
-            found["relay_target_lag_events"][()] = counted.target.events
-            found["relay_target_lag_seconds"][()] = counted.target.seconds
+            gauges["relay_target_lag_events"][()] = counted.target.events
+            gauges["relay_target_lag_seconds"][()] = counted.target.seconds
         for sink, unread in counted.sinks.items():
-            if (sink,) in found["relay_sink_lag_events"]:
-                # Attached meanwhile.
+            if (sink,) in gauges["relay_sink_lag_events"]:
+                # The sink has been attached since the count.
                 continue
-            found["relay_sink_lag_events"][(sink,)] = unread.events
-            found["relay_sink_lag_seconds"][(sink,)] = unread.seconds
-        self._sink_bytes(found, source.end if source else None)
-        self._deferred(found)
+            gauges["relay_sink_lag_events"][(sink,)] = unread.events
+            gauges["relay_sink_lag_seconds"][(sink,)] = unread.seconds
+        self._sink_bytes(gauges, source.end if source else None)
+        self._deferred(gauges)
         if counted.keys is not None:
             for sink in ("", *sinks):
-                found["relay_deferred_keys"][(sink,)] = counted.keys.get(sink, 0)
+                gauges["relay_deferred_keys"][(sink,)] = counted.keys.get(sink, 0)
         if counted.dead is not None:
-            found["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
+            gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
 
-    def _sink_bytes(self, found: Gauges, end: Lsn | None) -> None:
+    def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings
         if end is None or target is None:
             return
         for each in target.sinks:
             key = (each.sink,)
-            events = found["relay_sink_lag_events"].get(key)
+            events = gauges["relay_sink_lag_events"].get(key)
             if events is not None:
                 lag = max(0, end - each.position.delivered_lsn) if events else 0
-                found["relay_sink_lag_bytes"][key] = lag
+                gauges["relay_sink_lag_bytes"][key] = lag
 
-    def _deferred(self, found: Gauges) -> None:
+    def _deferred(self, gauges: Gauges) -> None:
         counted = self._databases.counted
         if counted is None or counted.deferred is None:
             return
         for sink in ("", *self._settings.sink_handlers):
-            found["relay_deferred_age_seconds"][(sink,)] = 0.0
+            gauges["relay_deferred_age_seconds"][(sink,)] = 0.0
             for kind in ("retry", "holding", "replay", "scheduled", "blocked"):
-                found["relay_deferred_transactions"][(sink, kind)] = 0
+                gauges["relay_deferred_transactions"][(sink, kind)] = 0
         for each in counted.deferred:
             sink = (
                 each.sink
@@ -192,8 +192,8 @@ class ServiceGauges:
             )
             key = (sink, each.kind)
             numbers, ages = (
-                found["relay_deferred_transactions"],
-                found["relay_deferred_age_seconds"],
+                gauges["relay_deferred_transactions"],
+                gauges["relay_deferred_age_seconds"],
             )
             numbers[key] = numbers.get(key, 0) + each.transactions
             if each.kind != "scheduled":
@@ -203,9 +203,9 @@ class ServiceGauges:
 def _by_handler(
     numbers: Mapping[tuple[str, str], int], configured: Collection[str]
 ) -> dict[Labels, float]:
-    """Numbers by the names of configured handlers, 0 where there is none; the rest together."""
-    found: dict[Labels, float] = {(name,): 0 for name in ("", *configured)}
+    """Return a sum for each configured handler and for '', and one for all other handlers."""
+    sums: dict[Labels, float] = {(name,): 0 for name in ("", *configured)}
     for (_, name), number in numbers.items():
         key = (name if not name or name in configured else NOT_CONFIGURED,)
-        found[key] = found.get(key, 0) + number
-    return found
+        sums[key] = sums.get(key, 0) + number
+    return sums

@@ -1,4 +1,4 @@
-"""Lag and throughput of the last hours, in memory: what the console draws.
+"""Keeps lag and throughput of the last hours in memory, for the charts of the console.
 
 A thread of the running relay adds a sample every ten seconds (`relay.observe.observer`), if `observe.listen` or
 `observe.console` is set. To read it from another thread of the same process:
@@ -8,7 +8,7 @@ A thread of the running relay adds a sample every ten seconds (`relay.observe.ob
     for sample in history.of("default").samples(since=time.time() - 3600):
         sample.at, sample.values["events_total"], sample.sinks["mail"]["lag_seconds"]
 
-A value that nobody knows at that moment, as while a database is away, is not in the mapping.
+A value that is unknown at a moment, such as while a database cannot be reached, is missing from the mapping.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 SAMPLE_SECONDS = 10.0
-"""How often a sample is added."""
+"""Interval between two samples."""
 KEPT_SECONDS = 6 * 3600.0
-"""How long a sample is kept."""
+"""Time for which a sample is kept."""
 
 VALUES: Mapping[str, str] = {
     "events_total": "events applied to the target by this process since it started; differences give the rate",
@@ -33,20 +33,20 @@ VALUES: Mapping[str, str] = {
     "dead_letters": "dead transactions of the target and of all sinks",
     "buffered_bytes": "received and not applied yet",
 }
-"""What `Sample.values` may have."""
+"""The keys of `Sample.values` and their meanings."""
 
 SINK_VALUES: Mapping[str, str] = {
     "delivered_total": "transactions delivered by this process since it started",
-    "lag_events": "events that the sink has not had",
-    "lag_seconds": "age of the oldest event that the sink has not had",
+    "lag_events": "events that the sink has not read",
+    "lag_seconds": "age of the oldest event that the sink has not read",
     "deferred": "deferred transactions",
 }
-"""What the mapping of a sink in `Sample.sinks` may have."""
+"""The keys of a sink's mapping in `Sample.sinks` and their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The main figures of a group at a moment, `at` in seconds since 1970; those of each sink by its name."""
+    """The main values of a group at a moment (`at`, seconds since 1970), and those of its sinks by name."""
 
     at: float
     values: Mapping[str, float]
@@ -54,20 +54,20 @@ class Sample:
 
 
 class SampleHistory:
-    """The samples of one group, oldest first, those of the last six hours. Safe in several threads."""
+    """The samples of one group over the last six hours, oldest first. Safe in several threads."""
 
     def __init__(self, kept: int = int(KEPT_SECONDS / SAMPLE_SECONDS)) -> None:
-        """`kept` is how many samples it holds at most."""
+        """Keeps the last `kept` samples."""
         self._samples: deque[Sample] = deque(maxlen=kept)
         self._lock = Lock()
 
     def add(self, sample: Sample) -> None:
-        """Append a sample; the oldest one leaves where there are too many."""
+        """Append a sample, and drop the oldest one if there are too many."""
         with self._lock:
             self._samples.append(sample)
 
     def samples(self, since: float = 0.0) -> list[Sample]:
-        """The samples that are not older than `since`, in seconds since 1970."""
+        """Return the samples from `since` on, in seconds since 1970."""
         with self._lock:
             return [each for each in self._samples if each.at >= since]
 
@@ -77,6 +77,6 @@ _lock = Lock()
 
 
 def of(group: str) -> SampleHistory:
-    """The history of a group in this process; empty until the group has run here for ten seconds."""
+    """Return the history of a group in this process; it is empty unless the group runs here."""
     with _lock:
         return _histories.setdefault(group, SampleHistory())

@@ -1,11 +1,11 @@
-"""Whether a running service makes progress, and whether it does its work: what /livez, /readyz and /healthz say.
+"""Judges whether a running service makes progress and does its work, for /livez, /readyz and /healthz.
 
-It is not live where nothing goes on that would go on by itself, so that only a new process helps: a thread that does
-not beat, a handler that neither computes nor lets the target work, a Spark session that batches need and that cannot
-be built. While a database is away, or takes its time, relay waits, and is live.
+A service is not live if only a new process helps: a thread has no heartbeat, a handler neither computes nor lets the
+target work, or batches need a Spark session that cannot be built. While a database cannot be reached, or takes long,
+relay waits, and is live.
 
-It is ready while it reads the source, or stands by, and the target answers. A sink that is down is told, and counts for
-neither.
+A service is ready while it reads the source, or is a standby, and the target answers. A sink that is down is reported,
+and affects neither.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 
 UP_SECONDS = 20.0
-"""Seconds after a successful poll of a database during which it counts as reachable."""
+"""A database counts as reachable for so many seconds after a successful poll."""
 
 
 class Level(StrEnum):
-    """How a part is."""
+    """The state of a part."""
 
     OK = "ok"
     NOTE = "note"
-    """Somebody should know, and relay does its work."""
+    """An operator should know, but relay does its work."""
     NOT_READY = "not ready"
     HANGS = "hangs"
 
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """How a part of the service is, in words that are safe to show."""
+    """The state of a part of the service, with a text that is safe to show."""
 
     part: str
     level: Level
@@ -51,25 +51,25 @@ class PartState:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a group is in this process."""
+    """The health of a group in this process."""
 
     group: str
     states: tuple[PartState, ...]
 
     @property
     def live(self) -> bool:
-        """Whether it makes progress, or will by itself."""
+        """Whether the group makes progress, or will do so by itself."""
         return not any(each.level is Level.HANGS for each in self.states)
 
     @property
     def ready(self) -> bool:
-        """Whether it does its work, or stands by to do it."""
+        """Whether the group does its work, or is a standby."""
         return not any(each.level in (Level.HANGS, Level.NOT_READY) for each in self.states)
 
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """When a job was seen to go on (monotonic clock, seconds), and by what: its processor time and last statement."""
+    """When a job last made progress (monotonic clock, seconds), with its processor time and its last statement then."""
 
     moved: float
     ticks: int | None
@@ -77,7 +77,7 @@ class _Seen:
 
 
 class Liveness:
-    """Judges a service. `sample` is called by one thread every few seconds; `health` in any, at any time."""
+    """Judges a service. One thread calls `sample` every few seconds; any thread may call `health`."""
 
     def __init__(self, settings: Settings, parts: Parts, databases: Databases) -> None:
         self._settings = settings
@@ -90,7 +90,7 @@ class Liveness:
         self._stopping_since: float | None = None
 
     def sample(self) -> None:
-        """Note which jobs go on, after a poll of the target."""
+        """Record which jobs make progress, after a poll of the target."""
         now = time.monotonic()
         self._note_stop(now)
         target = self._databases.target_readings
@@ -100,13 +100,13 @@ class Liveness:
             ticks = _ticks(job.thread)
             began = target.began.get(job.pid) if target and job.pid else None
             if began is None and before is not None:
-                # The session may have ended, and the thread hang all the same.
+                # The session may have ended while its thread hangs.
                 began = before.began
             moved = before.moved if before else now
             computes = before is not None and ticks is not None and ticks != before.ticks
             may_compute = now - job.at < self._limits.busy_seconds
-            # Without the target nobody knows, nor behind a pooler, whose sessions have other numbers. The source may
-            # take as long as it wants.
+            # A job counts as progressing while its state is unknown: without the target, and through a pooler, whose
+            # sessions have other pids. Reading the source has no limit.
             if (
                 target is None
                 or (job.pid is not None and began is None)
@@ -120,7 +120,7 @@ class Liveness:
         self._seen, self._sampled = seen, now
 
     def health(self) -> Health:
-        """How the service is now. Asks nobody, and waits for nothing."""
+        """Return the health of the service now, from memory, without waiting."""
         if not self._parts.running():
             return Health(self._settings.group, (self._service(),))
         return Health(self._settings.group, tuple(self._states()))
@@ -132,7 +132,7 @@ class Liveness:
             self._stopping_since = now
 
     def _service(self) -> PartState:
-        """Where nothing is relayed. It starts for as long as a database is away, but it ends within its limits."""
+        """Return the state of a service that does not relay. Starting has no limit, since it waits for databases."""
         since = self._stopping_since
         stopping = 0.0 if since is None else time.monotonic() - since
         if stopping > self._limits.busy_seconds:
@@ -165,7 +165,7 @@ class Liveness:
         )
         jobs = parts.pipeline.applier.active_jobs.jobs()
         if heartbeat is parts.pipeline.heartbeat and heartbeat.doing == APPLIES_HERE and jobs:
-            # Each job is judged by itself.
+            # `_jobs` judges each job.
             return PartState("loop", Level.OK, heartbeat.doing)
         return self._thread("loop", heartbeat, True)
 
@@ -176,12 +176,12 @@ class Liveness:
         limit = {Due.SOON: self._limits.stall_seconds, Due.LATE: self._limits.busy_seconds}
         if silent > limit.get(heartbeat.due, silent):
             return PartState(
-                part, Level.HANGS, f"no sign of life for {silent:.0f} s: {heartbeat.doing}"
+                part, Level.HANGS, f"no heartbeat for {silent:.0f} s: {heartbeat.doing}"
             )
         return PartState(part, Level.OK, heartbeat.doing)
 
     def _jobs(self) -> Iterator[PartState]:
-        """The handlers that neither compute nor let the target work."""
+        """Yield the handlers that neither compute nor let the target work."""
         now = time.monotonic()
         if now - self._sampled > UP_SECONDS:
             # The target does not answer.
@@ -195,24 +195,24 @@ class Liveness:
                 )
 
     def _source(self) -> PartState:
-        found, part = self._parts.source.state(), "source"
-        silent = found.received.silent if found.received else 0.0
-        # It is asked after a silence of ASK_SECONDS, and has as long to answer.
-        if found.doing == STREAMS and silent > max(
+        state, part = self._parts.source.state(), "source"
+        silent = state.received.silent if state.received else 0.0
+        # relay requests a reply after ASK_SECONDS of silence, and waits as long for it.
+        if state.doing == STREAMS and silent > max(
             self._limits.stall_seconds, 2 * receiver.ASK_SECONDS
         ):
-            text = f"the server has been asked and has sent nothing for {silent:.0f} s: half open?"
+            text = f"the server has not replied for {silent:.0f} s: the connection may be half open"
             return PartState(part, Level.NOT_READY, text)
-        if found.doing == POLLS and not self._databases.source.is_up(UP_SECONDS):
+        if state.doing == POLLS and not self._databases.source.is_up(UP_SECONDS):
             fault = self._databases.source.fault or "no answer"
             return PartState(part, Level.NOT_READY, f"cannot be polled: {fault}")
         text = {
             STREAMS: "reads the WAL",
-            POLLS: f"polls: {found.reason}",
-            STANDBY: f"stands by: {found.reason}",
-            ELSEWHERE: f"cannot be read: {found.reason}",
-        }[found.doing]
-        return PartState(part, Level.NOT_READY if found.doing == ELSEWHERE else Level.OK, text)
+            POLLS: f"polls: {state.reason}",
+            STANDBY: f"on standby: {state.reason}",
+            ELSEWHERE: f"cannot be read: {state.reason}",
+        }[state.doing]
+        return PartState(part, Level.NOT_READY if state.doing == ELSEWHERE else Level.OK, text)
 
     def _target(self) -> PartState:
         if self._databases.target.is_up(UP_SECONDS):
@@ -254,11 +254,11 @@ class Liveness:
 
 
 def _ticks(thread: int) -> int | None:
-    """The processor time of a thread of this process, in ticks; None where the system does not tell."""
+    """Return the processor time of a thread of this process, in clock ticks; None if there is no /proc."""
     try:
         text = Path(f"/proc/self/task/{thread}/stat").read_text()
     except OSError:
         return None
-    # After the name, which may hold anything: state is field 3, utime and stime are fields 14 and 15.
+    # Split after the name, which may hold spaces: state is field 3, utime and stime are fields 14 and 15.
     fields = text.rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

@@ -1,7 +1,7 @@
-"""The series of Prometheus: which there are, and how what happens in the process is counted.
+"""Counts what happens in the process, and collects all series for Prometheus.
 
-What a process counts is added where it happens (`Metrics` is the `Meter` of a service). Gauges are read when they
-are asked for: from memory, or from what `relay.observe.databases` has read last. No scrape asks a database.
+The parts of a service report to `Metrics`, its `Meter`. A scrape reads gauges from memory, or from the last readings of
+`relay.observe.databases`; it queries no database.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from relay.observe.series import SERIES, Series
 
 GROUP = "group"
 NOT_CONFIGURED = "(not configured)"
-"""Stands for handlers that databases have something of and the configuration has not."""
+"""The label of handlers that occur in a database, but not in the configuration."""
 OTHER = "(other)"
 _KINDS_OF_FAULT = 30
-"""How many kinds of fault each handler has in labels; the rest are OTHER."""
+"""How many kinds of fault a handler has in labels; further ones are OTHER."""
 
 _EPOCH = POSTGRES_EPOCH.timestamp()
 
 Values = Mapping[str, Mapping[tuple[str, ...], float]]
-"""Gauges, by name and by the values of their labels besides `group`."""
+"""Gauges by name and by the values of their labels other than `group`."""
 Supplier = Callable[[], Values]
-"""Reads gauges from memory: it neither waits nor raises."""
+"""Returns gauges from memory; neither waits nor raises."""
 
 
 class Metrics(Meter):
     """The series of one group. Safe in several threads.
 
-    `suppliers` give the gauges, and counters that are kept elsewhere; one that is not given is absent.
+    Suppliers give the gauges, and counters that are kept elsewhere; values that none gives are absent.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -61,10 +61,10 @@ class Metrics(Meter):
                 self._histograms[each.name] = Histogram(
                     each.name, each.text, names, buckets=each.buckets, registry=self._registry
                 )
-        self._begin(settings)
+        self._create_configured(settings)
 
-    def _begin(self, settings: Settings) -> None:
-        """Let the series of what is configured begin with 0."""
+    def _create_configured(self, settings: Settings) -> None:
+        """Create the series of the configured engines and handlers, so that they start at 0."""
         for engine in ("inline", "spark") if settings.needs_spark else ("inline",):
             for outcome in ("applied", "skipped", "deferred", "dead"):
                 self._counter("relay_events_total", engine, outcome)
@@ -89,22 +89,22 @@ class Metrics(Meter):
                     self._counter("relay_deliveries_total", name, result)
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        # To find a child by its labels costs more than to count.
-        found = self._counts.get((name, *labels))
-        if found is None:
-            found = self._counts[name, *labels] = self._counters[name].labels(self._group, *labels)
-        return found
+        # Cached, since prometheus_client takes longer to find a child by its labels than to count.
+        child = self._counts.get((name, *labels))
+        if child is None:
+            child = self._counts[name, *labels] = self._counters[name].labels(self._group, *labels)
+        return child
 
     def _histogram(self, name: str, *labels: str) -> Histogram:
-        found = self._times.get((name, *labels))
-        if found is None:
-            found = self._times[name, *labels] = self._histograms[name].labels(self._group, *labels)
-        return found
+        child = self._times.get((name, *labels))
+        if child is None:
+            child = self._times[name, *labels] = self._histograms[name].labels(self._group, *labels)
+        return child
 
-    # What happens
+    # Reports
 
     def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
-        """A batch is durable, so many seconds after it was taken."""
+        """Count a durable batch, and time it since it was taken from the source."""
         engine, dead = outcome.engine, outcome.dead
         counts = {
             "applied": outcome.applied,
@@ -129,12 +129,12 @@ class Metrics(Meter):
         self._sums["events"] += outcome.applied
 
     def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
-        """Deferred transactions were tried again; some of them are dead now."""
+        """Count retries of deferred transactions, and those that are dead now."""
         self._counter("relay_retried_transactions_total").inc(tried)
         self._dead(dead)
 
     def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
-        """A sink has stored which deliveries it has deferred, and which are dead."""
+        """Count the deferred and the dead deliveries that a sink has stored."""
         if deferred:
             self._counter("relay_sink_deferred_total", sink).inc(deferred)
         self._dead(dead)
@@ -150,8 +150,8 @@ class Metrics(Meter):
             self._counter("relay_dead_lettered_total", handler, kind).inc()
 
     def watched(self, sink: Sink) -> Sink:
-        """The sink, with its deliveries counted and timed."""
-        return _Watched(
+        """Return the sink with its deliveries counted and timed."""
+        return _MeteredSink(
             sink,
             self._histogram("relay_handler_duration_seconds", sink.name),
             self._histogram("relay_delivered_latency_seconds", sink.name),
@@ -161,48 +161,48 @@ class Metrics(Meter):
         )
 
     def spark_job(self, seconds: float, succeeded: bool) -> None:
-        """A job of the Spark engine has ended."""
+        """Count and time a job of the Spark engine that has ended."""
         self._histogram("relay_spark_job_duration_seconds").observe(seconds)
         self._counter("relay_spark_jobs_total", "succeeded" if succeeded else "failed").inc()
 
     def spark_batch(self, sink: str, seconds: float, events: int) -> None:
-        """A sink of type spark has written a batch."""
+        """Count and time a batch that a sink of type spark has written."""
         self._histogram("relay_spark_batch_duration_seconds", sink).observe(seconds)
         self._counter("relay_spark_batch_events_total", sink).inc(events)
         self._sums[f"delivered {sink}"] += events
 
-    # What is asked for
+    # Collection
 
     def supply(self, supplier: Supplier) -> None:
-        """Ask this one too for gauges."""
+        """Add a supplier of gauges."""
         self._suppliers.append(supplier)
 
     def values(self) -> dict[str, Mapping[tuple[str, ...], float]]:
-        """The gauges as they are now."""
-        found: dict[str, Mapping[tuple[str, ...], float]] = {}
+        """Return the current gauges."""
+        gauges: dict[str, Mapping[tuple[str, ...], float]] = {}
         for supplier in self._suppliers:
-            found.update(supplier())
-        return found
+            gauges.update(supplier())
+        return gauges
 
     @property
     def applied(self) -> int:
-        """How many events this process has applied."""
+        """The number of events that this process has applied."""
         return self._sums["events"]
 
     def delivered(self, sink: str) -> int:
-        """How many transactions this process has delivered to a sink; of one of type spark, events."""
+        """Return how many transactions, or for type spark events, this process has delivered to a sink."""
         return self._sums[f"delivered {sink}"]
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as a collector of prometheus_client gives them."""
+        """Yield all families, as a collector of prometheus_client."""
         counted = {each.name: each for each in self._registry.collect()}
         for family in counted.values():
-            # When a series began is of no use here: it begins with the process.
+            # All series are created when the process starts.
             family.samples = [each for each in family.samples if not each.name.endswith("_created")]
         values = self.values()
         for each in SERIES:
-            found = counted.get(each.name.removesuffix("_total"))
-            yield found or self._supplied(each, values.get(each.name, {}))
+            family_of_series = counted.get(each.name.removesuffix("_total"))
+            yield family_of_series or self._supplied(each, values.get(each.name, {}))
 
     def _supplied(self, series: Series, values: Mapping[tuple[str, ...], float]) -> Metric:
         labels = (GROUP, *series.labels)
@@ -220,11 +220,11 @@ class Metrics(Meter):
 
 
 _SUPPLIED = frozenset({"relay_stream_connections_total", "relay_takeovers_total"})
-"""Counters that are kept elsewhere."""
+"""Counters that are kept elsewhere, and given by suppliers."""
 
 
 class Site:
-    """What one address shows: the series of all groups of the process, and those of the process itself."""
+    """The metrics of one address: the series of its groups, and of the process."""
 
     def __init__(self, version: str) -> None:
         from prometheus_client import ProcessCollector
@@ -239,19 +239,19 @@ class Site:
         build.labels(version).set(1)
 
     def add(self, metrics: Metrics) -> None:
-        """Show a group's series too."""
+        """Add a group's series."""
         self._groups.append(metrics)
 
     def remove(self, metrics: Metrics) -> None:
-        """Show them no longer."""
+        """Remove a group's series."""
         self._groups.remove(metrics)
 
     def describe(self) -> list[Metric]:
-        """Nothing: so that registering does not collect."""
+        """Return nothing, so that registration does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Each family once, with the samples of all groups."""
+        """Yield each family once, with the samples of all groups."""
         families: dict[str, Metric] = {}
         for metrics in tuple(self._groups):
             for family in metrics.collect():
@@ -261,7 +261,7 @@ class Site:
         yield from families.values()
 
 
-class _Watched:
+class _MeteredSink:
     """A sink whose deliveries are counted and timed."""
 
     def __init__(
@@ -283,7 +283,7 @@ class _Watched:
         self._sum = f"delivered {sink.name}"
 
     async def deliver(self, transaction: Transaction) -> None:
-        """Deliver. Raises what the sink raises."""
+        """Deliver a transaction. Raises what the sink raises."""
         started = time.monotonic()
         try:
             await self._sink.deliver(transaction)
@@ -303,5 +303,5 @@ class _Watched:
 
 
 def _age(microseconds: int) -> float:
-    """How many seconds ago a moment was, in microseconds since 2000. Clocks may differ, and it is never negative."""
+    """Return the seconds since a moment in microseconds since 2000; 0 if the source's clock is ahead."""
     return max(0.0, time.time() - _EPOCH - microseconds / 1_000_000)

@@ -1,4 +1,4 @@
-"""Observes one running service: a thread that looks at it every few seconds, and what it shows at an address."""
+"""Observes one running service: a thread probes it every few seconds, and a listener serves metrics and health."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
-"""How often the databases and the jobs are looked at."""
+"""Interval between two probes of the databases and the jobs."""
 
 
 class Observer:
     """Metrics, health and history of one service, from `start` to `close`.
 
-    `meter` is told what happens.
+    The parts of the service report to `meter`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,7 +41,7 @@ class Observer:
         self._thread = Thread(target=self._run, name="observe", daemon=True)
 
     def start(self, parts: Parts) -> None:
-        """Begin to look, and to show it at `observe.listen`. Raises ConfigurationError if that address is taken."""
+        """Start probing, and serve `observe.listen`. Raises ConfigurationError if relay cannot listen there."""
         self._parts = parts
         self._databases = Databases(self._settings)
         self._liveness = Liveness(self._settings, parts, self._databases)
@@ -52,7 +52,7 @@ class Observer:
         self._thread.start()
 
     def close(self) -> None:
-        """End. What is asked of a database may end later."""
+        """Stop. A statement in flight may end later."""
         self._closing.set()
         if self._listener is not None:
             self._listener.remove(self._metrics, self._liveness.health)
@@ -64,8 +64,8 @@ class Observer:
             try:
                 self._probe()
             except Exception:
-                # Whatever is wrong with looking must not look like something that is wrong with relaying.
-                log.exception("cannot observe")
+                # A failure to observe must not stop the thread, which would make relay look unhealthy.
+                log.exception("cannot observe the service")
             self._closing.wait(PROBE_SECONDS)
         self._databases.close()
 
@@ -99,12 +99,12 @@ class Observer:
     def _of_sink(
         self, gauges: Mapping[str, Mapping[tuple[str, ...], float]], sink: str
     ) -> dict[str, float]:
-        found: dict[str, float] = {"delivered_total": self._metrics.delivered(sink)}
+        values: dict[str, float] = {"delivered_total": self._metrics.delivered(sink)}
         for key in ("lag_events", "lag_seconds"):
             value = gauges.get(f"relay_sink_{key}", {}).get((sink,))
             if value is not None:
-                found[key] = value
-        by_sink = gauges.get("relay_deferred_transactions", {})
-        if by_sink:
-            found["deferred"] = sum(each for (name, _), each in by_sink.items() if name == sink)
-        return found
+                values[key] = value
+        deferred = gauges.get("relay_deferred_transactions", {})
+        if deferred:
+            values["deferred"] = sum(count for (name, _), count in deferred.items() if name == sink)
+        return values

@@ -1,4 +1,4 @@
-"""Sends spans as OTLP over HTTP, and says in relay's words what goes wrong with that.
+"""Exports spans as OTLP over HTTP, and logs failures as relay's own log lines.
 
 Source: OpenTelemetry specification, "OpenTelemetry Protocol Exporter".
 """
@@ -20,7 +20,7 @@ _REPEAT_SECONDS = 300.0
 
 
 class Reporting(SpanExporter):
-    """An exporter whose failures are logged once, and concern nobody else."""
+    """An exporter that logs failures at intervals, and raises none."""
 
     def __init__(self, wrapped: SpanExporter) -> None:
         self._wrapped = wrapped
@@ -28,13 +28,13 @@ class Reporting(SpanExporter):
         self._lines = RepeatedLines(
             log,
             logging.WARNING,
-            "traces cannot be sent: see what OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS say",
+            "traces cannot be sent: check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS",
             "spans",
             _REPEAT_SECONDS,
         )
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans."""
+        """Export spans."""
         try:
             result = self._wrapped.export(spans)
         except Exception:
@@ -48,27 +48,27 @@ class Reporting(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """End."""
+        """Shut the wrapped exporter down."""
         self._wrapped.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is kept here."""
+        """Flush the wrapped exporter."""
         return self._wrapped.force_flush(timeout_millis)
 
 
 class _Drops(logging.Filter):
-    """Says in relay's words that the queue of spans is full, and nothing else of what the library logs."""
+    """Replaces the library's log lines by one of relay's when the queue of spans is full."""
 
     _lines = RepeatedLines(
         log,
         logging.WARNING,
-        "spans are dropped, the queue is full: sample less, or raise OTEL_BSP_MAX_QUEUE_SIZE",
+        "spans are dropped because the queue is full: sample fewer, or raise OTEL_BSP_MAX_QUEUE_SIZE",
         "spans",
         _REPEAT_SECONDS,
     )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Note a line, and let nobody see it."""
+        """Count a dropped span, and drop every line."""
         if str(record.msg).startswith("Queue full"):
             self._lines.note(1)
         return False
@@ -78,7 +78,7 @@ _DROPS = _Drops()
 
 
 def exporter() -> SpanExporter:
-    """What sends spans: OTLP over HTTP, to where the OTEL_* variables say."""
+    """Return an exporter of OTLP over HTTP that the OTEL_* variables configure."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     queue = logging.getLogger("opentelemetry.sdk._shared_internal")
     queue.setLevel(logging.WARNING)

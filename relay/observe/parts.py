@@ -1,4 +1,4 @@
-"""The parts of a running service, as metrics and health look at them."""
+"""The parts of a running service that metrics and health read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relay.source.hybrid import Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """`running` says whether the service relays: not while it starts, and not once it stops."""
+    """The parts of a service. `running` returns whether it relays: False while it starts and once it stops."""
 
     source: Source
     pipeline: Pipeline

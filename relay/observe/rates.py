@@ -1,4 +1,4 @@
-"""Rates and series for sparklines, from the counts of the last polls of a group."""
+"""Derives rates, and series for sparklines, from the counts of the last polls of a group."""
 
 from __future__ import annotations
 
@@ -7,73 +7,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from relay.observe.watch import Picture
+from relay.observe.watch import Observation
 
 KEPT = 60
-"""How many looks are remembered."""
+"""How many polls are kept."""
 RATE_SECONDS = 12.0
-"""Over how long rates are taken: relay stores its counts every five seconds."""
+"""The time over which rates are averaged; relay stores its counts every five seconds."""
 RATE = "events/s"
-"""The name of the series of rates; the others have the target (the empty name) or a sink."""
+"""The name of the series of rates; the others are named after a sink, or '' for the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What an engine, or all of them, did in a second."""
+    """Events and transactions per second, of one engine or of all."""
 
     events: float
     transactions: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
-    taken: datetime
+class _Counts:
+    at: datetime
     events: dict[str, int]
     transactions: dict[str, int]
 
 
-class Observations:
-    """Keeps the counts of the last polls."""
+class Trends:
+    """The counts and series of the last polls of a group."""
 
     def __init__(self) -> None:
-        self._counted: deque[_Counted] = deque(maxlen=KEPT)
+        self._counts: deque[_Counts] = deque(maxlen=KEPT)
         self._series: dict[str, deque[float]] = {}
 
-    def note(self, picture: Picture) -> None:
+    def note(self, observation: Observation) -> None:
         """Add the counts of a poll."""
         events: dict[str, int] = {}
         transactions: dict[str, int] = {}
-        for each in picture.engines:
+        for each in observation.engines:
             events[each.engine] = events.get(each.engine, 0) + each.events
             transactions[each.engine] = transactions.get(each.engine, 0) + each.transactions
-        if "target.dsn" not in picture.away:
-            self._counted.append(_Counted(picture.taken, events, transactions))
+        if "target.dsn" not in observation.faults:
+            self._counts.append(_Counts(observation.completed, events, transactions))
         rates = self.rates()
         if rates is not None:
             self._add(RATE, rates.events)
-        for name, backlog in picture.unread.items():
+        for name, backlog in observation.unread.items():
             self._add(name, backlog.events)
-        for sink in picture.sinks:
-            if sink.sink not in picture.unread:
+        for sink in observation.sinks:
+            if sink.sink not in observation.unread:
                 self._add(sink.sink, 0)
 
     def series(self, name: str) -> Sequence[float]:
-        """The last values of a series, oldest first."""
+        """Return the last values of a series, oldest first."""
         return tuple(self._series.get(name, ()))
 
     def rates(self, engine: str | None = None) -> Rates | None:
-        """What an engine, by default all of them, did in a second lately; None before there are two looks."""
-        if len(self._counted) < 2:
+        """Return the current rates of an engine, by default of all; None until there are two polls."""
+        if len(self._counts) < 2:
             return None
-        last = self._counted[-1]
-        # The latest one that is old enough, so that the counts which are stored now and then weigh alike.
+        last = self._counts[-1]
+        # Over several intervals at which relay stores its counts: shorter ones would make the rate jump.
         older = [
-            each
-            for each in self._counted
-            if (last.taken - each.taken).total_seconds() >= RATE_SECONDS
+            each for each in self._counts if (last.at - each.at).total_seconds() >= RATE_SECONDS
         ]
-        first = older[-1] if older else self._counted[0]
-        seconds = (last.taken - first.taken).total_seconds()
+        first = older[-1] if older else self._counts[0]
+        seconds = (last.at - first.at).total_seconds()
         if seconds <= 0:
             return None
         return Rates(
@@ -86,6 +84,6 @@ class Observations:
 
 
 def _grown(before: dict[str, int], after: dict[str, int], engine: str | None) -> int:
-    """By how much a count has grown; retention may have removed it meanwhile."""
+    """Return the growth of a count; 0 if retention has removed the count."""
     names = after if engine is None else (engine,)
     return sum(max(0, after.get(name, 0) - before.get(name, 0)) for name in names)

@@ -1,8 +1,7 @@
-"""Serves /metrics, /livez, /readyz and /healthz. All groups of a process that have one address share its server."""
+"""Serves /metrics, /livez, /readyz and /healthz. Groups of a process with the same address share its server."""
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import socket
@@ -25,18 +24,18 @@ from relay.observe.metrics import Metrics, Site
 log = logging.getLogger(__name__)
 
 CLIENT_SECONDS = 5.0
-"""How long a client may take to send its request, or to take what it asked for, from one packet to the next."""
+"""Longest pause of a client between two packets of its request, or of the response."""
 ANSWER_SECONDS = 10.0
-"""How long a request may take in all: who sends it byte by byte must not keep a health check out."""
+"""Longest time of a whole request, so that slow clients cannot keep a health check out."""
 MOST_CLIENTS = 16
-"""How many requests are answered side by side; others are refused at once."""
+"""Largest number of concurrent requests; further ones are refused at once."""
 
 Check = Callable[[], Health]
 TEXT = "text/plain; charset=utf-8"
 
 
 class Listener:
-    """The server of one address, in threads that keep no process alive."""
+    """The server of one address, in daemon threads."""
 
     def __init__(self, address: Address) -> None:
         """Raises ConfigurationError if relay cannot listen at the address."""
@@ -47,13 +46,9 @@ class Listener:
         try:
             self._server = _server(self, address)
         except OSError as error:
-            why = (
-                "is taken"
-                if error.errno == errno.EADDRINUSE
-                else f"cannot be had ({error.strerror})"
-            )
             raise ConfigurationError(
-                f"observe.listen: {address.host}:{address.port} {why}: give another address or port"
+                f"observe.listen: cannot listen on {address.host}:{address.port}: {error.strerror}: choose another "
+                "address or port"
             ) from None
         self.port = int(self._server.server_address[1])
         thread = Thread(target=self._server.serve_forever, name="observe http", daemon=True)
@@ -61,33 +56,33 @@ class Listener:
         log.info("metrics and health", extra={"listen": f"{address.host}:{self.port}"})
 
     def add(self, metrics: Metrics, check: Check) -> None:
-        """Show a group too."""
+        """Serve the metrics and the health of a group."""
         self._site.add(metrics)
         self._checks.append(check)
 
     def remove(self, metrics: Metrics, check: Check) -> None:
-        """Show it no longer."""
+        """Stop serving a group."""
         self._site.remove(metrics)
         self._checks.remove(check)
 
     def close(self) -> None:
-        """One user less; the last one ends the server."""
+        """Remove a user; without users the server ends."""
         with _lock:
             self._users -= 1
             if self._users:
                 return
             _listeners.pop(self._address, None)
-        # It ends by itself within half a second, which nobody has to wait for.
+        # In a thread, since it takes up to half a second.
         Thread(target=self._server.shutdown, daemon=True).start()
         self._server.socket.close()
 
-    def used(self) -> Listener:
-        """One user more."""
+    def add_user(self) -> Listener:
+        """Add a user, and return the server."""
         self._users += 1
         return self
 
     def answer(self, target: str, accept: str | None) -> tuple[HTTPStatus, str, bytes]:
-        """Status, type and text for a path with its query. Neither waits nor asks anybody."""
+        """Return status, content type and body for a path with its query, from memory, without waiting."""
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
         if path == "/metrics":
             encode, kind = choose_encoder(accept or "")
@@ -110,15 +105,15 @@ _lock = Lock()
 
 
 def listen(address: Address) -> Listener:
-    """The server of an address, to be closed as often; port 0 takes a free port, each time another one.
+    """Return the server of an address; the caller closes it once for each call. Port 0 opens a new one on a free port.
 
     Raises ConfigurationError if relay cannot listen at the address.
     """
     with _lock:
-        found = _listeners.get(address) or Listener(address)
+        listener = _listeners.get(address) or Listener(address)
         if address.port:
-            _listeners[address] = found
-        return found.used()
+            _listeners[address] = listener
+        return listener.add_user()
 
 
 def _server(listener: Listener, address: Address) -> ThreadingHTTPServer:
@@ -136,7 +131,7 @@ def _server(listener: Listener, address: Address) -> ThreadingHTTPServer:
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """A thread for each request, and not more than so many."""
+    """A server with a thread for each request, and MOST_CLIENTS of them at most."""
 
     daemon_threads = True
     request_queue_size = 16
@@ -146,7 +141,7 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        # Does not resolve the host's name, which may take long.
+        # As the base class does, but without resolving the host's name, which may take long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -159,13 +154,13 @@ class _BoundedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        late = Timer(ANSWER_SECONDS, _end, (request,))
-        late.daemon = True
-        late.start()
+        timeout = Timer(ANSWER_SECONDS, _end, (request,))
+        timeout.daemon = True
+        timeout.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            late.cancel()
+            timeout.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -178,7 +173,7 @@ def _end(connection: socket.socket) -> None:
 
 
 class _Requests(BaseHTTPRequestHandler):
-    """GET and HEAD; everything else is refused."""
+    """Answers GET and HEAD; other methods are refused."""
 
     answers: Listener
     timeout = CLIENT_SECONDS
@@ -210,7 +205,7 @@ def _as_text(path: str, good: bool, found: Sequence[Health]) -> str:
     word = {"/livez": "live", "/readyz": "ready", "/healthz": "healthy"}[path]
     lines = [word if good else f"not {word}"]
     if not found:
-        lines.append("relay starts: it waits for the databases")
+        lines.append("relay is starting: it waits for the databases")
     for health in found:
         shown = health.states
         if path != "/healthz":

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: of batches, of business transactions in the target, and of deliveries to sinks.
+"""Creates OpenTelemetry spans of batches, of business transactions in the target, and of deliveries to sinks.
 
 Sources: OpenTelemetry specification, "Environment Variable Specification"; its semantic conventions, "Semantic
 conventions for messaging spans".
@@ -57,26 +57,26 @@ from relay.store.groups import INSTANCE
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""How long the process waits at most, at its end, for spans to be sent."""
+"""Longest wait, when the process ends, for spans to be sent."""
 MOST_LINKS = 128
-"""How many publishers a batch's span is linked to at most."""
+"""Largest number of publishers that a batch's span links to."""
 MOST_READ = 128
-"""How many events of a delivery are looked at for their context, before it begins."""
+"""Largest number of events of a delivery whose trace contexts are read."""
 _EPOCH = POSTGRES_EPOCH.timestamp()
 
 Attributes = dict[str, AttributeValue]
 
 
 class Traces:
-    """Makes spans and sends them, in threads of its own. What cannot be sent is dropped.
+    """Creates spans, and sends them in a thread of its own. Spans that cannot be sent are dropped.
 
-    Spans are made only for events whose publisher's trace is sampled; OTEL_TRACES_SAMPLER can leave some of them out.
+    Only events whose publisher's trace is sampled have spans; OTEL_TRACES_SAMPLER can exclude more.
     """
 
     def __init__(self, group: str, table: str) -> None:
         """`table` is the outbox."""
         resource = Resource.create(_resource())
-        # Other code of the process, as handlers in Python, may have a provider of its own.
+        # Not the global provider: other code of the process, such as Python handlers, may set that.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(Reporting(exporter())))
         self._tracer = self._provider.get_tracer("relay", __version__)
@@ -88,7 +88,7 @@ class Traces:
         }
 
     def note(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
-        """Make the spans of a batch that has just become durable, so many seconds after it was taken."""
+        """Create the spans of a batch that is durable now, `seconds` after it was taken from the source."""
         trace_records = [
             task.trace_record for task in outcome.tasks if task.trace_record is not None
         ]
@@ -131,17 +131,17 @@ class Traces:
         span.end(now)
 
     def redelivered(self, trace_record: TraceRecord | None) -> None:
-        """Make the spans of transactions of `relay.deferred` that were retried."""
+        """Create the spans of retried transactions of `relay.deferred`."""
         if trace_record is not None:
             with _harmless():
                 self._processed(trace_record, {"relay.redelivery": True}, [])
 
     def around(self, name: str, sink: Sink, settings: DeliveryHandler) -> Sink:
-        """The same sink, whose deliveries have spans."""
+        """Return the sink with spans for its deliveries."""
         return _TracedSink(self, name, sink, settings)
 
     def close(self) -> None:
-        """Send what is left, within FLUSH_SECONDS."""
+        """Send the remaining spans, within FLUSH_SECONDS."""
         closing = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
@@ -169,7 +169,7 @@ class Traces:
                     links,
                     trace_record.began,
                 )
-                _judge(span, traced)
+                _set_fault(span, traced)
                 span.end(trace_record.committed)
 
     def start_delivery(
@@ -180,7 +180,7 @@ class Traces:
         transaction: Transaction,
         more: Attributes,
     ) -> Span:
-        """A span that begins now, for an attempt to deliver the events of one origin."""
+        """Start a span for an attempt to deliver the events of one origin."""
         return self._tracer.start_span(
             f"send {name}",
             parent(origin.context),
@@ -196,9 +196,9 @@ class Traces:
 
 
 class _TracedSink:
-    """A sink with a span for each attempt to deliver, and for each context that the events were published in.
+    """A sink with spans: one for each delivery attempt and for each context in which its events were published.
 
-    Messages and requests carry the span of their event, or the publisher's own context where that is not sampled.
+    Messages and requests carry the span of their event, or the publisher's context if that is not sampled.
     """
 
     def __init__(self, traces: Traces, name: str, sink: Sink, settings: DeliveryHandler) -> None:
@@ -246,7 +246,7 @@ class _TracedSink:
 
 
 def parent(context: TraceContext) -> Context:
-    """A context whose current span is the publisher's."""
+    """Return a context whose current span is the publisher's."""
     return set_span_in_context(NonRecordingSpan(_span_context(context)), Context())
 
 
@@ -267,27 +267,27 @@ def _headers(context: SpanContext) -> Headers:
 
 
 def _origins(events: Iterable[Event]) -> Mapping[TraceContext, PublishOrigin]:
-    """The sampled contexts in which events were published."""
-    found: dict[TraceContext, PublishOrigin] = {}
+    """Return the sampled contexts in which events were published."""
+    origins: dict[TraceContext, PublishOrigin] = {}
     for event in islice(events, MOST_READ):
         context = parse(event.text("metadata"))
         if context is not None and context.sampled:
-            add(found, context, event.text("id"))
-    return found
+            add(origins, context, event.text("id"))
+    return origins
 
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """Relaying goes on, whatever goes wrong with spans."""
+    """Log errors of spans instead of raising them: they must not stop relaying."""
     try:
         yield
     except Exception as error:
-        log.warning("spans cannot be made", extra={"fault": describe(error)})
+        log.warning("cannot create spans", extra={"fault": describe(error)})
 
 
 @contextmanager
 def _current(spans: Iterable[Span]) -> Iterator[None]:
-    """Let log lines, and what the client libraries are instrumented with, see the first of some spans."""
+    """Make the first of some spans the current one, for log lines and instrumented client libraries."""
     first = next(iter(spans), None)
     if first is None:
         yield
@@ -296,7 +296,7 @@ def _current(spans: Iterable[Span]) -> Iterator[None]:
         yield
 
 
-def _judge(span: Span, traced: Traced) -> None:
+def _set_fault(span: Span, traced: Traced) -> None:
     if traced.fault is None:
         return
     span.set_status(StatusCode.ERROR, traced.fault)
@@ -308,22 +308,22 @@ def _judge(span: Span, traced: Traced) -> None:
 def _of_events(
     origin: PublishOrigin, transaction_id: str | None, counted: bool = True
 ) -> Attributes:
-    found: Attributes = {}
+    attributes: Attributes = {}
     if transaction_id is not None:
-        found["messaging.message.conversation_id"] = transaction_id
+        attributes["messaging.message.conversation_id"] = transaction_id
     if not counted:
-        return found
+        return attributes
     if origin.events > 1:
-        found["messaging.batch.message_count"] = origin.events
+        attributes["messaging.batch.message_count"] = origin.events
     elif origin.event_id is not None:
-        found["messaging.message.id"] = origin.event_id
-    return found
+        attributes["messaging.message.id"] = origin.event_id
+    return attributes
 
 
 def _of_commit(committed: int, now: int) -> Attributes:
-    """How long after the source's commit something ended; nothing where the commit's time is not known.
+    """Return the time since the source's commit; nothing if the time of the commit is unknown.
 
-    The clock of the source may be ahead of this machine's.
+    It is never negative, since the clock of the source may be ahead.
     """
     if not committed:
         return {}
@@ -331,7 +331,7 @@ def _of_commit(committed: int, now: int) -> Attributes:
 
 
 def _of_destination(settings: DeliveryHandler) -> Attributes:
-    """What may be said of a destination: never a path or a query, which may hold a secret."""
+    """Return the attributes of a destination, without path and query, which may hold a secret."""
     if isinstance(settings, HttpHandler):
         parts = urlsplit(settings.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -347,7 +347,7 @@ def _of_destination(settings: DeliveryHandler) -> Attributes:
 
 
 def _resource() -> Mapping[str, str]:
-    """What spans say of this process, where the environment does not."""
+    """Return attributes of this process that the environment does not set."""
     known = {SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: INSTANCE}
     if not os.environ.get("OTEL_SERVICE_NAME"):
         known[SERVICE_NAME] = "relay"

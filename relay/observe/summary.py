@@ -1,4 +1,4 @@
-"""Sums of batches and redeliveries, logged as one line every ten seconds; nothing is logged while nothing happens."""
+"""Logs one line every ten seconds with the sums of batches and redeliveries, if there were any."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _EPOCH = POSTGRES_EPOCH.timestamp()
 
 
 class Summary:
-    """Adds up batches and redeliveries and logs the sums every `interval` seconds in which there were any.
+    """Adds up batches and redeliveries; a thread of its own logs the sums every `interval` seconds.
 
-    Safe to use from several threads; a thread of its own logs.
+    Safe in several threads.
     """
 
     def __init__(self, interval: float = SUMMARY_SECONDS) -> None:
@@ -30,7 +30,7 @@ class Summary:
         self._thread = FlushThread(self._log, "summary", interval)
 
     def start(self) -> None:
-        """Begin to log."""
+        """Start the thread."""
         self._thread.start()
 
     def note(self, batch: Batch, outcome: Outcome) -> None:
@@ -49,23 +49,23 @@ class Summary:
         self._thread.note()
 
     def note_redelivered(self, transactions: int) -> None:
-        """Add transactions of `relay.deferred` that are applied."""
+        """Add applied transactions of `relay.deferred`."""
         if transactions:
             with self._lock:
                 self._sums["redelivered"] += transactions
             self._thread.note()
 
     def close(self) -> None:
-        """Log what is left and end."""
+        """Log the remaining sums and end the thread."""
         self._thread.close()
 
     def _log(self) -> None:
         with self._lock:
             sums, self._sums = self._sums, Counter()
             lag, self._lag = self._lag, {}
-            self._thread.taken()
+            self._thread.clear()
         if sums["events"] or sums["redelivered"]:
-            # Of polled rows only those who read them know the transactions.
+            # 0 for windows: only the instances that read their rows know the transactions.
             transactions = sums["transactions"] or None
             redelivered = sums["redelivered"] or None
             known = {"transactions": transactions, "redelivered": redelivered}
@@ -73,7 +73,7 @@ class Summary:
 
 
 def _lag(batch: Batch) -> dict[str, float | int]:
-    """The lag of a batch: the age of its last commit in seconds, or for polled rows how many are left."""
+    """Return the lag of a batch: the age of its last commit in seconds, or of a window the number of rows after it."""
     if batch.window is not None:
         return {"lag_rows": batch.window.left}
     if not len(batch.transactions):

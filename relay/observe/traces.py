@@ -1,4 +1,4 @@
-"""Whether traces are sent. Nothing of OpenTelemetry is imported unless they are."""
+"""Opens the traces if they are configured; otherwise it imports nothing of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_traces(settings: Settings) -> Traces | None:
-    """What makes spans; None with `observe.traces: false`. Raises ConfigurationError where they cannot be sent."""
+    """Return the traces; None with `observe.traces: false`. Raises ConfigurationError if spans cannot be exported."""
     if not settings.observe.traces:
         return None
     with _named():
@@ -24,7 +24,7 @@ def open_traces(settings: Settings) -> Traces | None:
 
 
 def require_exporter() -> None:
-    """Raise ConfigurationError if the extra is missing, or one of its variables cannot be used."""
+    """Raise ConfigurationError if the extra `otel` is not installed, or a variable of OpenTelemetry is invalid."""
     with _named():
         from relay.observe.otlp import exporter
 
@@ -33,7 +33,7 @@ def require_exporter() -> None:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Say which extra is missing, or that it is the environment which is wrong."""
+    """Raise ConfigurationError for the errors of a missing extra or an invalid environment."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -41,7 +41,7 @@ def _named() -> Iterator[None]:
             f"observe.traces: needs {error.name}: install relay-outbox[otel]"
         ) from None
     except (OSError, ValueError) as error:
-        # What the variables say may hold a token.
+        # Without the error's text: the values of the variables may hold a token.
         raise ConfigurationError(
             f"environment: OpenTelemetry cannot use the variables OTEL_* ({type(error).__name__}): correct them, or "
             "set observe.traces: false"

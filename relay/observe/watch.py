@@ -1,4 +1,4 @@
-"""Looks at a group again and again, at little cost to the databases: connections are kept, statements are bounded."""
+"""Polls a group at little cost to its databases: it keeps its connections and bounds the time of its statements."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ from relay.store.connections import Connection, connect, pin_text_form
 T = TypeVar("T")
 
 STATEMENT_TIMEOUT = "2s"
-SHARE = 20
-"""What reads many rows takes a twentieth of the time at most: it rests for so many times as long as it took."""
-_IMPATIENT = {
+REST_FACTOR = 20
+"""A query that reads many rows rests for so many times its duration, and so takes a twentieth of the time at most."""
+_SHORT_TIMEOUTS = {
     "tcp_user_timeout": 5_000,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "keepalives_count": 3,
 }
-"""A server that answers no more is given up within seconds."""
+"""Options of libpq by which a connection to a server that does not answer fails within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A group at one moment. What could not be looked at is as it was seen last; `away` says why, by configuration key.
+class Observation:
+    """The state of a group at one moment, `completed` by this machine's clock.
 
-    None stands for what was never seen, or costs too much to find out. `taken` is when it was complete, by this
-    machine's clock. `unread` has the backlog of the target (the key '') and of each sink that reads the outbox itself.
+    `faults` says why a database could not be read, by configuration key; its fields then keep their last values. None
+    stands for a value that was never read, or takes too long to read. `unread` has the backlog of the target ('') and
+    of each sink that polls the outbox.
     """
 
     group: str
-    taken: datetime
-    away: Mapping[str, str] = field(default_factory=dict)
+    completed: datetime
+    faults: Mapping[str, str] = field(default_factory=dict)
     mode: str | None = None
     reason: str | None = None
     since: datetime | None = None
@@ -75,27 +76,27 @@ class Picture:
 
 
 class _Throttled(Generic[T]):
-    """A question that reads many rows: asked again only after it has rested; in between the last answer counts."""
+    """A query that reads many rows: it is repeated only after its rest; until then its last result is returned."""
 
-    def __init__(self, ask: Callable[..., T]) -> None:
-        self._ask = ask
+    def __init__(self, query: Callable[..., T]) -> None:
+        self._query = query
         self._due = 0.0
-        self.answer: T | None = None
+        self._result: T | None = None
 
     def __call__(self, *arguments: Any) -> T | None:
-        """The answer; None where the server took too long for it. Raises psycopg.Error."""
+        """Return the result; None if the query exceeded `statement_timeout`. Raises psycopg.Error."""
         begun = time.monotonic()
         if begun >= self._due:
-            self.answer = None
+            self._result = None
             with suppress(psycopg.errors.QueryCanceled):
-                self.answer = self._ask(*arguments)
+                self._result = self._query(*arguments)
             ended = time.monotonic()
-            self._due = ended + SHARE * (ended - begun)
-        return self.answer
+            self._due = ended + REST_FACTOR * (ended - begun)
+        return self._result
 
 
 class Watch:
-    """Keeps a connection to each database and looks at the group; not safe in several threads at once."""
+    """Polls a group on a connection to each of its databases. For one thread at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -103,21 +104,21 @@ class Watch:
         self._source: Connection | None = None
         self._target: Connection | None = None
         self._seen: dict[str, Any] = {}
-        self._away: dict[str, str] = {}
+        self._faults: dict[str, str] = {}
         self._deferred = _Throttled(deferred_counts.count)
         self._dead = _Throttled(dead_letters.count_by_handler)
         self._backlogs = Backlogs(settings)
         self._unread: dict[str, _Throttled[Backlog | None]] = {}
 
-    def read(self) -> Picture:
-        """Query both databases. A fault of one is part of the result, and the next poll connects again."""
-        self._away = {}
+    def read(self) -> Observation:
+        """Query both databases. A fault of one is part of the result; the next poll connects again."""
+        self._faults = {}
         self._guarded("target.dsn", self._read_target)
         self._guarded("source.dsn", self._read_source)
-        return Picture(self._group, datetime.now(UTC), dict(self._away), **self._seen)
+        return Observation(self._group, datetime.now(UTC), dict(self._faults), **self._seen)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for conn in (self._source, self._target):
             if conn is not None:
                 conn.close()
@@ -127,10 +128,10 @@ class Watch:
         try:
             read()
         except psycopg.Error as error:
-            self._away[key] = first_line(error).removeprefix("connection failed: ")
+            self._faults[key] = first_line(error).removeprefix("connection failed: ")
             self._drop(key)
         except ConfigurationError as error:
-            self._away[key] = first_line(error).removeprefix(f"{key}: ")
+            self._faults[key] = first_line(error).removeprefix(f"{key}: ")
             self._drop(key)
 
     def _drop(self, key: str) -> None:
@@ -148,13 +149,13 @@ class Watch:
         conn, group = self._target, self._group
         partitions = offsets.initialised(conn, group)
         running = presence.instances(conn, group)
-        found = groups.read(conn, group)
+        state = groups.read(conn, group)
         stored = sinks.read(conn, group, self._settings.sink_handlers)
         self._seen |= {
-            "mode": mode_of(self._settings, found),
-            "reason": found and found.source_reason,
-            "since": found and found.source_since,
-            "active": found.active(running) if found else None,
+            "mode": mode_of(self._settings, state),
+            "reason": state and state.source_reason,
+            "since": state and state.source_since,
+            "active": state.active(running) if state else None,
             "instances": running,
             "partitions": partitions,
             "sinks": stored,
@@ -177,24 +178,24 @@ class Watch:
         self._seen["unread"] = self._count_unread(self._source)
 
     def _count_unread(self, source: Connection) -> dict[str, Backlog]:
-        """What the target and the sinks that lag have not read. Nothing where positions cannot be read."""
+        """Return the backlogs of the target and of lagging sinks; none while the target cannot be read."""
         if self._target is None:
             return {}
-        found = {}
+        backlogs = {}
         names = ["", *(each.sink for each in self._seen["sinks"] if self._reads_outbox(each))]
         for name in names:
-            ask = self._unread.setdefault(name, _Throttled(self._count))
+            count = self._unread.setdefault(name, _Throttled(self._count))
             try:
-                backlog = ask(source, name)
+                backlog = count(source, name)
             except (psycopg.errors.UndefinedColumn, psycopg.errors.UndefinedTable):
                 continue
             if backlog is not None:
-                found[name] = backlog
+                backlogs[name] = backlog
         self._unread = {name: self._unread[name] for name in names}
-        return found
+        return backlogs
 
     def _reads_outbox(self, sink: sinks.StoredSink) -> bool:
-        """Whether the sink has a position in the outbox and the stream does not bring it its events."""
+        """Return whether the sink has a position in the outbox, and the stream does not feed it."""
         return sink.position.snapshot is not None and not sink.is_fed(self._seen["instances"])
 
     def _count(self, source: Connection, name: str) -> Backlog | None:
@@ -219,8 +220,11 @@ def _applied_position(sink: sinks.StoredSink) -> AppliedPosition:
 
 
 def _opened(dsn: str, sides: Sequence[migrations.Side], key: str) -> Connection:
-    """A connection that only reads, with this program's schema. Raises ConfigurationError, psycopg.Error."""
-    conn = connect(dsn, **_IMPATIENT)
+    """Return a read-only connection to a database whose schema is this program's.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    conn = connect(dsn, **_SHORT_TIMEOUTS)
     try:
         pin_text_form(conn)
         conn.execute(

@@ -212,7 +212,7 @@ def test_a_loop_that_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr("relay.service._report", lambda *_: released.wait())
             outbox.publish(host(1), event(1))
             wait_until(lambda: bool(poller.bad), 30)
-            assert "loop: hangs: no sign of life for" in poller.bad[0]
+            assert "loop: hangs: no heartbeat for" in poller.bad[0]
         finally:
             released.set()
 

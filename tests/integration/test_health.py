@@ -50,7 +50,7 @@ def test_another_program_that_reads_the_slot_is_no_relay(outbox: Outbox) -> None
     with other_role(outbox):
         assert failed(outbox) == [
             "no instance of group 'default' runs: start `relay run`",
-            f"the slot '{outbox.slot}' is read by pg_recvlogical, which is no instance of group 'default'",
+            f"the slot '{outbox.slot}' is read by pg_recvlogical, which is not an instance of group 'default'",
         ]
     with relaying(outbox.settings()):
         wait_until(lambda: not failed(outbox))
@@ -59,7 +59,7 @@ def test_another_program_that_reads_the_slot_is_no_relay(outbox: Outbox) -> None
 def test_a_stopped_relay_and_a_missing_slot(outbox: Outbox) -> None:
     assert failed(outbox) == [
         "no instance of group 'default' runs: start `relay run`",
-        f"nobody reads the slot '{outbox.slot}'",
+        f"no process reads the slot '{outbox.slot}'",
     ]
     outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
     assert "the replication slot is missing: run `relay init`" in failed(outbox)

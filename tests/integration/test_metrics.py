@@ -101,7 +101,7 @@ def test_a_taken_port_is_one_line(outbox: Outbox, tmp_path: Path) -> None:
         result = relay("run", "--config", str(config))
         assert result.returncode == 2
         (line,) = [each for each in result.stderr.splitlines() if each.startswith("relay: ")]
-        assert f"observe.listen: 127.0.0.1:{port} is taken" in line
+        assert f"observe.listen: cannot listen on 127.0.0.1:{port}: " in line
         assert one.terminate() == 0
 
 

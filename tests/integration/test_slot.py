@@ -109,7 +109,7 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
         assert f"is still being created by process {maker}" in finding.text
         assert oldest in finding.text
         lag = list(failures(read(settings), settings.group, Limits(lag_bytes=1), None, {}))
-        assert lag == ["the lag in bytes is not known: the slot is still being made"]
+        assert lag == ["the lag in bytes is unknown: the slot is still being created"]
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         writer.rollback()

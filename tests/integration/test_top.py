@@ -16,7 +16,7 @@ from rich.console import Console
 from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.demo.screen import Screen
-from relay.observe.rates import Observations
+from relay.observe.rates import Trends
 from relay.observe.watch import Watch
 from relay.source.backlog import MOST
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -35,17 +35,17 @@ def test_a_read_shows_target_sinks_and_throughput(outbox: Outbox) -> None:
         settings = outbox.settings(**with_shop(outbox, webhook.url), sinks={"attach_seconds": 0.5})
         outbox.install_again(settings)
         with closing(Watch(settings)) as watch, relaying(settings):
-            observations = Observations()
-            observations.note(watch.read())
+            trends = Trends()
+            trends.note(watch.read())
             outbox.fill(200, events=2)
             outbox.publish(host(1), event(amount=-1))
             wait_until(lambda: watch.read().unread.get("shop") is not None)
             wait_until(lambda: sum(each.transactions for each in watch.read().engines) == 201)
             wait_until(lambda: watch.read().dead == {("", "projection"): 1})
             picture = watch.read()
-            observations.note(picture)
-            rates = observations.rates()
-    assert picture.away == {}
+            trends.note(picture)
+            rates = trends.rates()
+    assert picture.faults == {}
     assert picture.mode == "wal"
     assert picture.active in picture.instances
     assert picture.slot is not None
@@ -108,12 +108,12 @@ def test_a_database_that_goes_away_is_a_line_and_comes_back(outbox: Outbox) -> N
         admin.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
         )
-        wait_until(lambda: "not currently accepting" in watch.read().away.get("target.dsn", ""))
+        wait_until(lambda: "not currently accepting" in watch.read().faults.get("target.dsn", ""))
         gone = watch.read()
         assert gone.partitions == before.partitions
-        assert set(gone.away) == {"source.dsn", "target.dsn"}
+        assert set(gone.faults) == {"source.dsn", "target.dsn"}
         admin.execute(f"alter database {name} allow_connections true".encode())
-        assert watch.read().away == {}
+        assert watch.read().faults == {}
     outbox.reconnect()
 
 
@@ -122,8 +122,8 @@ def test_without_a_terminal_one_frame_is_printed(outbox: Outbox, tmp_path: Path)
     config = outbox.config_file(tmp_path / "relay.yaml")
     shown = relay("top", "--config", str(config))
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert f"slot         {outbox.slot}  not read reserved" in shown.stdout
-    assert "nobody is active" in shown.stdout
+    assert f"slot         {outbox.slot}  inactive reserved" in shown.stdout
+    assert "no instance is active" in shown.stdout
     away = outbox.config_file(
         tmp_path / "away.yaml", source={"dsn": "host=127.0.0.1 port=1 dbname=x"}
     )

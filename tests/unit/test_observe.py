@@ -146,7 +146,9 @@ def test_groups_of_one_process_share_an_address_and_a_taken_one_is_reported(
     listener: Listener,
 ) -> None:
     address = Address("127.0.0.1", listener.port)
-    with pytest.raises(ConfigurationError, match=r"^observe\.listen: 127\.0\.0\.1:\d+ is taken"):
+    with pytest.raises(
+        ConfigurationError, match=r"^observe\.listen: cannot listen on 127\.0\.0\.1:\d+: "
+    ):
         listen(address)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = Address("127.0.0.1", free.getsockname()[1])
@@ -215,7 +217,7 @@ def test_a_database_that_does_not_answer_concerns_no_other(monkeypatch: pytest.M
         assert looking.source_readings is None
         assert not looking.source.is_up(1)
     released.set()
-    looking.source.asking.join()
+    looking.source.thread.join()
     assert looking.source.is_up(1)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from relay.model.events import Lsn
-from relay.observe.frame import Size, lines, spark
-from relay.observe.rates import Observations
-from relay.observe.watch import Picture
+from relay.observe.frame import Size, lines, sparkline
+from relay.observe.rates import Trends
+from relay.observe.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.brakes import BrakedHandler
@@ -30,20 +30,20 @@ def sink(name: str, state: str = "attached", fault: str | None = None) -> Stored
     return StoredSink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
 
 
-def picture(**more: Any) -> Picture:
+def picture(**more: Any) -> Observation:
     given = {"mode": "wal", "active": "host:1", "instances": ["host:1"], "slot": SLOT, **more}
-    return Picture("main", NOW, **given)
+    return Observation("main", NOW, **given)
 
 
 def shown(
-    found: Picture, width: int = 100, height: int = 40, ascii_only: bool = False
+    found: Observation, width: int = 100, height: int = 40, ascii_only: bool = False
 ) -> list[str]:
-    observations = Observations()
-    observations.note(found)
-    return [line.plain for line in lines(found, observations, Size(width, height, ascii_only))]
+    trends = Trends()
+    trends.note(found)
+    return [line.plain for line in lines(found, trends, Size(width, height, ascii_only))]
 
 
-def crowded() -> Picture:
+def crowded() -> Observation:
     partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
     sinks = [sink(f"sink{number}", "lagging") for number in range(50)]
     sinks[33] = sink("broken", "lagging", "HTTP 503")
@@ -96,14 +96,14 @@ def test_everything_that_is_wrong_is_named() -> None:
                 deferred=waiting,
                 dead={("", "orders"): 3, ("shop", "shop"): 9},
                 stopped=[BrakedHandler("orders", "KeyError", 100, NOW)],
-                away={"source.dsn": "connection refused"},
+                faults={"source.dsn": "connection refused"},
             ),
             160,
         )
     )
     for part in (
-        "source.dsn: connection refused: what is shown of it is old",
-        "poll: the slot is lost  nobody is active",
+        "source.dsn: connection refused: its values are old",
+        "poll: the slot is lost  no instance is active",
         "lost (wal_removed)",
         "7 transactions, 1 holding",
         "sink shop: shop: HTTP 503",
@@ -129,21 +129,21 @@ def test_a_terminal_without_unicode_gets_none() -> None:
     [([], ""), ([0, 0], "▁▁"), ([0, 1, 1_000_000], "▁▂█"), ([1, 2, 4], "▃▅█"), (range(99), None)],
 )
 def test_sparklines(series: Sequence[float], bars: str | None) -> None:
-    assert len(spark(series)) <= 16
-    assert bars is None or spark(series) == bars
+    assert len(sparkline(series)) <= 16
+    assert bars is None or sparkline(series) == bars
 
 
 def test_rates_are_taken_over_several_observations() -> None:
     """relay stores its counts every five seconds, so that two looks would tell nothing, or too much."""
-    observations = Observations()
+    trends = Trends()
     for second in range(0, 31, 2):
         stored = second // 5 * 5
         engines = [EngineTotals("inline", "small", 1, stored * 100, stored * 10, NOW)]
         taken = NOW + timedelta(seconds=second)
-        observations.note(Picture("main", taken, engines=engines))
-    rates = observations.rates()
+        trends.note(Observation("main", taken, engines=engines))
+    rates = trends.rates()
     assert rates is not None
     assert 60 <= rates.events <= 140
     assert rates.events == pytest.approx(10 * rates.transactions)
-    assert observations.rates("spark") is not None
-    assert observations.rates("spark").events == 0  # type: ignore[union-attr]
+    assert trends.rates("spark") is not None
+    assert trends.rates("spark").events == 0  # type: ignore[union-attr]
