@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -55,14 +56,31 @@ CallerDep = Annotated[Caller, Depends(caller_of)]
 FormDep = Annotated[Form, Depends(form_of)]
 
 
-def reason_of(form: Form) -> str:
-    """Return the reason of an action. Raises ConfigurationError if it is empty or too long."""
-    reason = form.get("reason", "").strip()
-    if not reason or len(reason) > REASON_CHARACTERS:
-        raise ConfigurationError(
-            f"reason: give one of at most {REASON_CHARACTERS} characters: it is stored with the action"
-        )
-    return reason
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A form of the caller's own pages that asks for an action on a group; `operator` names the caller."""
+
+    group: GroupView
+    operator: str
+    fields: Form
+
+    @property
+    def reason(self) -> str:
+        """The reason of the action. Raises ConfigurationError if it is empty or too long."""
+        reason = self.fields.get("reason", "").strip()
+        if not reason or len(reason) > REASON_CHARACTERS:
+            raise ConfigurationError(
+                f"reason: give one of at most {REASON_CHARACTERS} characters: it is stored with the action"
+            )
+        return reason
+
+
+def submission_of(group: GroupDep, caller: CallerDep, form: FormDep) -> Submission:
+    """Return the form with its group and its caller."""
+    return Submission(group, caller.name, form)
+
+
+SubmissionDep = Annotated[Submission, Depends(submission_of)]
 
 
 def number(text: str) -> int | None:

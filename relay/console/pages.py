@@ -10,13 +10,11 @@ from starlette.responses import RedirectResponse, Response
 
 from relay.console.charts import chart
 from relay.console.forms import (
-    CallerDep,
-    FormDep,
     GroupDep,
+    SubmissionDep,
     ViewsDep,
     number,
     page_size,
-    reason_of,
     require_action,
     search_of,
 )
@@ -69,13 +67,11 @@ def partitions_seek(
 
 
 @router.post("/groups/{group}/partitions/seek")
-def partitions_moved(
-    request: Request, views: ViewsDep, group: GroupDep, caller: CallerDep, form: FormDep
-) -> Response:
+def partitions_moved(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
     """Move the stopped group to another position."""
-    partition = number(form.get("partition", ""))
-    text = group.seek(form.get("to", ""), partition, caller.name, reason_of(form))
-    return views.done(request, address(group.name, "partitions"), f"The group goes on {text}.")
+    partition = number(sent.fields.get("partition", ""))
+    text = sent.group.seek(sent.fields.get("to", ""), partition, sent.operator, sent.reason)
+    return views.done(request, address(sent.group.name, "partitions"), f"The group goes on {text}.")
 
 
 @router.get("/groups/{group}/sinks")
@@ -121,32 +117,27 @@ def sink_drop(request: Request, views: ViewsDep, group: GroupDep, name: str) -> 
 
 
 @router.post("/groups/{group}/sink/{action}")
-def sink_action(
-    request: Request,
-    views: ViewsDep,
-    group: GroupDep,
-    caller: CallerDep,
-    form: FormDep,
-    action: str,
-) -> Response:
+def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
     """Pause, resume, seek or forget a sink."""
-    name, reason = form.get("name", ""), reason_of(form)
-    to = address(group.name, "sink", name=name)
+    name, reason = sent.fields.get("name", ""), sent.reason
+    to = address(sent.group.name, "sink", name=name)
     match action:
         case "pause":
-            changed = group.pause(name, caller.name, reason)
+            changed = sent.group.pause(name, sent.operator, reason)
             text = f"Sink {name} is paused." if changed else f"Sink {name} was paused already."
         case "resume":
-            changed = group.resume(name, caller.name, reason)
+            changed = sent.group.resume(name, sent.operator, reason)
             text = f"Sink {name} goes on." if changed else f"Sink {name} was not paused."
         case "seek":
-            rebuild = form.get("rebuild") == "true"
-            where = group.seek_sink(name, form.get("to", ""), rebuild, caller.name, reason)
+            rebuild = sent.fields.get("rebuild") == "true"
+            where = sent.group.seek_sink(
+                name, sent.fields.get("to", ""), rebuild, sent.operator, reason
+            )
             text = f"Sink {name} goes on {where}."
         case "drop":
-            forgotten = group.drop_sink(name, caller.name, reason)
+            forgotten = sent.group.drop_sink(name, sent.operator, reason)
             text = f"Sink {name} is forgotten, with {forgotten} deferred transactions."
-            to = address(group.name, "sinks")
+            to = address(sent.group.name, "sinks")
         case _:
             raise HTTPException(404, f"there is no action {action!r} here")
     return views.done(request, to, text)
@@ -186,23 +177,20 @@ def deferred_confirmation(
 
 @router.post("/groups/{group}/deferred/{action}")
 def deferred_action(
-    request: Request,
-    views: ViewsDep,
-    group: GroupDep,
-    caller: CallerDep,
-    form: FormDep,
-    action: str,
+    request: Request, views: ViewsDep, sent: SubmissionDep, action: str
 ) -> Response:
     """Make deferred transactions due now, or cancel them."""
     require_action(action, "run", "cancel")
     _, wanted = search_of(request, DeferredFilter)
-    selection, reason = wanted.selection(), reason_of(form)
+    selection, reason = wanted.selection(), sent.reason
     if action == "run":
-        text = f"{_transactions(group.run_deferred(selection, caller.name, reason))} due now."
+        text = (
+            f"{_transactions(sent.group.run_deferred(selection, sent.operator, reason))} due now."
+        )
     else:
-        count = group.cancel_deferred(selection, caller.name, reason)
+        count = sent.group.cancel_deferred(selection, sent.operator, reason)
         text = f"{_transactions(count)} given up: see the dead letters."
-    return views.done(request, address(group.name, "deferred"), text)
+    return views.done(request, address(sent.group.name, "deferred"), text)
 
 
 @router.get("/groups/{group}/dead-letters")
@@ -245,23 +233,18 @@ def dead_letters_confirmation(
 
 @router.post("/groups/{group}/dead-letters/{action}")
 def dead_letters_action(
-    request: Request,
-    views: ViewsDep,
-    group: GroupDep,
-    caller: CallerDep,
-    form: FormDep,
-    action: str,
+    request: Request, views: ViewsDep, sent: SubmissionDep, action: str
 ) -> Response:
     """Replay or discard dead transactions."""
     require_action(action, "replay", "discard")
     _, wanted = search_of(request, DeadLetterFilter, status="dead")
-    selection, reason = wanted.selection(), reason_of(form)
+    selection, reason = wanted.selection(), sent.reason
     one = wanted.ids[0] if len(wanted.ids) == 1 else None
-    to = address(group.name, "dead-letter" if one else "dead-letters", id=one)
+    to = address(sent.group.name, "dead-letter" if one else "dead-letters", id=one)
     if action == "discard":
-        count = group.discard(selection, caller.name, reason)
+        count = sent.group.discard(selection, sent.operator, reason)
         return views.done(request, to, f"{_transactions(count)} discarded.")
-    replayed = group.replay(selection, caller.name, reason)
+    replayed = sent.group.replay(selection, sent.operator, reason)
     text = f"{_transactions(replayed.queued)} queued to be applied again."
     return views.done(request, to, text, replayed.warnings)
 
@@ -298,15 +281,13 @@ def payload(group: GroupDep, id: int) -> Response:
 
 
 @router.post("/groups/{group}/dead-letter/edit")
-def edit(
-    request: Request, views: ViewsDep, group: GroupDep, caller: CallerDep, form: FormDep
-) -> Response:
+def edit(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
     """Replace the payload of a dead letter."""
-    dead_letter_id = number(form.get("id", ""))
+    dead_letter_id = number(sent.fields.get("id", ""))
     if dead_letter_id is None:
         raise ConfigurationError("id: is required")
-    group.edit(dead_letter_id, form.get("payload", ""), caller.name, reason_of(form))
-    to = address(group.name, "dead-letter", id=dead_letter_id)
+    sent.group.edit(dead_letter_id, sent.fields.get("payload", ""), sent.operator, sent.reason)
+    to = address(sent.group.name, "dead-letter", id=dead_letter_id)
     return views.done(
         request, to, f"Dead letter {dead_letter_id} has the new payload. Replay it now."
     )
