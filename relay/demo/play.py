@@ -1,4 +1,4 @@
-"""What happens in the demo: install, let a backlog build up, drain it, publish live, stop relay."""
+"""Runs the steps of the demo: install, build up a backlog, drain it, publish live, stop relay."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from relay.store.connections import Connection, connect
 SCHEMA = Path(__file__).with_name("shop.sql")
 POLL_SECONDS = 0.5
 START_SECONDS = 180.0
-STILL_SECONDS = 60.0
-"""How long relay may go without an event while some are waiting."""
+STALL_SECONDS = 60.0
+"""Longest time without progress while there are unread events."""
 CONFIRM_SECONDS = 10.0
 
 _PROGRESS = """
     select (select count(*) from outbox_message_t) as published,
-           (select count(*) from shop.projection) + (select count(*) from relay.dead_letter_queue) as settled
+           (select count(*) from shop.projection) + (select count(*) from relay.dead_letter_queue) as finished
 """
 _CONFIRMED = """
     select confirmed_flush_lsn >= %s::pg_lsn from pg_replication_slots where database = current_database()
@@ -32,7 +32,7 @@ _CONFIRMED = """
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """What the demo did, as far as the database does not tell."""
+    """What the demo did, as far as the database does not show it."""
 
     poisons: list[Poison]
     drained_from: datetime
@@ -43,7 +43,7 @@ class Performance:
 
 
 def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:
-    """Run the demo in an empty database. Raises DemoFailed when relay does not do its part."""
+    """Run the steps of the demo in an empty database. Raises DemoFailed if relay fails."""
     with connect(dsn) as conn:
         screen.step(f"PostgreSQL {_value(conn, 'show server_version')} is running")
         conn.execute(SCHEMA.read_bytes())
@@ -55,7 +55,7 @@ def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:
 
 
 class _Stage:
-    """The running relay and its surroundings; `conn` looks on."""
+    """The running relay and its database; `conn` reads the progress."""
 
     def __init__(
         self, conn: Connection, dsn: str, relay: Relay, log: Log, screen: Screen, scale: Scale
@@ -69,14 +69,14 @@ class _Stage:
         self._shop = Shop(scale.hosts)
 
     def perform(self) -> Performance:
-        self._wait_for_word("streaming")
-        drained_from = self._let_backlog_build_up()
+        self._wait_for_log("streaming")
+        drained_from = self._build_up_backlog()
         self._screen.step("draining the backlog")
         self._drain()
         first_live_offset = _value(self._conn, "select max(c_offset) + 1 from outbox_message_t")
         end = self._publish_live()
         self._drain()
-        self._give_time_to_confirm(end)
+        self._wait_for_confirmation(end)
         self._screen.step("stopping relay")
         status = self._relay.stop()
         return Performance(
@@ -88,10 +88,10 @@ class _Stage:
             self._log.batches(),
         )
 
-    def _let_backlog_build_up(self) -> datetime:
-        """Publish the backlog and wait for Spark while the partitions are locked; returns when they were let go.
+    def _build_up_backlog(self) -> datetime:
+        """Publish the backlog and wait for Spark while the partitions are locked; return when they were released.
 
-        Another consumer would lock them so. Without the lock relay applies everything inline before Spark has started.
+        Without the lock, which another instance could hold, relay applies everything inline before Spark has started.
         """
         total = self._scale.backlog
         self._screen.step(
@@ -99,7 +99,7 @@ class _Stage:
         )
         with connect(self._dsn) as lock, lock.transaction():
             lock.execute("select from relay.consumer_offsets for update")
-            # Nobody relies on the durability of these commits, and a slow disk would take long for ten thousand.
+            # Ten thousand durable commits would take long on a slow disk, and the demo does not need them.
             with connect(self._dsn) as conn:
                 conn.execute("set synchronous_commit = off")
                 self._keep_watching(
@@ -107,12 +107,12 @@ class _Stage:
                     lambda published, _: self._screen.show("published", published, total),
                 )
             self._screen.step("waiting for Spark")
-            self._wait_for_word("the Spark session is ready")
+            self._wait_for_log("the Spark session is ready")
             moment: datetime = _value(lock, "select clock_timestamp()")
         return moment
 
     def _publish_live(self) -> str:
-        """Publish at an even pace; returns a position in the WAL after the last commit."""
+        """Publish at an even pace; return an LSN after the last commit."""
         scale = self._scale
         self._screen.step(
             f"publishing {scale.live_rate} transactions a second for {scale.live_seconds:g} s"
@@ -125,7 +125,7 @@ class _Stage:
             return str(_value(conn, "select pg_current_wal_flush_lsn()::text"))
 
     def _keep_watching(self, steps: Iterable[None], show: Callable[[int, int], None]) -> None:
-        """Go through the steps, and now and then show what is published and settled."""
+        """Run the steps, and show every POLL_SECONDS how many events are published and finished."""
         polled_at = time.monotonic()
         for _ in steps:
             if time.monotonic() - polled_at >= POLL_SECONDS:
@@ -134,7 +134,7 @@ class _Stage:
                 polled_at = time.monotonic()
 
     def _drain(self) -> None:
-        """Wait until every published event is applied or dead. Raises DemoFailed if relay stands still."""
+        """Wait until every published event is applied or dead. Raises DemoFailed if relay makes no progress."""
         seen, since = -1, time.monotonic()
         while True:
             published, finished = self._progress()
@@ -143,8 +143,10 @@ class _Stage:
                 return
             if finished > seen:
                 seen, since = finished, time.monotonic()
-            elif time.monotonic() - since > STILL_SECONDS:
-                raise DemoFailed(f"relay stands still at {finished:,} of {published:,} events")
+            elif time.monotonic() - since > STALL_SECONDS:
+                raise DemoFailed(
+                    f"relay has made no progress for {STALL_SECONDS:g} s at {finished:,} of {published:,} events"
+                )
             self._relay.require_running()
             time.sleep(POLL_SECONDS / 2)
 
@@ -152,18 +154,18 @@ class _Stage:
         row = self._conn.execute(_PROGRESS).fetchone()
         return row or (0, 0)
 
-    def _give_time_to_confirm(self, end: str) -> None:
-        """Relay confirms idle positions within a second; whether it did is for the verification to say."""
+    def _wait_for_confirmation(self, end: str) -> None:
+        """Wait until relay has confirmed the end of the WAL, CONFIRM_SECONDS at most; `verify` checks it."""
         deadline = time.monotonic() + CONFIRM_SECONDS
         while not _value(self._conn, _CONFIRMED, end) and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def _wait_for_word(self, message: str) -> None:
+    def _wait_for_log(self, message: str) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not self._log.has_said(message):
+        while not self._log.contains(message):
             self._relay.require_running()
             if time.monotonic() > deadline:
-                raise DemoFailed(f"relay did not say {message!r} within {START_SECONDS:g} s")
+                raise DemoFailed(f"relay did not log {message!r} within {START_SECONDS:g} s")
             time.sleep(0.1)
 
 

@@ -14,7 +14,7 @@ from relay.faults import RelayError
 def main() -> None:
     """Run a server, print its connection string, and stop it at SIGINT or SIGTERM.
 
-    Exits with status 1 and one line when the server does not start.
+    Exits with status 1 and one line if the server does not start.
     """
     parser = argparse.ArgumentParser("python -m relay.demo.postgres", description=__doc__)
     parser.add_argument("--port", type=int, help="TCP port on 127.0.0.1; default: a free one")
@@ -25,7 +25,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     signals = {signal.SIGINT, signal.SIGTERM}
-    # Blocked from here on, so that a signal during the start is not lost.
+    # Blocked before the start, so that `sigwait` also receives a signal that arrives during it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         with Cluster(arguments.directory, port=arguments.port) as cluster:

@@ -1,4 +1,4 @@
-"""The relay that the demo watches: the command as a process of its own, and what its log says."""
+"""Runs the demo's relay as a process of its own, and reads its log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from relay.config.loading import load
@@ -18,7 +17,7 @@ from relay.config.settings import Settings
 from relay.faults import RelayError
 
 STOP_SECONDS = 40.0
-"""Twice `shutdown_timeout`, after which relay gives up by itself."""
+"""Twice the `shutdown_timeout` after which relay ends itself."""
 TAIL_LINES = 15
 
 
@@ -27,20 +26,20 @@ class DemoFailed(RelayError):
 
 
 def configuration_file() -> Path:
-    """The demo's configuration: inside the installed package, or at the top of a checkout."""
+    """Return the path of the demo's configuration: in the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent.parent
     shipped = package / "config" / "demo.yaml"
     return shipped if shipped.is_file() else package.parent / "config" / "demo.yaml"
 
 
 def environment(dsn: str) -> dict[str, str]:
-    """The demo's DSN, and nothing else that would lead relay to a database of the user's."""
+    """Return the environment with the demo's DSN, and without variables that name a database of the user."""
     kept = {name: text for name, text in os.environ.items() if not _is_setting(name)}
     return kept | {"RELAY_SOURCE__DSN": dsn}
 
 
 def settings(dsn: str) -> Settings:
-    """The configuration as the command reads it."""
+    """Load the demo's configuration, as the command does."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment(dsn))
@@ -56,7 +55,7 @@ def _is_setting(name: str) -> bool:
 
 
 def command(name: str, *options: str) -> list[str]:
-    """A relay command on the demo's configuration."""
+    """Return the arguments of a relay command on the demo's configuration."""
     return [sys.executable, "-m", "relay", name, "--config", str(configuration_file()), *options]
 
 
@@ -75,7 +74,7 @@ def initialise(dsn: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as relay's log tells of it."""
+    """A batch that relay has logged."""
 
     number: int
     engine: str
@@ -83,17 +82,17 @@ class Batch:
 
 
 class Log:
-    """The file that relay's log goes to."""
+    """The file of relay's log."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def has_said(self, message: str) -> bool:
-        """Whether there is an entry with this message."""
+    def contains(self, message: str) -> bool:
+        """Return whether the log has a line with this message."""
         return any(entry.get("message") == message for entry in self._entries())
 
     def batches(self) -> list[Batch]:
-        """The batches that it tells of, in order."""
+        """Return the logged batches, in order."""
         return [
             Batch(entry["batch"], entry["engine"], entry["events"])
             for entry in self._entries()
@@ -101,47 +100,42 @@ class Log:
         ]
 
     def tail(self) -> list[str]:
-        """The last lines."""
+        """Return the last lines."""
         return self._lines()[-TAIL_LINES:]
 
     def _entries(self) -> list[dict[str, Any]]:
-        # Java writes lines of its own, and the last one may not be whole yet.
-        whole = (line for line in self._lines() if line.startswith("{") and line.endswith("}"))
-        return [json.loads(line) for line in whole]
+        # Java writes lines that are not JSON, and the last line may be incomplete.
+        complete = (line for line in self._lines() if line.startswith("{") and line.endswith("}"))
+        return [json.loads(line) for line in complete]
 
     def _lines(self) -> list[str]:
         return self.file.read_text(errors="replace").splitlines() if self.file.exists() else []
 
 
 class Relay:
-    """`relay run` as a process that starts at once; as a context manager it is gone on exit, by force if need be."""
+    """A process of `relay run`, which the constructor starts; as a context manager it ends on exit, or is killed."""
 
     def __init__(self, dsn: str, log: Log) -> None:
         with log.file.open("wb") as file:
             self._process = subprocess.Popen(
-                # Each batch is a line at debug.
+                # relay logs each batch at level debug.
                 command("run", "--log-format", "json", "--log-level", "debug"),
                 env=environment(dsn),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # A process group of its own: Ctrl-C at a terminal is for the demo, and __exit__ finds all of it.
+                # A process group of its own: Ctrl-C at a terminal reaches only the demo, and __exit__ kills the group.
                 start_new_session=True,
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.stop()
         finally:
-            # Relay itself, if it did not end, and a JVM that was only just starting: it may outlive relay by seconds.
+            # relay, if it did not end, and a JVM that was starting, which may outlive it by seconds.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

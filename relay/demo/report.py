@@ -1,4 +1,4 @@
-"""The demo's figures: from the database, and from relay's log what only that can tell."""
+"""Computes the demo's figures from the database and from relay's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Figures = dict[str, Any]
 _OUTBOX = """
     select count(*) as events, count(distinct host_id) as hosts,
            count(distinct coalesce(transaction_id::text, concat_ws(' ', host_id, user_id, xmin))) as transactions,
-           count(*) filter (where c_offset < %(live)s) as waiting
+           count(*) filter (where c_offset < %(live)s) as backlog
       from public.outbox_message_t
 """
 _IMPORT = """
@@ -33,7 +33,7 @@ _DRAIN = """
     select coalesce(extract(epoch from max(pg_xact_commit_timestamp(xmin)) - %(from)s), 'NaN')::float8 as seconds
       from shop.projection where c_offset < %(live)s
 """
-# From the moment at which the event is stamped, inside its own transaction, to the commit of its effect.
+# The latency is from the time stamp of the event, inside its own transaction, to the commit of its effect.
 _LIVE = """
     with live as (
         select o.transaction_id, o.event_ts,
@@ -50,7 +50,7 @@ _LIVE = """
 
 
 def judge(dsn: str, performance: Performance) -> list[Check]:
-    """Whether the database holds what it must, and whether relay worked as the demo means to show."""
+    """Check the database, the use of both engines, and relay's exit status."""
     with connect(dsn) as conn:
         checks = verify(conn, performance.poisons, performance.end)
     spark, inline = (_events(performance.batches, engine) for engine in ("spark", "inline"))
@@ -67,7 +67,7 @@ def judge(dsn: str, performance: Performance) -> list[Check]:
 
 
 def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
-    """The summary: names and figures."""
+    """Return the names and figures of the summary."""
     known = {"live": performance.first_live_offset, "from": performance.drained_from}
     with connect(dsn) as conn, conn.cursor(row_factory=dict_row) as cursor:
         outbox, large, dead, drain, live = (
@@ -75,7 +75,7 @@ def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
         )
     batches = performance.batches
     whole = [batch.number for batch in batches if batch.events == large["events"]]
-    rate = outbox["waiting"] / drain["seconds"]
+    rate = outbox["backlog"] / drain["seconds"]
     return [
         ("events", f"{outbox['events']:,} of {outbox['hosts']} hosts"),
         ("business transactions", f"{outbox['transactions']:,}"),
@@ -86,7 +86,7 @@ def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
         ("dead letters", f"{dead['events']:,} events of {dead['transactions']:,} transactions"),
         ("on Spark", _share(batches, "spark")),
         ("inline", _share(batches, "inline")),
-        ("backlog", f"{outbox['waiting']:,} events in {drain['seconds']:.1f} s: {rate:,.0f}/s"),
+        ("backlog", f"{outbox['backlog']:,} events in {drain['seconds']:.1f} s: {rate:,.0f}/s"),
         ("live", f"{live['transactions']:,} transactions in {live['seconds']:.1f} s"),
         (
             "live latency, publish to commit",
@@ -100,7 +100,7 @@ def _events(batches: Sequence[Batch], engine: str) -> int:
 
 
 def _share(batches: Sequence[Batch], engine: str) -> str:
-    """How many batches and events an engine ran, with the numbers of the batches."""
+    """Format how many batches and events an engine ran, with the numbers of the batches."""
     numbers = [batch.number for batch in batches if batch.engine == engine]
     if not numbers:
         return "nothing"
@@ -108,7 +108,7 @@ def _share(batches: Sequence[Batch], engine: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: 1, 4-7, 9."""
+    """Format ascending numbers as ranges: 1, 4-7, 9."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,11 +1,10 @@
-"""What a person sees of the demo: steps, progress and the summary."""
+"""Prints the steps, the progress and the summary of the demo."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -16,16 +15,16 @@ from relay.demo.verify import Check
 from relay.observe.live import View
 
 LINE_SECONDS = 2.0
-"""How often progress is a line of its own where there is no terminal."""
+"""Interval of progress lines without a terminal."""
 NAME_WIDTH = 38
 INDENT = 9 * " "
 VIEW_SECONDS = 1.0
 VIEW_LINES = 14
-"""How many lines what `relay top` shows has below the bar, so that the steps stay in sight."""
+"""Lines of the view below the bar, so few that the steps stay visible."""
 
 
-class _Below(Progress):
-    """Bars, with a view of the group below them while there is one."""
+class _ProgressWithView(Progress):
+    """Progress bars, with a view of the group below them while `view` is set."""
 
     view: View | None = None
 
@@ -36,13 +35,13 @@ class _Below(Progress):
 
 
 class Screen:
-    """A line for each step; while one lasts, a moving bar on a terminal and now and then a line elsewhere."""
+    """Prints a line for each step; during a step, a progress bar on a terminal, or a line every two seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started = self._since = self._last_logged = time.monotonic()
         self._first: int | None = None
-        self._progress = _Below(
+        self._progress = _ProgressWithView(
             TextColumn("{task.description}"),
             BarColumn(),
             console=console,
@@ -55,17 +54,12 @@ class Screen:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     @contextmanager
     def watching(self, settings: Settings) -> Iterator[None]:
-        """Show what `relay top` shows meanwhile, on a terminal."""
+        """Show the view of `relay top` below the bar during the block, on a terminal."""
         if not self._console.is_terminal:
             yield
             return
@@ -85,7 +79,7 @@ class Screen:
         self._bar = self._progress.add_task(INDENT, total=None)
 
     def show(self, what: str, done: int, total: int) -> None:
-        """Show how far the step is and how fast it goes."""
+        """Show the progress and the rate of the step, in events."""
         now = time.monotonic()
         if self._first is None:
             self._first, self._since = done, now
@@ -97,7 +91,7 @@ class Screen:
             self._print(text)
 
     def summary(self, facts: Sequence[tuple[str, str]], checks: Sequence[Check]) -> None:
-        """Print what was done, and whether each promise was kept and by what numbers."""
+        """Print the figures, and for each promise whether it was kept, with its counts."""
         kept, broken = ("ok", "FAILED") if self._console.options.ascii_only else ("✓", "✗")
         self._print("")
         for name, text in facts:
@@ -105,15 +99,15 @@ class Screen:
         self._print("")
         for check in checks:
             style = "green" if check.kept else "bold red"
-            self._row(kept if check.kept else broken, check.promise, check.found, style)
+            self._row(kept if check.kept else broken, check.promise, check.counts, style)
 
     def lines(self, title: str, lines: Sequence[str]) -> None:
-        """Print lines as they are, if there are any, under a title."""
+        """Print a title and lines, if there are any."""
         if lines:
             self._print("\n".join([title, *lines]))
 
     def _row(self, mark: str, name: str, text: str, style: str = "") -> None:
-        # No table: it would break long lines wherever there is no terminal.
+        # Not a table of Rich, which breaks long lines if there is no terminal.
         self._print(f"{mark:2} {name:{NAME_WIDTH}} {text}", style)
 
     def _print(self, text: str, style: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What the demo publishes: orders of a shop with several tenants, poison among them, and one huge import."""
+"""Publishes the demo's events: orders of a shop with several tenants, poison among them, and one huge import."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from relay.store.connections import Connection
 
 Events = list[dict[str, Any]]
 Special = Callable[[], int]
-"""Publishes something out of the ordinary; returns how many orders it took."""
+"""Publishes a special case; returns how many orders it used."""
 
 EVENTS_EACH = 5
-"""Of the orders that are made up, those with so many events are taken: round totals, different contents."""
+"""Only generated orders with so many events are published, so that totals are round."""
 SEED = 2
 _SLICE = 100
 
@@ -39,13 +39,13 @@ class Scale:
 
     @property
     def backlog(self) -> int:
-        """Events that wait when relaying begins."""
+        """Number of events that are published before relay applies any."""
         return self.transactions * EVENTS_EACH + self.import_events
 
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """An event that must become a dead letter, by which handler and for which exception."""
+    """An event that must become a dead letter, with the handler that fails and its exception."""
 
     event_id: str
     handler: str | None
@@ -54,7 +54,7 @@ class Poison:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """One way to spoil an order, and what must come of it."""
+    """A way to make an order poison, with the expected handler and exception."""
 
     handler: str | None
     fault: str
@@ -87,9 +87,9 @@ _FAULTS = (
 
 
 class Shop:
-    """Publishes made-up orders and remembers which events are poison.
+    """Publishes generated orders, and records which events are poison.
 
-    Connections are in autocommit mode. The iterators publish as they are read, so that the reader can look around.
+    Connections are in autocommit mode. The iterators publish while they are consumed, so the caller can show progress.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -98,7 +98,7 @@ class Shop:
         self.poisons: list[Poison] = []
 
     def backlog(self, conn: Connection, scale: Scale) -> Iterator[None]:
-        """Publish the backlog: orders, and spread among them every kind of poison twice and the import once."""
+        """Publish the backlog: orders, and between them every kind of poison twice and the import once."""
         poisonous = self._poisonous(conn)
         specials = [*poisonous, lambda: self._import(conn, scale.import_events), *poisonous]
         left = scale.transactions
@@ -133,19 +133,19 @@ class Shop:
         ]
 
     def _alone(self, conn: Connection, fault_kind: _Fault) -> int:
-        """A poisonous business transaction with a commit of its own."""
+        """Publish a poisonous business transaction in a commit of its own."""
         publish(conn, [self._poisoned(fault_kind)])
         return 1
 
     def _among_others(self, conn: Connection) -> int:
-        """Three business transactions in one commit, of which the second is poison."""
+        """Publish three business transactions in one commit, of which the second is poison."""
         orders = [next(self._orders), self._poisoned(_FORBIDDEN), next(self._orders)]
         with conn.transaction():
             publish(conn, orders)
         return len(orders)
 
     def _without_transaction_id(self, conn: Connection) -> int:
-        """Rows written straight into the outbox in one commit: two users of one host, the second one's are poison."""
+        """Insert rows of two users of one host in one commit, of which those of the second user are poison."""
         good, poison = next(self._orders), self._poisoned(_FORBIDDEN)
         with conn.transaction(), conn.cursor() as cursor:
             for order in (good, poison):
@@ -153,7 +153,7 @@ class Shop:
         return 2
 
     def _poisoned(self, fault_kind: _Fault) -> PublishCall:
-        """The next order, spoiled and remembered."""
+        """Return the next order as poison, and record its events."""
         order = next(self._orders)
         events = [event | {"id": str(uuid.uuid4())} for event in order.events]
         fault_kind.apply(events)
@@ -163,7 +163,7 @@ class Shop:
         return replace(order, events=events)
 
     def _import(self, conn: Connection, count: int) -> int:
-        """One business transaction that is too large for a batch; its host is that of an order that nobody placed."""
+        """Publish one business transaction that is larger than a batch, for the host of an unused order."""
         chance = random.Random(SEED)  # noqa: S311
         owner = next(self._orders)
         events = [_product(chance, number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Compares what relay left in the database with what was published. Every check can fail; each says what it counted."""
+"""Compares the database with what the demo published. Each check counts violations of a promise, and can fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise and whether it was kept; `found` says by what numbers."""
+    """A promise and whether it was kept; `counts` has the counted violations."""
 
     promise: str
     kept: bool
-    found: str
+    counts: str
 
 
 _QUERIES: Mapping[str, str] = {
@@ -43,9 +43,9 @@ _QUERIES: Mapping[str, str] = {
                        is distinct from
                        (o.host_id::text, o.user_id::text, o.transaction_id::text, o.c_offset, o.event_type,
                         o.payload, o.metadata))
-                   as buried_otherwise
+                   as dead_lettered_otherwise
     """,
-    # Without a transaction_id, a business transaction is what one user of a host wrote in one commit.
+    # Without a transaction_id, a business transaction is the events of one user of a host in one commit.
     "business transactions whole": """
         with event as (
             select coalesce(o.transaction_id::text, concat_ws(' ', o.host_id, o.user_id, o.xmin)) as business,
@@ -61,7 +61,7 @@ _QUERIES: Mapping[str, str] = {
           from business
     """,
     "order of every host": """
-        select count(*) as behind_a_later_one
+        select count(*) as after_a_later_one
           from (select o.c_offset < lag(o.c_offset) over (partition by o.host_id order by p.seq) as late
                   from shop.projection p join public.outbox_message_t o using (id)) as applied
          where late
@@ -106,7 +106,7 @@ _SLOT = """
 
 
 def verify(conn: Connection, poisons: Sequence[Poison], end: str) -> list[Check]:
-    """Check every promise. `end` is a position in the WAL after the last commit of the outbox."""
+    """Check every promise. `end` is an LSN after the last commit of the outbox."""
     expected = (
         [poison.event_id for poison in poisons],
         [poison.handler for poison in poisons],
@@ -122,11 +122,11 @@ def verify(conn: Connection, poisons: Sequence[Poison], end: str) -> list[Check]
 def _count(
     conn: Connection, promise: str, query: str, parameters: Sequence[Any] | None = None
 ) -> Check:
-    """A query counts faults, each in a column that says which."""
+    """Run a query that counts violations of a promise, each kind in a column named after it."""
     with conn.cursor(row_factory=dict_row) as cursor:
-        faults: dict[str, int] = next(cursor.execute(query.encode(), parameters))
-    found = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in faults.items())
-    return Check(promise, not any(faults.values()), found)
+        violations: dict[str, int] = next(cursor.execute(query.encode(), parameters))
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in violations.items())
+    return Check(promise, not any(violations.values()), counts)
 
 
 def _slot(conn: Connection, end: str) -> Check:
@@ -136,5 +136,5 @@ def _slot(conn: Connection, end: str) -> Check:
     if state is None:
         return Check(promise, False, "there is no slot")
     kept = state["at_the_end"] and not state["active"]
-    found = f"{state['confirmed']}, end {end}{', still being read' if state['active'] else ''}"
-    return Check(promise, kept, found)
+    active = ", still active" if state["active"] else ""
+    return Check(promise, kept, f"{state['confirmed']}, end {end}{active}")
