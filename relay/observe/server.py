@@ -90,14 +90,14 @@ class Listener:
         if path not in ("/livez", "/readyz", "/healthz"):
             text = "there are /metrics, /livez, /readyz and /healthz\n"
             return HTTPStatus.NOT_FOUND, TEXT, text.encode()
-        found = [check() for check in tuple(self._checks)]
-        live = all(each.live for each in found)
-        ready = bool(found) and all(each.ready for each in found)
+        healths = [check() for check in tuple(self._checks)]
+        live = all(each.live for each in healths)
+        ready = bool(healths) and all(each.ready for each in healths)
         good = live if path == "/livez" else live and ready
         status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
         if query.get("format") == ["json"] or "application/json" in (accept or ""):
-            return status, "application/json", _as_json(live, ready, found)
-        return status, TEXT, _as_text(path, good, found).encode()
+            return status, "application/json", _as_json(live, ready, healths)
+        return status, TEXT, _as_text(path, good, healths).encode()
 
 
 _listeners: dict[Address, Listener] = {}
@@ -201,12 +201,12 @@ class _Requests(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def _as_text(path: str, good: bool, found: Sequence[Health]) -> str:
+def _as_text(path: str, good: bool, healths: Sequence[Health]) -> str:
     word = {"/livez": "live", "/readyz": "ready", "/healthz": "healthy"}[path]
     lines = [word if good else f"not {word}"]
-    if not found:
+    if not healths:
         lines.append("relay is starting: it waits for the databases")
-    for health in found:
+    for health in healths:
         shown = health.states
         if path != "/healthz":
             shown = tuple(each for each in shown if each.level in ("hangs", "not ready"))
@@ -214,7 +214,7 @@ def _as_text(path: str, good: bool, found: Sequence[Health]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _as_json(live: bool, ready: bool, found: Sequence[Health]) -> bytes:
+def _as_json(live: bool, ready: bool, healths: Sequence[Health]) -> bytes:
     groups = {
         each.group: {
             "live": each.live,
@@ -224,6 +224,6 @@ def _as_json(live: bool, ready: bool, found: Sequence[Health]) -> bytes:
                 for state in each.states
             ],
         }
-        for each in found
+        for each in healths
     }
     return json.dumps({"live": live, "ready": ready, "groups": groups}, indent=2).encode() + b"\n"
