@@ -76,7 +76,7 @@ def require_when_reachable(settings: Settings, stopping: Event) -> None:
     retry = retry_until_success(
         stopping,
         log_changes(log, "waiting for the database"),
-        passes=lambda error: isinstance(error, Unreachable),
+        retryable=lambda error: isinstance(error, Unreachable),
     )
     retry(require, settings)
 
