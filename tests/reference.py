@@ -41,7 +41,7 @@ from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
 
 MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
 """The modules that users' code may import."""
-_NOTE = "This page is made of the code: `make reference` writes it.\n"
+_NOTE = "This page is generated from the code: `make reference` writes it.\n"
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

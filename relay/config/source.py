@@ -69,7 +69,7 @@ class SourceSettings(Section):
     offsets: Literal["sequence", "gapless"] = "sequence"
     """The source of `c_offset`: a sequence, or a counter without gaps, which one publisher at a time locks."""
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
-    """The most bytes of the stream in memory that are not yet durable in the target."""
+    """The most bytes of the stream that are received before they are durable in the target."""
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
     """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
 
