@@ -143,15 +143,15 @@ class SparkWorker:
         Raises Moved where an operator has moved the sink, and every fault of the write.
         """
         state = self._load()
-        batch, tried = None, True
-        if not state.paused:
-            batch = self._begun(state)
-            if batch is None:
-                batch, tried = self._begin(state), False
-        if batch is not None:
-            self._write(batch, tried)
-        else:
-            self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
+        stored = None if state.paused else self._stored_batch(state)
+        if stored is not None:
+            self._write(stored, tried=True)
+            return
+        due = None if state.paused else self._store_due_batch(state)
+        if due is not None:
+            self._write(due, tried=False)
+            return
+        self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
     def _load(self) -> SinkState:
         conn, group, start = self._claim.conn, self._settings.group, self._handler.start
@@ -167,7 +167,7 @@ class SparkWorker:
             raise Moved
         return state
 
-    def _begun(self, state: SinkState) -> OpenBatch | None:
+    def _stored_batch(self, state: SinkState) -> OpenBatch | None:
         """The stored batch of the destination; None where there is none, or an operator has moved the sink since."""
         conn, group = self._claim.conn, self._settings.group
         batch = spark_batches.begun(conn, group, self._name, self._handler.target)
@@ -180,10 +180,10 @@ class SparkWorker:
         )
         return None
 
-    # Beginning a batch
+    # Storing a batch
 
-    def _begin(self, state: SinkState) -> OpenBatch | None:
-        """Store a batch if one is due. Raises Moved and psycopg.Error."""
+    def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
+        """Store and return a batch if one is due. Raises Moved and psycopg.Error."""
         pending = find(
             self._connected(), self._claim.conn, self._settings, self._name, self._table, state
         )

@@ -508,7 +508,7 @@ def begin(sink: SparkWorker) -> spark_batches.OpenBatch:
     found: list[spark_batches.OpenBatch] = []
 
     def has_begun() -> bool:
-        batch = sink._begin(sink._load())
+        batch = sink._store_due_batch(sink._load())
         if batch is not None:
             found.append(batch)
         return bool(found)
@@ -775,7 +775,7 @@ def test_a_source_that_is_replaced_gives_up_no_batch(
     assert former.identifier is not None
     with outbox.conn.transaction():
         groups.follow(outbox.conn, "default", former.identifier, 2, "1 0/1 history", reset=False)
-    again = sink._begun(sink._load())
+    again = sink._stored_batch(sink._load())
     assert again is not None
     assert (again.id, again.epoch) == (batch.id, batch.epoch + 1)
     sink._write(again)
