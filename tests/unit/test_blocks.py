@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from relay.cli.app import app
 from relay.config.handlers import KINDS
 from relay.config.settings import Settings
 from tests.pages import DOCS, Block, blocks, commands, pages
 from tests.process import ROOT
+from tests.shell import parse
 
 LANGUAGES = {
     *("console", "sh", "text", "yaml", "python", "sql", "json"),
     *("dockerfile", "go", "ini", "java", "nginx", "properties", "toml"),
 }
 ALL = [(page, block) for page in pages() for block in blocks(page.read_text())]
-GROUP = typer.main.get_command(app)
 SQL = {"type": "sql", "statement": "select 1"}
 SECRETS = {
     "dsn": "postgresql:///",
@@ -121,15 +119,6 @@ def calls(block: Block) -> Iterator[list[str]]:
             words = shlex.split(part.removeprefix("$ "), comments=True)
             if "relay" in words and (words[0] == "relay" or re.match(r"[A-Z_]+=", words[0])):
                 yield words[words.index("relay") + 1 :]
-
-
-def parse(words: list[str]) -> None:
-    """Parse the arguments of a call as the command line does; raises what that raises."""
-    command: Any = GROUP
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"relay has no command {words[0]}"
-        command, words = command.commands[words[0]], words[1:]
-    command.make_parser(typer.Context(command)).parse_args(list(words))
 
 
 @pytest.mark.parametrize(("page", "block"), of("console", "sh", "text"))

@@ -1,0 +1,228 @@
+"""The ```sh blocks of the documentation, run by bash as they stand there, in the situation that the page describes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import psycopg
+import pytest
+import yaml
+from psycopg.conninfo import conninfo_to_dict
+
+from tests.console import TOKEN, console_of, served
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.pages import DOCS, Block, blocks, pages
+from tests.process import ROOT
+from tests.shell import needs, run_block
+from tests.webhook import Answer, Webhook
+
+Replaced = Mapping[str, str]
+"""Texts of a block that stand for others here, such as an address."""
+Situation = Callable[[Outbox, Path], AbstractContextManager[Replaced]]
+
+NUMBER, OFFSET = 4711, 184_000
+"""The id that dead letters and deferred transactions have on the pages, and the c_offset of an event."""
+REFUSED, BUSY = "order.refused", "order.busy"
+STATUS = {REFUSED: 404, BUSY: 503}
+OTHER_TESTS = {
+    "event-types.md": "test_events_guide.py",
+    "publish-django.md": "test_the_blocks_of_the_page_about_django",
+}
+"""Pages whose blocks are steps of a test of their own."""
+
+
+@contextmanager
+def installed(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """An installed outbox, and a configuration with traces."""
+    outbox.config_file(folder / "relay.yaml", observe={"traces": True})
+    yield {}
+
+
+@contextmanager
+def several(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """The files of the page, and what it installs in its first steps."""
+    for block in blocks((DOCS / "how-to" / "several-outboxes.md").read_text()):
+        if block.file is not None:
+            (folder / Path(block.file).name).write_text(block.text)
+    prepare = 'psql "$SOURCE" -q -f tables.sql\nrelay init -c orders.yaml -c payments.yaml'
+    run_block(prepare, folder, **variables(outbox.dsn))
+    yield {}
+
+
+@contextmanager
+def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """Where a comment says so, the database is dropped and created."""
+    outbox.config_file(folder / "relay.yaml")
+    outbox.publish(host(1), event(1))
+    name = conninfo_to_dict(outbox.dsn)["dbname"]
+    psql = "psql dbname=postgres -c"
+    create = f"{psql} 'drop database {name} with (force)'\n{psql} 'create database {name}'\n"
+    yield {"# later: drop and create the database, then\n": create}
+    with psycopg.connect(outbox.dsn) as conn:
+        assert conn.execute("select count(*) from outbox_message_t").fetchone() == (1,)
+
+
+@contextmanager
+def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """A relay with a handler and two sinks, of which each has had a fault that is over.
+
+    A transaction is dead of the handler `orders`, one of the sink `shop`, which defers a third one. The console runs.
+    """
+    webhook = Webhook(lambda _, body: Answer(STATUS.get(json.loads(body)["type"], 204)))
+    posting = {"type": "http", "url": webhook.url, "retry": {"wait": 300, "max_wait": 300}}
+    more: dict[str, Any] = {
+        "handlers": {
+            "orders": {"type": "sql", "statement": APPEND},
+            **dict.fromkeys(("shop", "mail"), posting),
+        },
+        "routes": [
+            {"match": {"event_type": [REFUSED, BUSY]}, "handlers": ["shop"]},
+            {"match": {"event_type": "order.placed"}, "handlers": ["orders", "mail"]},
+        ],
+        "observe": console_of(),
+    }
+    settings = outbox.settings(**more)
+    for table in ("dead_letter_queue", "deferred"):
+        outbox.conn.execute(f"alter table relay.{table} alter id restart with {NUMBER}".encode())
+    outbox.conn.execute(f"alter sequence relay.offsets restart with {OFFSET}".encode())
+    outbox.config_file(folder / "relay.yaml", **more)
+    (folder / "console").write_text(TOKEN)
+    with webhook, relaying(settings), served(settings) as console:
+        outbox.publish(host(1), event(-1))
+        wait_until(lambda: dead(outbox) == ["orders"])
+        outbox.publish(host(2), event(event_type=REFUSED))
+        outbox.publish(host(3), event(event_type=BUSY))
+        wait_until(lambda: dead(outbox) == ["orders", "shop"])
+        wait_until(lambda: bool(outbox.column("select 1 from relay.deferred")))
+        webhook.answers = lambda _, body: Answer(204)
+        outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+        yield {"http://127.0.0.1:9465": console}
+
+
+def dead(outbox: Outbox) -> list[str]:
+    return outbox.column("select handler from relay.dead_letter_queue order by handler")
+
+
+SITUATIONS: Mapping[str, Situation] = {
+    "console.md": with_faults,
+    "dead-letters.md": with_faults,
+    "deferred.md": with_faults,
+    "install.md": installed,
+    "operations.md": with_faults,
+    "several-outboxes.md": several,
+    "tracing.md": installed,
+    "upgrade.md": installed,
+}
+"""The situation of a page's blocks that need a database."""
+_NEEDS_DATABASE = re.compile(r"^(?:\w+=\S+ )?(?:relay|psql|api|pg_dump) ", re.MULTILINE)
+
+
+def situation_of(page: Path, block: Block) -> Situation | None:
+    """What a block supposes; None where it needs no database. Raises KeyError where nobody has said."""
+    if not _NEEDS_DATABASE.search(block.text):
+        return None
+    return with_backup if "pg_dump" in block.text else SITUATIONS[page.name]
+
+
+ALL = [
+    pytest.param(
+        block,
+        situation,
+        id=f"{page.name}:{block.line}",
+        marks=() if situation is None else pytest.mark.rare,
+    )
+    for page in pages()
+    for block in blocks(page.read_text())
+    if block.language == "sh" and page.name not in OTHER_TESTS
+    for situation in (situation_of(page, block),)
+]
+
+
+def variables(dsn: str) -> dict[str, str]:
+    """The connection to the database, as pages and libpq name it."""
+    found = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
+    names = {"host": "PGHOST", "port": "PGPORT", "user": "PGUSER", "password": "PGPASSWORD"}
+    return {
+        "SOURCE": dsn,
+        "PGDATABASE": found["dbname"],
+        **{name: found[key] for key, name in names.items() if key in found},
+    }
+
+
+@pytest.mark.parametrize(("block", "situation"), ALL)
+def test_a_block_runs(
+    block: Block, situation: Situation | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    (folder / ".curlrc").write_text("fail\n")
+    needs(*(name for name in ("curl", "openssl") if name in block.text))
+    text = block.text.replace("/run/secrets", str(folder))
+    if situation is None:
+        run_block(text, folder)
+        return
+    outbox: Outbox = request.getfixturevalue("outbox")
+    with situation(outbox, folder) as replaced:
+        for there, here in replaced.items():
+            text = text.replace(there, here)
+        run_block(text, folder, **variables(outbox.dsn))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "helm install relay",
+        "relay status --nothing",
+        "make nothing",
+        "make bench ARGS=nothing",
+        "docker run -v x:/etc/relay/relay.yaml:ro relay nothing",
+        "docker-compose run --rm nothing",
+        "kubectl create secret generic nothing",
+        "pip install relay-outbox[nothing]",
+    ],
+)
+def test_a_block_that_is_wrong_fails(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"not found|No such option|cannot run"):
+        run_block(wrong, tmp_path)
+
+
+def test_pages_with_tests_of_their_own_have_them() -> None:
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    names = {page.name for page in pages()}
+    for page, test in OTHER_TESTS.items():
+        assert page in names
+        assert f"def {test}" in tests or (Path(__file__).parent / test).exists()
+
+
+def test_the_blocks_of_the_page_about_django(database: str, tmp_path: Path) -> None:
+    """The project is examples/django_shop, with the page's settings and its `shop/orders.py`."""
+    pytest.importorskip("django", reason="Django is not installed")
+    copytree(ROOT / "examples" / "django_shop", tmp_path, dirs_exist_ok=True)
+    name = str(conninfo_to_dict(database)["dbname"])
+    page = blocks((DOCS / "how-to" / "publish-django.md").read_text())
+    files = {block.file: block.text for block in page if block.file is not None}
+    (tmp_path / "shop" / "settings.py").write_text(
+        "from settings import *\n" + files["shop/settings.py"]
+    )
+    (tmp_path / "shop" / "orders.py").write_text(files["shop/orders.py"])
+    sql = {"type": "sql", "statement": "select 1"}
+    (tmp_path / "relay.yaml").write_text(
+        yaml.safe_dump(
+            {"source": {"dsn": database, "slot": name, "publication": name}, "handlers": {"h": sql}}
+        )
+    )
+    place = "from shop.orders import place; place('6f1f5a3e-3c1c-4f6e-9f5b-0d8f3f1f2a11', 'A-1', 9)"
+    used = {**variables(database), "DATABASE_NAME": name, "DJANGO_SETTINGS_MODULE": "shop.settings"}
+    for block in page:
+        if block.language == "sh":
+            run_block(block.text, tmp_path, **used)
+    run_block(f'python manage.py shell -c "{place}"', tmp_path, **used)
+    with psycopg.connect(database) as conn:
+        found = conn.execute("select event_type, payload from outbox_message_t").fetchall()
+        assert found == [("order.placed", {"sku": "A-1", "amount": 9})]
