@@ -186,7 +186,7 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
     past(rotated, 1)
     archive(rotated, path)
     rotated.conn.execute("update outbox_message_t set c_ts = event_ts")
-    refused("the default partition of public.outbox_message_t has events from")
+    refused("the default partition of public.outbox_message_t has events of")
     assert len(ranges(rotated)) == len(set(ranges(rotated)))
 
 
