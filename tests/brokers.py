@@ -1,4 +1,7 @@
-"""Brokers that tests kill and restart: Debian's packages, and librdkafka's mock of a Kafka cluster."""
+"""Brokers that tests kill and restart: Debian's packages, and librdkafka's mock of a Kafka cluster.
+
+Long because each kind of broker is a class with the same methods.
+"""
 
 from __future__ import annotations
 

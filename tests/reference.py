@@ -1,6 +1,7 @@
 """Writes the pages of docs/reference that are generated from the code: `python -m tests.reference`, `make reference`.
 
 They are committed, so that the repository shows them; tests/unit/test_reference.py fails when they are stale.
+Long because it has the generator of each page.
 """
 
 from __future__ import annotations
