@@ -1,1 +1,1 @@
-"""Where events come from: the replication slot, and what its stream means."""
+"""Reads events from the source: the replication stream, polling, and recovery of a lost slot."""

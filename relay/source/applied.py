@@ -1,4 +1,4 @@
-"""What of the outbox is applied in each partition, as snapshots tell it."""
+"""Reads what each partition has applied of the outbox, as snapshots."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from relay.store import offsets
 
 @dataclass(frozen=True, slots=True)
 class AppliedPosition:
-    """What is applied in a partition, or would be.
+    """What a partition has applied, or would have applied after a move.
 
-    All that `snapshot` sees, and up to the position `polled_offset` what the snapshot `after` sees.
+    That is everything that `snapshot` sees and, up to the position `polled_offset`, what the snapshot `after` sees.
     """
 
     partition: int
@@ -27,19 +27,19 @@ class AppliedPosition:
 def applied_in(
     target: psycopg.Connection[Any], group: str, partition: int | None = None
 ) -> list[AppliedPosition]:
-    """What is applied in each partition, or in one; none where only the WAL is read. Raises psycopg.Error."""
+    """Read what each partition, or one, has applied; empty where only the WAL is read. Raises psycopg.Error."""
     positions, links = offsets.positions_and_chain(target, group)
     if not links:
         return []
     positions = [position for position in positions if partition in (None, position.partition_id)]
     index = {link.id: number for number, link in enumerate(links)}
-    found = []
+    applied = []
     for position in positions:
-        here = index[position.snapshot_id or links[-1].id]
-        before, after = links[here], links[min(here + 1, len(links) - 1)]
-        found.append(
+        current = index[position.snapshot_id or links[-1].id]
+        before, after = links[current], links[min(current + 1, len(links) - 1)]
+        applied.append(
             AppliedPosition(
                 position.partition_id, before.snapshot, after.snapshot, position.polled_offset
             )
         )
-    return found
+    return applied

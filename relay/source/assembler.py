@@ -29,17 +29,17 @@ _LATEST = microseconds(datetime.max.replace(tzinfo=UTC))
 
 
 class OpenCommit(NamedTuple):
-    """A commit of which the stream has brought the beginning; `lsn` is where its commit record stands."""
+    """A commit whose end the stream has not brought yet; `lsn` is the position of its commit record."""
 
     lsn: Lsn
     xid: int
 
 
 class Assembler:
-    """Takes messages in the order of the stream (`feed`) and gives the commits with rows of the outbox (`fetch`).
+    """Assembles the messages given to `feed`, in the order of the stream; `fetch` returns whole commits.
 
-    Each message follows a header of so many bytes. A commit whose rows exceed `max_bytes` goes to a spool file.
-    Raises ConfigurationError when the outbox has lost the host column, ProtocolError for a malformed message.
+    A commit whose rows exceed `max_bytes` goes to a spool file. Raises ConfigurationError if the outbox has lost the
+    host column, ProtocolError for a malformed message.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Assembler:
         header: int = 0,
         emitted: Emitted | None = None,
     ) -> None:
-        """`emitted`: the rows come from messages, not from the table."""
+        """`header` is the size in bytes before each message. With `emitted`, logical messages give the rows."""
         self._emitted = emitted
         self._table = table
         self._mapping = mapping
@@ -70,7 +70,7 @@ class Assembler:
 
     @property
     def open(self) -> bool:
-        """Whether a transaction has begun and not yet committed."""
+        """Whether a Begin has come without its Commit."""
         return self._xid is not None
 
     @property
@@ -80,14 +80,14 @@ class Assembler:
 
     @property
     def size(self) -> int:
-        """Bytes that the open transaction holds in memory."""
+        """The bytes that the open commit holds in memory."""
         return self._grouping.size
 
     def reset(self, encoding: Encoding | None = None, partitioned: bool = False) -> None:
-        """Forget the open transaction and the relations: a new connection sends both again.
+        """Forget the open commit and the relations: a new connection sends both again.
 
-        `encoding` is that of names and values where it is not UTF-8. `partitioned` says that the outbox is, so that
-        a row comes again when it is moved.
+        `encoding` is that of names and values where it is not UTF-8. `partitioned`: the outbox is a partitioned table,
+        where an update that moves a row to another partition is streamed as an insert.
         """
         self._encoding = encoding
         self._partitioned = partitioned
@@ -98,14 +98,17 @@ class Assembler:
         self._learn_emitted()
 
     def feed(self, messages: list[Buffer]) -> Lsn | None:
-        """Take messages, in the order of the stream, out of a list; returns the end of the last commit without rows."""
+        """Take messages, in the order of the stream, and empty the list.
+
+        Returns the end of the last commit that has no rows; None without such a commit.
+        """
         if self._emitted is not None:
             messages[:] = self._emitted.inserts(messages)
         if not messages:
             return None
         count = len(messages)
         buffer = MessageBuffer.of(messages, self._header)
-        # They were copied: a large one must not be in memory twice.
+        # The buffer has copies: a large message must not be in memory twice.
         messages.clear()
         passed: Lsn | None = None
         first = 0
@@ -121,15 +124,15 @@ class Assembler:
         return self._grouping.fetch()
 
     def foreign(self) -> int:
-        """How many rows with another transaction's c_xid were left out since the last call."""
+        """The number of rows with another transaction's c_xid that were left out since the last call."""
         return self._grouping.foreign()
 
     def ignored(self) -> int:
-        """How many messages were left out since the last call, because they belong to no transaction."""
+        """The number of non-transactional messages that were left out since the last call."""
         return 0 if self._emitted is None else self._emitted.ignored()
 
     def _learn_emitted(self) -> None:
-        """Learn the relation that messages are turned into, which the stream does not describe."""
+        """Learn the relation of rows that come from logical messages, which the stream does not describe."""
         if self._emitted is None:
             return
         self._emitted.reset(self._encoding)
@@ -140,10 +143,9 @@ class Assembler:
         self._outbox = relation.oid
 
     def _learn(self, relation: Relation) -> None:
-        if self._emitted is not None:
-            self._described.add(relation.oid)
-            return
         self._described.add(relation.oid)
+        if self._emitted is not None:
+            return
         if (self._name(relation.namespace), self._name(relation.name)) == self._table:
             columns = [(self._name(column.name), column.type_oid) for column in relation.columns]
             translation = Translation.needed(columns, self._mapping, self._encoding)
@@ -157,21 +159,21 @@ class Assembler:
     def _name(self, text: str) -> str:
         return text if self._encoding is None else self._encoding.name_of(text)
 
-    def _take(self, some: MessageBuffer) -> Lsn | None:
+    def _take(self, buffer: MessageBuffer) -> Lsn | None:
         """Take messages without a Relation among them."""
-        self._check_kinds(some.kinds)
-        self._check_order(some.kinds)
-        commits = some.indices(_COMMIT)
-        ours = self._ours(some)
-        ends = self._ends(some, commits)
-        ends["rows"] = ours.searchsorted(commits)
-        rows = some.rows(ours)
+        self._check_kinds(buffer.kinds)
+        self._check_order(buffer.kinds)
+        commits = buffer.indices(_COMMIT)
+        inserts = self._inserts(buffer)
+        ends = self._ends(buffer, commits)
+        ends["rows"] = inserts.searchsorted(commits)
+        rows = buffer.rows(inserts)
         if self._translation is not None:
             rows = self._translation.rows(rows)
         return self._grouping.take(self._layout, rows, ends, self._xid or 0)
 
     def _check_kinds(self, kinds: bytes) -> None:
-        """Raise ProtocolError for a kind that protocol version 1 lacks. Messages without rows are not decoded."""
+        """Raise ProtocolError for a kind that protocol version 1 does not have: other kinds are not decoded."""
         if unknown := kinds.translate(None, KINDS):
             raise ProtocolError(f"unknown pgoutput message {unknown[:1]!r}")
 
@@ -184,36 +186,36 @@ class Assembler:
         marks = (b"B" * self.open + kinds).translate(None, _OTHER_KINDS)
         turns = marks.translate(None, b"I")
         if not (b"BC" * len(turns)).startswith(turns):
-            raise ProtocolError("transactions that do not begin and commit in turn")
+            raise ProtocolError("Begin and Commit do not alternate")
         if marks.startswith(b"I") or b"CI" in marks:
             raise ProtocolError("a row outside a transaction")
 
-    def _ours(self, some: MessageBuffer) -> Int64Array:
-        """The indices of the inserts into the outbox, int64."""
-        indices = some.indices(_INSERT)
-        found = some.read(indices, INSERT)
-        if found["new"].tobytes().translate(None, b"N"):
+    def _inserts(self, buffer: MessageBuffer) -> Int64Array:
+        """The indices of the inserts into the outbox, int64, ascending."""
+        indices = buffer.indices(_INSERT)
+        inserts = buffer.read(indices, INSERT)
+        if inserts["new"].tobytes().translate(None, b"N"):
             raise ProtocolError("insert without a new row")
-        tables = set(found["oid"].tolist())
+        tables = set(inserts["oid"].tolist())
         if not tables <= self._described:
             raise ProtocolError("a row of a table that was not described")
-        return indices if tables == {self._outbox} else indices[found["oid"] == self._outbox]
+        return indices if tables == {self._outbox} else indices[inserts["oid"] == self._outbox]
 
-    def _ends(self, some: MessageBuffer, commits: Int64Array) -> Ends:
-        """The ends of the commits, each with the xid of its Begin; `rows` is left to the caller."""
-        begins = some.read(some.indices(_BEGIN), BEGIN)
+    def _ends(self, buffer: MessageBuffer, commits: Int64Array) -> Ends:
+        """The ends of the commits, each with the xid of its Begin; the caller sets `rows`."""
+        begins = buffer.read(buffer.indices(_BEGIN), BEGIN)
         xids = begins["xid"].tolist()
         if len(begins):
             self._begun_lsn = Lsn(begins["lsn"][-1])
         if self._xid is not None:
             xids.insert(0, self._xid)
-        found = some.read(commits, COMMIT)
-        ends = np.empty(len(found), ENDS)
+        messages = buffer.read(commits, COMMIT)
+        ends = np.empty(len(messages), ENDS)
         for name in ("lsn", "end_lsn", "ts"):
-            ends[name] = found[name]
-        ends["xid"] = xids[: len(found)]
-        self._xid = xids[-1] if len(xids) > len(found) else None
-        times = found["ts"]
+            ends[name] = messages[name]
+        ends["xid"] = xids[: len(messages)]
+        self._xid = xids[-1] if len(xids) > len(messages) else None
+        times = messages["ts"]
         if times.min(initial=0) < _EARLIEST or times.max(initial=0) > _LATEST:
             raise ProtocolError("commit time out of range")
         return ends

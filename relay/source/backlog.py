@@ -1,4 +1,4 @@
-"""Counts how much of the outbox is not read yet, at a bounded cost, for `relay top`. `unread` counts exactly."""
+"""Counts the unread rows of the outbox at a bounded cost, for `relay top`. `unread` counts exactly."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from relay.source.applied import AppliedPosition
 from relay.source.differences import array
 from relay.store.connections import Connection
 
-MOST = 10_000
-"""How many rows are read, of the newest and of the oldest each."""
+MOST_ROWS = 10_000
+"""How many rows each of the two scans reads at most: that of the newest rows, and that of the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Rows of the outbox that are not read: how many, or that there are `more`, and the age of the oldest in seconds.
+    """Unread rows of the outbox: how many, whether there are `more`, and the age of the oldest in seconds.
 
-    Where there are more, the age is the least that it can be. It is None without rows, and where the outbox has no
-    event_ts. `partitions` has the rows of each partition that has any.
+    Where there are more, the age is a lower bound. It is None without rows, and where the outbox has no event_ts.
+    `partitions` has the number of rows of each partition that has any.
     """
 
     events: int = 0
@@ -34,9 +34,9 @@ class Backlog:
 
 
 class Backlogs:
-    """Counts what is not read of a configuration's outbox. Raises psycopg.Error.
+    """Counts the unread rows of a configuration's outbox. Raises psycopg.Error.
 
-    Each count reads at most 2 × MOST rows beyond what is read, along the index on c_xid.
+    Each count reads at most 2 × MOST_ROWS unread rows, along the index on c_xid.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -45,20 +45,20 @@ class Backlogs:
         self._table = sql.Identifier(self._schema, self._name)
         self._offset = sql.Identifier(mapping["c_offset"])
         self._host = sql.Identifier(mapping["host_id"])
-        self._happened = mapping["event_ts"]
+        self._event_ts = mapping["event_ts"]
         self._has_time: bool | None = None
 
     def count(self, conn: Connection, applied: Sequence[AppliedPosition], done: Xids) -> Backlog:
-        """Count what is not applied at the partitions' positions, or at a sink's, which is a single `applied`.
+        """Count the rows after the partitions' positions, or after a sink's, which is a single `applied`.
 
-        `done` are transactions that are applied beyond that.
+        `done` are transactions after that (full xids, int64) that are applied already.
         """
         newest = self._counted(conn, applied, done, "desc")
         rows = sum(count for _, count, _, _ in newest)
         if not rows:
             return Backlog()
         ages = [age for *_, age, _ in newest if age is not None]
-        full = any(scanned >= MOST for *_, scanned in newest)
+        full = any(scanned >= MOST_ROWS for *_, scanned in newest)
         if full:
             oldest = self._counted(conn, applied, done, "asc")
             ages += [age for *_, age, _ in oldest if age is not None]
@@ -72,7 +72,7 @@ class Backlogs:
     def _counted(
         self, conn: Connection, applied: Sequence[AppliedPosition], done: Xids, order: LiteralString
     ) -> list[tuple[int, int, float | None, int]]:
-        """Partition, rows, the age of the oldest, and how many rows were scanned."""
+        """Count one scan: (partition, rows, age of the oldest in seconds, rows scanned), for partitions with rows."""
         single = len(applied) == 1
         return conn.execute(
             sql.SQL(
@@ -109,7 +109,7 @@ class Backlogs:
     def _scans(
         self, conn: Connection, applied: Sequence[AppliedPosition], order: LiteralString
     ) -> sql.Composed:
-        """The rows that may not be read, each kind by the index: later ones, late commits, those without c_xid."""
+        """The rows that may be unread: a scan each for later xids, xids then in progress, and rows without c_xid."""
         first = min(each.snapshot.xmax for each in applied)
         late = sorted({xid for each in applied for xid in each.snapshot.in_progress if xid < first})
         xid = sql.Identifier(INSERTED_BY)
@@ -135,7 +135,7 @@ class Backlogs:
                 partition=self._partition(len(applied)),
                 table=self._table,
                 kind=kind,
-                most=MOST,
+                most=MOST_ROWS,
             )
             for kind in kinds
         )
@@ -150,7 +150,7 @@ class Backlogs:
             self._has_time = bool(
                 conn.execute(
                     "select from pg_attribute where attrelid = to_regclass(%s) and attname = %s and not attisdropped",
-                    (self._table.as_string(conn), self._happened),
+                    (self._table.as_string(conn), self._event_ts),
                 ).rowcount
             )
-        return sql.Identifier(self._happened) if self._has_time else sql.SQL("null::timestamptz")
+        return sql.Identifier(self._event_ts) if self._has_time else sql.SQL("null::timestamptz")

@@ -1,4 +1,4 @@
-"""The outbox's columns: what types they have, and which of them relay can read.
+"""Reads the types of the outbox's columns, and finds those that relay cannot read.
 
 Source: PostgreSQL documentation, "pg_attribute", "pg_type" and "Generated Columns".
 """
@@ -37,7 +37,7 @@ class OutboxColumn:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why relay cannot read a column, or (`readable`) only with a condition that the user has to know."""
+    """Why relay cannot read a column or, if `readable`, on which condition it can."""
 
     text: str
     readable: bool
@@ -46,7 +46,7 @@ class Problem:
 def columns(conn: Connection, table: tuple[str, str]) -> dict[str, OutboxColumn]:
     """The columns of a table by name; none where there is no such table. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(OutboxColumn)) as cursor:
-        found = cursor.execute(
+        rows = cursor.execute(
             """
             with recursive declared as (
                 select a.attname::text as name, format_type(a.atttypid, a.atttypmod) as type,
@@ -68,7 +68,7 @@ def columns(conn: Connection, table: tuple[str, str]) -> dict[str, OutboxColumn]
             """,
             table,
         )
-        return {column.name: column for column in found}
+        return {column.name: column for column in rows}
 
 
 def is_partitioned(conn: Connection, source: SourceSettings) -> bool:
@@ -83,8 +83,8 @@ def is_partitioned(conn: Connection, source: SourceSettings) -> bool:
 
 def mapped(conn: Connection, source: SourceSettings) -> dict[str, OutboxColumn]:
     """The outbox's columns that hold fields, by field. Raises psycopg.Error."""
-    there = columns(conn, source.table_name)
-    return {field: there[name] for field, name in source.mapping.items() if name in there}
+    existing = columns(conn, source.table_name)
+    return {field: existing[name] for field, name in source.mapping.items() if name in existing}
 
 
 def require_readable(conn: Connection, source: SourceSettings) -> None:
@@ -95,7 +95,7 @@ def require_readable(conn: Connection, source: SourceSettings) -> None:
 
 
 def problems(conn: Connection, source: SourceSettings) -> Iterator[Problem]:
-    """What relay cannot read of the mapped columns, or not in every case. Raises psycopg.Error."""
+    """Find the mapped columns that relay cannot read, or only on a condition. Raises psycopg.Error."""
     version = conn.info.server_version
     own = columns(conn, source.table_name).get(INSERTED_BY)
     if own is not None and own.base != "xid8":
@@ -117,7 +117,7 @@ def problems(conn: Connection, source: SourceSettings) -> Iterator[Problem]:
 
 
 def _unpublished(field: str, column: OutboxColumn, table: str, version: int) -> Problem | None:
-    """A generated column that no publication can hold, so that its values never come through the WAL."""
+    """The problem of a generated column that PostgreSQL cannot publish; None if it can."""
     if column.generated == "s" and version >= PUBLISHES_GENERATED:
         return None
     kind = "stored" if column.generated == "s" else "virtual"
@@ -145,7 +145,7 @@ def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> P
     )
     alter = f"`alter table {table} alter column {column.name} type {wanted} using {_cast(column, wanted)}`"
     if readable:
-        return Problem(f"{has}: {readable}; {alter} makes sure", readable=True)
+        return Problem(f"{has}: {readable}; {alter} ensures it", readable=True)
     castable = wanted != "uuid" and column.category in "SN"
     fitting = _fitting_id(column) if field in ID_FIELDS else None
     first = (
@@ -166,7 +166,7 @@ def _cast(column: OutboxColumn, wanted: str) -> str:
 
 
 def _key(field: str) -> str:
-    """Where the configuration names a field's column."""
+    """The configuration key that names a field's column."""
     return f"source.{field}" if field.startswith(headers.PREFIX) else f"source.columns: {field}"
 
 
@@ -179,7 +179,7 @@ def _or_leave_out(field: str) -> str:
 
 
 TypeCheck = bool | str
-"""Whether a type is read, or on which condition."""
+"""Whether relay reads a type, or on which condition."""
 
 _INTEGERS = frozenset({"int2", "int4", "int8"})
 
@@ -219,7 +219,7 @@ def _integer(column: OutboxColumn) -> TypeCheck:
 
 def _offset(column: OutboxColumn) -> TypeCheck:
     if column.base in {"int2", "int4"}:
-        return "it ends while offsets go on"
+        return "offsets can exceed its range"
     return column.base == "int8"
 
 
@@ -228,7 +228,7 @@ _IDS: dict[str, Callable[[OutboxColumn], TypeCheck]] = {
     "bigint": _integer,
     "text": _text,
 }
-"""By the types that `source.types` gives ids."""
+"""The check of an id's column, by the type that `source.types` gives the id."""
 
 _READABLE: dict[str, Callable[[OutboxColumn], TypeCheck]] = {
     "aggregate_id": _text,

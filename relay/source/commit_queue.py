@@ -1,4 +1,4 @@
-"""Whole commits on their way from the receiver to the service, and how much memory they hold."""
+"""Queues whole commits between the receiver and the service, and counts the memory that they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relay.model.transactions import Transactions
 
 
 class CommitQueue:
-    """The receiver puts commits in, the service takes batches out and acknowledges them. Safe in any thread.
+    """A queue into which the receiver puts commits, and from which the service takes batches. Safe in any thread.
 
     `_changed` guards all attributes. Only `size` and `empty` are read without it: single values, which may be late.
     """
@@ -22,14 +22,14 @@ class CommitQueue:
         self._commits: deque[Transactions] = deque()
         self._size = 0
         self._events = 0
-        self._taken = 0
+        self._number = 0
         self._unapplied: deque[tuple[int, int]] = deque()
         self._error: BaseException | None = None
         self._stopped = False
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to take."""
+        """Whether no commit is queued."""
         return not self._commits
 
     @property
@@ -38,7 +38,7 @@ class CommitQueue:
         return self._size
 
     def held(self) -> tuple[int, int, int | None]:
-        """Of all commits that are not acknowledged: bytes, events, and the time of the oldest, as a Commit has it."""
+        """Bytes, events, and oldest commit time (microseconds since 2000) of the commits that are not acknowledged."""
         with self._changed:
             oldest = self._unapplied[0][1] if self._unapplied else None
             if oldest is None and self._commits:
@@ -55,7 +55,7 @@ class CommitQueue:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let `take` raise this, once it has returned all commits."""
+        """Let `take` raise `error` once it has returned all commits."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -67,18 +67,18 @@ class CommitQueue:
             self._changed.notify_all()
 
     def take(self, timeout: float) -> tuple[int, Transactions] | None:
-        """The next commits, within the limits of a batch, and the batch's number, from 1.
+        """Remove and return the next commits, within the limits of a batch, with the batch's number, from 1.
 
-        None after `timeout` seconds, or `stop()`. Raises what `fail` was given.
+        None after `timeout` seconds, or `stop()`. Raises the error that `fail` was given.
         """
-        taken = self._take(timeout)
-        if not taken:
+        commits = self._take(timeout)
+        if not commits:
             return None
-        transactions = Transactions.joined(taken)
+        transactions = Transactions.joined(commits)
         with self._changed:
-            self._taken += 1
-            self._unapplied.append((self._taken, int(transactions.facts["ts"][0])))
-            return self._taken, transactions
+            self._number += 1
+            self._unapplied.append((self._number, int(transactions.facts["ts"][0])))
+            return self._number, transactions
 
     def has_ready(self, events: int, full: bool) -> bool:
         """Whether `take` would return about so many events at once, or as many as the limits allow.
@@ -90,11 +90,11 @@ class CommitQueue:
                 return False
             ready = sum(each.events for each in self._commits)
             size = sum(each.held for each in self._commits)
-        # Of a buffer that is full, a small rest would make one job more.
+        # Of a full buffer, half is enough: the rest would otherwise cost a Spark job of its own.
         return ready >= events or size >= self._limits.max_bytes or (full and 2 * ready >= events)
 
     def ack(self, batch: Batch) -> None:
-        """The batch is committed: its memory is free."""
+        """Free the memory of a batch that is committed."""
         with self._changed:
             self._size -= batch.size
             self._events -= batch.events
@@ -108,21 +108,22 @@ class CommitQueue:
                 return []
             if self._error is not None and not self._commits:
                 raise self._error
-            taken = [self._first_commits()]
+            commits = [self._first_commits()]
             if not self._commits:
-                return taken
-            events, size = taken[0].events, taken[0].held
-            # What came together stays together: cutting and joining copies, and a fuller batch does not pay for that.
-            while self._commits and taken[0].joins(self._commits[0]):
+                return commits
+            events, size = commits[0].events, commits[0].held
+            # Commits that were received together stay together: to split and join them costs more than a fuller batch
+            # gains.
+            while self._commits and commits[0].joins(self._commits[0]):
                 events += self._commits[0].events
                 size += self._commits[0].held
                 if events > self._limits.max_events or size > self._limits.max_bytes:
                     break
-                taken.append(self._commits.popleft())
-            return taken
+                commits.append(self._commits.popleft())
+            return commits
 
     def _first_commits(self) -> Transactions:
-        """The next commits within the limits of a batch; one that is larger comes alone."""
+        """Remove and return the next commits within the limits of a batch; a larger commit is returned alone."""
         head = self._commits.popleft()
         fitting = head.fitting(self._limits.max_events, self._limits.max_bytes)
         index = fitting or head.first_commit()

@@ -1,7 +1,7 @@
-"""The difference between two snapshots of the source: which rows are in it, and how it is cut into smaller ones.
+"""Differences between two snapshots of the source: the condition on their rows, and how to cut them.
 
-A part of a difference is a difference too. Of the transactions that `after` sees, `at` leaves out those from an xid on,
-which makes another snapshot: a reader that stops there stands at a snapshot like any other.
+A part of a difference is a difference too: `up_to` leaves out of a snapshot the transactions from an xid on. The result
+is a snapshot like any other, at which a reader can stop.
 
 Source: PgQ (Skype Tools), whose consumers read between two snapshots.
 """
@@ -24,14 +24,14 @@ XID = sql.Identifier(INSERTED_BY)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The transactions that one snapshot sees and an older one does not: the same for ever."""
+    """The transactions that the snapshot `after` sees and the older one `before` does not. They never change."""
 
     before: Snapshot
     after: Snapshot
 
     @property
     def is_empty(self) -> bool:
-        """Whether no transaction can be in it."""
+        """Whether it cannot contain a transaction."""
         return self.before.covers(self.after)
 
 
@@ -41,32 +41,30 @@ def array(numbers: Iterable[int], type_: LiteralString = "bigint") -> sql.Compos
 
 
 def condition(difference: Difference) -> sql.Composed:
-    """The condition on rows of a difference. The index on c_xid serves it, however old a transaction is open.
+    """The condition on the rows of a difference. It can use the index on c_xid even while an old transaction is open.
 
-    Rows without c_xid are from before relay, and visible in every snapshot.
+    Rows without c_xid are older than that column, and every snapshot sees them.
     """
     before, after = difference.before, difference.after
-    found = sql.SQL("{} >= {}::xid8").format(XID, str(before.xmax))
+    rows = sql.SQL("{} >= {}::xid8").format(XID, str(before.xmax))
     if before.in_progress:
-        found = sql.SQL("({} or {} = any({}))").format(
-            found, XID, array(before.in_progress, "xid8")
-        )
-    found += sql.SQL(" and {} < {}::xid8").format(XID, str(after.xmax))
+        rows = sql.SQL("({} or {} = any({}))").format(rows, XID, array(before.in_progress, "xid8"))
+    rows += sql.SQL(" and {} < {}::xid8").format(XID, str(after.xmax))
     if after.in_progress:
-        found += sql.SQL(" and pg_visible_in_snapshot({}, {}::pg_snapshot)").format(XID, str(after))
+        rows += sql.SQL(" and pg_visible_in_snapshot({}, {}::pg_snapshot)").format(XID, str(after))
     if before.is_beginning:
-        found = sql.SQL("({} or {} is null)").format(found, XID)
-    return found
+        rows = sql.SQL("({} or {} is null)").format(rows, XID)
+    return rows
 
 
 def cut(
     conn: Connection, table: sql.Composable, between: Difference, max_rows: int
 ) -> tuple[Snapshot, int]:
-    """The snapshot at which a reader stops that takes whole transactions until it has `max_rows` rows.
+    """Find the snapshot at which a reader of whole transactions has `max_rows` rows; returns it and the rows counted.
 
-    Also returns how many rows were counted, at most `max_rows`. Without so many rows the snapshot is `between.after`.
-    The rows are counted along the index on c_xid, so this costs no more than reading them. Transactions that were open
-    in `between.before`, and rows from before there was c_xid, are not cut: they all come first. Raises psycopg.Error.
+    With fewer rows the snapshot is `between.after`. The rows are counted along the index on c_xid, so this costs no
+    more than to read them. Transactions that were open in `between.before`, and rows without c_xid, are not cut: all of
+    them are before the snapshot. Raises psycopg.Error.
     """
     row = conn.execute(
         sql.SQL(
@@ -81,13 +79,13 @@ def cut(
     count, last = row
     if count < max_rows:
         return between.after, int(count)
-    # The first transaction of a cluster is 3: rows without c_xid are read only once.
+    # At least 2, since the first xid of a cluster is 3: so the rows without c_xid are read only once.
     end = max(int(last or 0) + 1, between.before.xmax, 2)
     return up_to(between.after, end), int(count)
 
 
 def up_to(snapshot: Snapshot, xid: int) -> Snapshot:
-    """What a snapshot sees of the transactions below an xid."""
+    """The snapshot that sees what `snapshot` sees of the transactions below an xid."""
     if xid >= snapshot.xmax:
         return snapshot
     in_progress = tuple(each for each in snapshot.in_progress if each < xid)

@@ -1,8 +1,8 @@
-"""An outbox without a table: events that `pg_logical_emit_message` writes into the WAL, as rows. No I/O.
+"""Turns events that `pg_logical_emit_message` writes into the WAL into rows: an outbox without a table. No I/O.
 
 A transactional message of the prefix is a JSON object, or an array of them, with the keys of `relay.publish` and with
-host_id, user_id and transaction_id. Here it becomes inserts into a relation that does not exist, where it came in the
-stream; so whatever holds of rows holds of messages.
+host_id, user_id and transaction_id. It becomes inserts into a relation that does not exist, at the message's position
+in the stream, so that everything after this module handles rows only.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats" (Message) and "System Administration Functions".
 """
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 _BEGIN, _MESSAGE = b"BM"
 _INSERT = Struct(">cIc")
 _OID = 0
-"""No relation of PostgreSQL has it."""
+"""An oid that no relation of PostgreSQL has."""
 _NAMESPACE = UUID("6d0b3c6e-3f0c-5f0e-9a53-2b8d0d3f7a11")
-"""Of the ids that are derived from positions."""
+"""The namespace of the ids that are derived from positions."""
 _COLUMNS = (*FIELDS, NOTE)
 _NEEDED = ("host_id", "event_type", "payload")
 _LEAST = len('{"host_id":0,"event_type":0,"payload":0}')
-"""How many characters an event has at least."""
+"""The length in characters of the shortest valid event."""
 _FEW = 100
-"""Of so many events each is looked at, whatever they are."""
+"""Up to this number of events, each becomes a row, even an empty one."""
 _COUNTED = ("transaction_ordinal", "transaction_count", "c_offset")
-"""What a message does not say of its events."""
+"""The fields that a message cannot set."""
 
 Values = dict[str, str | None]
 
 
 class Emitted:
-    """Turns the messages of a prefix into inserts; other messages of `pg_logical_emit_message` are left out.
+    """Turns the logical messages of a prefix into inserts, and leaves out those of other prefixes.
 
-    `types` are those of SQL, `header` is how many bytes come before each message of pgoutput.
+    `types` are the SQL types of the fields, `header` is the size in bytes of what precedes each message of pgoutput.
     """
 
     def __init__(self, prefix: str, types: Mapping[str, str], header: int = 0) -> None:
@@ -54,7 +54,7 @@ class Emitted:
         self._types = types
         self._header = header
         self._ignored = 0
-        # What is not a table's has no schema.
+        # The relation has no schema, since there is no table.
         columns = tuple(Column(name, 0, -1, is_key=False) for name in _COLUMNS)
         self.relation = Relation(_OID, "", prefix, "d", columns)
         self.reset()
@@ -65,22 +65,22 @@ class Emitted:
         self._codec = "utf-8" if encoding is None else encoding.codec
 
     def ignored(self) -> int:
-        """How many messages of the prefix belong to no transaction, since the last time: they are not relayed."""
-        found, self._ignored = self._ignored, 0
-        return found
+        """The number of non-transactional messages of the prefix since the last call. They are not relayed."""
+        ignored, self._ignored = self._ignored, 0
+        return ignored
 
     def inserts(self, messages: list[Buffer]) -> list[Buffer]:
-        """What came of the stream, with inserts in place of messages. Raises ProtocolError for a malformed one."""
-        found: list[Buffer] = []
+        """Replace logical messages by inserts. Raises ProtocolError for a malformed message."""
+        replaced: list[Buffer] = []
         for each in messages:
             kind = each[self._header]
             if kind == _MESSAGE:
-                found += self._inserts_of(bytes(each))
+                replaced += self._inserts_of(bytes(each))
                 continue
             if kind == _BEGIN:
                 self._begin = Begin.of(bytes(each[self._header :]))
-            found.append(each)
-        return found
+            replaced.append(each)
+        return replaced
 
     def _inserts_of(self, data: bytes) -> Iterator[Buffer]:
         message = LogicalMessage.of(data[self._header :])
@@ -99,11 +99,15 @@ class Emitted:
             )
 
     def _text(self, name: str) -> str:
-        """A name that was decoded as UTF-8 with surrogates."""
+        """Decode again, with the codec of messages, a name that was decoded as UTF-8 with surrogates."""
         return name.encode("utf-8", "surrogateescape").decode(self._codec, "replace")
 
     def _rows(self, message: LogicalMessage, begin: Begin) -> Iterator[Values]:
-        """The message's events, of which one without an id or a transaction_id has the same one whenever it comes."""
+        """The rows of a message's events.
+
+        An id or a transaction_id that an event does not have is derived from the position, so that it is the same each
+        time the message is received.
+        """
         where = f"{message.lsn} {begin.final_lsn} {begin.xid} {begin.ts}"
         defaults = {
             "transaction_id": str(uuid5(_NAMESPACE, where)),
@@ -117,25 +121,25 @@ class Emitted:
             defaults["id"] = str(uuid5(_NAMESPACE, f"{where} {number}"))
             row, faults = self._row(event, defaults)
             if row["payload"] is None and (fault or faults):
-                # So that the dead letter has what was written.
+                # The dead letter keeps the text of the message.
                 row["payload"] = json.dumps(text)
             row["transaction_ordinal"], row["transaction_count"] = str(number), str(len(events))
             if problems := ([fault] if fault else faults):
-                # `tuples` looks for nulls from the end of a row: a value that ends in n would look like one.
+                # `tuples` searches nulls from the end of a row, where it would take a value that ends in n for one.
                 row[NOTE] = f"{'; '.join(problems)} (message at {message.lsn})"
             yield row
 
     def _read(self, content: bytes) -> tuple[str, str | None]:
-        """The text of a message, and why it is none."""
+        """The text of a message, and the fault if it is not text."""
         try:
             return content.decode(self._codec), None
         except UnicodeDecodeError:
-            return content.decode("ascii", "backslashreplace"), "it is no text"
+            return content.decode("ascii", "backslashreplace"), "it is not text"
 
     def _row(self, event: Any, defaults: Mapping[str, str]) -> tuple[Values, list[str]]:
-        """An event's fields as PostgreSQL would print them, and what is wrong with it."""
+        """An event's fields as PostgreSQL would print them, and its faults."""
         if not isinstance(event, dict):
-            return self._row({}, defaults)[0], ["it is no JSON object"]
+            return self._row({}, defaults)[0], ["it is not a JSON object"]
         row: Values = {}
         faults = []
         for name in FIELDS:
@@ -145,15 +149,16 @@ class Emitted:
                 row[name] = self._value(name, event, defaults)
             except (ValueError, OverflowError, RecursionError) as error:
                 row[name] = None
-                why = str(error) if isinstance(error, _Wrong) else f"is no {self._types[name]}"
-                faults.append(f"{name} {why}")
+                known = isinstance(error, _InvalidField)
+                fault = str(error) if known else f"is not of type {self._types[name]}"
+                faults.append(f"{name} {fault}")
         return row, faults
 
     def _value(self, name: str, event: dict[str, Any], defaults: Mapping[str, str]) -> str | None:
-        """The text of a field. Raises ValueError, OverflowError or RecursionError for what it cannot be."""
+        """The text of a field. Raises ValueError, OverflowError or RecursionError for an invalid value."""
         value = event.get(name)
         if name == "id" and value == "":
-            # It would tell no event from another.
+            # An empty id would make all events with it one event.
             value = None
         if name == "payload" and name in event:
             return exact_json.dumps(value, name)
@@ -161,67 +166,67 @@ class Emitted:
             if name in defaults and self._types[name] in ("uuid", "text", "timestamptz"):
                 return defaults[name]
             if name in _NEEDED or name in defaults:
-                raise _Wrong("is missing")
+                raise _InvalidField("is missing")
             return None
         text = _PRINTED[self._types[name]](value)
         text.encode()
         if "\0" in text:
-            raise _Wrong("has a zero character, which PostgreSQL has in no text")
+            raise _InvalidField("has a zero character, which PostgreSQL cannot store in text")
         return text
 
 
 def _events(text: str) -> tuple[list[Any], str | None]:
-    """The events of a message; one that stands for all of it, and why, where there are none."""
+    """The events of a message, and None; or one None that stands for the whole message, and the fault."""
     try:
-        found = exact_json.loads(text)
+        value = exact_json.loads(text)
     except (ValueError, RecursionError):
         return [None], "it is not JSON"
-    events = found if isinstance(found, list) else [found]
+    events = value if isinstance(value, list) else [value]
     if not events:
         return [None], "it has no events"
     if len(events) > _FEW and len(text) < len(events) * _LEAST:
-        # Each would be a row of its own, hundreds of times as large as what stands for it.
-        return [None], f"most of its {len(events)} events have nothing in them"
+        # Each would become a row that is hundreds of times as large as the event.
+        return [None], f"most of its {len(events)} events are empty"
     return events, None
 
 
-class _Wrong(ValueError):
-    """What is wrong with a field, in words that show no value."""
+class _InvalidField(ValueError):
+    """A field is invalid. The text does not contain its value."""
 
 
 def _uuid(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Wrong("is no uuid")
+        raise _InvalidField("is not a uuid")
     return str(UUID(value))
 
 
 def _scalar(value: Any) -> str:
-    """The text of a value, as ->> has it."""
+    """The text of a value, as the operator ->> returns it."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict | list):
-        raise _Wrong("is no text")
+        raise _InvalidField("is not text")
     return exact_json.dumps(value, "")
 
 
 def _bigint(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _Wrong("is no whole number")
+        raise _InvalidField("is not a whole number")
     number = int(value)
     if not -(2**63) <= number < 2**63:
-        raise _Wrong("is out of range")
+        raise _InvalidField("is out of range")
     return str(number)
 
 
 def _time(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Wrong("is no time")
+        raise _InvalidField("is not a time")
     try:
         moment = datetime.fromisoformat(value)
     except ValueError:
-        raise _Wrong("is no time such as 2026-11-01T00:00:00+00:00") from None
+        raise _InvalidField("is not a time such as 2026-11-01T00:00:00+00:00") from None
     if moment.tzinfo is None:
-        raise _Wrong("has no time zone")
+        raise _InvalidField("has no time zone")
     return timestamp(microseconds(moment))
 
 
@@ -233,4 +238,4 @@ _PRINTED: Mapping[str, Callable[[Any], str]] = {
     "timestamptz": _time,
     "jsonb": lambda value: exact_json.dumps(value, ""),
 }
-"""A value of JSON as PostgreSQL prints it. Each raises ValueError, which shows no value, or OverflowError."""
+"""Print a JSON value as PostgreSQL prints each type. They raise ValueError or OverflowError for another value."""

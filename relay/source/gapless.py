@@ -1,4 +1,4 @@
-"""Numbers of events without gaps (`source.offsets: gapless`), for those who want them: a counter instead of a sequence.
+"""Offsets without gaps (`source.offsets: gapless`): c_offset comes from a counter instead of a sequence.
 
 Source: light-portal's `log_counter`.
 """
@@ -24,23 +24,23 @@ def is_gapless(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
 
 
 def require_numbered(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
-    """Raise ConfigurationError if there is no column for numbers without gaps, and `relay init` adds none."""
+    """Raise ConfigurationError if the outbox has no column for gapless offsets, and `relay init` adds none."""
     column = source.mapping["c_offset"]
     if source.offsets == "sequence" or source.mode != "wal" or source.owns_table:
         return
-    there = columns(conn, source.table_name)
-    if there and column not in there:
+    existing = columns(conn, source.table_name)
+    if existing and column not in existing:
         raise ConfigurationError(
-            f"source.offsets: gapless numbers the column {column!r}, which {source.table} does not have and mode wal "
-            "does not add: add it (bigint), map the column that you have (columns: {c_offset: …}), or set "
+            f"source.offsets: gapless fills the column {column!r}, which {source.table} does not have and `relay init` "
+            "does not add in mode wal: add it (bigint), map another column (columns: {c_offset: …}), or set "
             "source.offsets: sequence"
         )
 
 
 def set_gapless(conn: psycopg.Connection[Any], source: SourceSettings, wanted: bool) -> bool:
-    """Let numbers come from the counter, or from the sequence; returns whether that changed anything.
+    """Switch between the counter and the sequence; returns whether that changed anything.
 
-    A change locks the outbox to the end of the transaction. Raises psycopg.Error.
+    A change locks the outbox until the database transaction ends. Raises psycopg.Error.
     """
     row = conn.execute(
         "select relay.set_gapless(%s::regclass, %s, %s)",

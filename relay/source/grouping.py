@@ -1,11 +1,11 @@
-"""Groups the rows of commits by business transaction: in memory, or in a spool file if they are too many.
+"""Groups the rows of commits by business transaction: in memory, or in a spool file if they are too large.
 
-An example, with FEW_ROWS at 0: the rows 0 to 5 came, with the transaction_ids a a b b b c, and `ends["rows"]` is [2,
-5]. So rows 0 and 1 are a commit, 2 to 4 another one, and row 5 belongs to a commit that is still open. `Layout.survey`
-finds that each of the two commits is one business transaction of one host. They become one `Transactions` whose
-`facts["events"]` is [2, 3] and whose rows are a view of the buffer: no row was copied, and no object made for a row.
-Had row 3 been of another transaction_id, the second commit would be grouped row by row (`_CommitRows`), and the first
-one as before. Row 5 is kept until the end of its commit has come.
+Example, with FEW_ROWS at 0: rows 0 to 5 have the transaction_ids a a b b b c, and `ends["rows"]` is [2, 5]. Rows 0 and
+1 are a commit, rows 2 to 4 are another one, and row 5 belongs to a commit that is still open. `Layout.survey` finds
+that each of the two commits is one business transaction of one host. They become one `Transactions` whose
+`facts["events"]` is [2, 3] and whose rows are a view of the buffer: no row is copied, and no object is made for a row.
+If row 3 had another transaction_id, the second commit would be grouped row by row (`_CommitRows`), the first one still
+without copies. Row 5 is kept until the end of its commit is received.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relay.source.pgoutput import decode_tuple, encode_tuple
 
 _GROUPED_AT_ONCE = 1_000
 _GROUPED_BYTES = 1 << 18
-"""How many rows of a large commit, and bytes of them, are grouped together."""
+"""How many rows, and bytes, of a large commit are grouped together."""
 
 
 @dataclass(slots=True)
@@ -45,35 +45,36 @@ class _TransactionRows:
 
 
 class _Offsets:
-    """The c_offsets of a commit. They ascend, unless rows were moved or publishers give offsets of their own."""
+    """The distinct c_offsets of a commit. They usually ascend, and a set is made only if one does not."""
 
     def __init__(self) -> None:
         self._ascending = array("q")
-        self._found: set[int] | None = None
+        self._distinct: set[int] | None = None
 
     def add(self, offset: int) -> bool:
         """Add an offset; returns whether it is new."""
-        if self._found is None:
+        if self._distinct is None:
             if not self._ascending or offset > self._ascending[-1]:
                 self._ascending.append(offset)
                 return True
-            self._found = set(self._ascending)
-        if offset in self._found:
+            self._distinct = set(self._ascending)
+        if offset in self._distinct:
             return False
-        self._found.add(offset)
+        self._distinct.add(offset)
         return True
 
 
 class _CommitRows:
-    """A commit whose rows are grouped one by one: of several business transactions, too large, or altered midway.
+    """A commit whose rows are grouped one by one.
 
-    Rows that are no new events are left out: `xid` is the commit's transaction id, or 0 where it is not known.
+    It has several business transactions, is too large for memory, or its table was altered within it. Copies of rows
+    are left out: `xid` is the commit's transaction id, or 0 where it is not known.
     """
 
     def __init__(self, mapping: dict[str, str], layout: Layout, xid: int) -> None:
         self._mapping = mapping
         self._xid = xid
-        self._taken = _Offsets() if layout.partitioned else None
+        self._offsets = _Offsets() if layout.partitioned else None
         self._columns = layout.columns
         self.foreign = 0
         self._groups: dict[tuple[bytes | None, ...], _TransactionRows] = {}
@@ -82,11 +83,11 @@ class _CommitRows:
 
     @property
     def size(self) -> int:
-        """Bytes of rows held in memory."""
+        """The bytes of rows in memory."""
         return 0 if self._spool else self._size
 
     def add_rows(self, layout: Layout, rows: Rows) -> None:
-        """Add each row to those of its business transaction."""
+        """Add rows, each to its business transaction."""
         reshape = layout.columns != self._columns
         if reshape:
             self._widen(layout)
@@ -96,7 +97,7 @@ class _CommitRows:
             if xid != self._xid and xid and self._xid:
                 self.foreign += 1
                 continue
-            if self._taken is not None and offset and not self._taken.add(offset):
+            if self._offsets is not None and offset and not self._offsets.add(offset):
                 continue
             key = (transaction_id,) if transaction_id is not None else (host, user)
             group = self._groups.get(key)
@@ -155,7 +156,7 @@ class _CommitRows:
         return group
 
     def _widen(self, layout: Layout) -> None:
-        """Follow a table that was altered within the commit: earlier rows get null in a field's new column."""
+        """Add the columns of fields that the table got within the commit: earlier rows get null in them."""
         names = (*FIELDS, *self._mapping)
         fields = {NOTE, *(self._mapping.get(name, name) for name in names)}
         gained = [name for name in layout.columns if name in fields and name not in self._columns]
@@ -173,7 +174,7 @@ class _CommitRows:
 
 
 class Grouping:
-    """Takes rows in the order of the stream, and groups those of many commits together.
+    """Groups rows, given in the order of the stream, those of many commits together.
 
     A commit above `max_bytes` goes to a spool file.
     """
@@ -188,7 +189,7 @@ class Grouping:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything taken so far."""
+        """Forget all rows."""
         self._layout: Layout | None = None
         self._open_groups: _CommitRows | None = None
         self._xid = 0
@@ -196,21 +197,21 @@ class Grouping:
         self._forget_kept()
 
     def _forget_kept(self) -> None:
-        # Rows that are not grouped yet, and where commits end among them. After the last end come the open commit's.
+        # Rows that are not grouped yet, and the ends of commits among them; rows after the last end are of the open one.
         self._kept: list[Rows] = []
         self._ends: list[Ends] = []
         self._open_size = 0
 
     @property
     def size(self) -> int:
-        """Bytes that the open commit holds in memory."""
+        """The bytes that the open commit holds in memory."""
         return self._open_size + (self._open_groups.size if self._open_groups else 0)
 
     def take(self, layout: Layout | None, rows: Rows, ends: Ends, xid: int = 0) -> Lsn | None:
-        """Take rows, undecoded, and where commits end among them. Without rows, the layout is not read.
+        """Add undecoded rows, and the ends of commits among them. `layout` may be None if there are no rows.
 
         `xid` is that of the commit that stays open after the last end, or 0. Returns the end of the last commit that
-        has no rows at all, if there is one. Raises ProtocolError where a row is cut short.
+        has no rows; None without such a commit. Raises ProtocolError for a row that is cut short.
         """
         if len(rows) and layout is not self._layout:
             self._change(layout)
@@ -228,25 +229,25 @@ class Grouping:
         return passed
 
     def fetch(self) -> list[Transactions]:
-        """Return the commits that ended since the last call. Raises ProtocolError where a row is cut short."""
+        """Return the commits that ended since the last call. Raises ProtocolError for a row that is cut short."""
         self._group_finished()
         finished, self._finished = self._finished, []
         return finished
 
     def foreign(self) -> int:
-        """How many rows with another transaction's c_xid were left out since the last call.
+        """The number of rows with another transaction's c_xid that were left out since the last call.
 
-        Those of a partitioned table do not count: an update moves a row from one partition to another.
+        Rows of a partitioned table do not count: there an update can move a row to another partition.
         """
-        found, self._foreign = self._foreign, 0
-        return found
+        foreign, self._foreign = self._foreign, 0
+        return foreign
 
     def _fits(self, rows: Rows) -> bool:
         """Whether no commit can be too large to be grouped together with others."""
         return self._open_groups is None and self._open_size + rows.size <= self._max_bytes
 
     def _take_one(self, rows: Rows, end: Ends) -> Lsn | None:
-        """Take rows of one commit, and its end if it has come."""
+        """Add rows of one commit, and its end unless it is still open."""
         if self._fits(rows):
             end = end.copy()
             end["rows"] = len(rows)
@@ -268,23 +269,23 @@ class Grouping:
             self._open_size += rows.size
             return None
         upto = ends["rows"]
-        whole = upto > np.concatenate(((ended - before,), upto[:-1]))
+        has_rows = upto > np.concatenate(((ended - before,), upto[:-1]))
         self._open_size = rows.part(int(upto[-1]), len(rows)).size
-        found = ends[whole]
-        if len(found):
-            found["rows"] += before
-            self._ends.append(found)
-        return None if len(found) == len(ends) else Lsn(ends["end_lsn"][~whole][-1])
+        kept = ends[has_rows]
+        if len(kept):
+            kept["rows"] += before
+            self._ends.append(kept)
+        return None if len(kept) == len(ends) else Lsn(ends["end_lsn"][~has_rows][-1])
 
     def _change(self, layout: Layout | None) -> None:
-        """Begin another layout: group what was kept first."""
+        """Switch to another layout, after the kept rows are grouped."""
         self._group_finished()
         if self._kept:
             self._group_rows(Rows.of([]))
         self._layout = layout
 
     def _group_rows(self, rows: Rows) -> None:
-        """Group the rows of the open commit, those that were kept and these, one by one."""
+        """Group the kept rows of the open commit and `rows` one by one."""
         if self._layout is None:
             return
         if self._open_groups is None:
@@ -292,13 +293,13 @@ class Grouping:
         kept = self._kept
         self._forget_kept()
         for part in (*kept, rows):
-            for some in part.portions(_GROUPED_AT_ONCE, _GROUPED_BYTES):
-                self._open_groups.add_rows(self._layout, some)
+            for portion in part.portions(_GROUPED_AT_ONCE, _GROUPED_BYTES):
+                self._open_groups.add_rows(self._layout, portion)
                 if self._open_groups.size > self._max_bytes:
                     self._open_groups.spill(self._spool_directory)
 
     def _group_finished(self) -> None:
-        """Group the rows of the commits that are finished; those of the open one stay."""
+        """Group the rows of finished commits; keep those of the open one."""
         if self._layout is None or not self._ends:
             return
         ends = np.concatenate(self._ends) if len(self._ends) > 1 else self._ends[0]
@@ -346,15 +347,16 @@ class Grouping:
 
 
 def _without(rows: Rows, ends: Ends, old: Mask) -> tuple[Rows, Ends]:
-    """Drop the rows that are marked, and the commits that have no others."""
-    left = np.cumsum(~old)[ends["rows"] - 1]
-    found = ends[np.diff(left, prepend=0) > 0]
-    found["rows"] = left[np.diff(left, prepend=0) > 0]
-    return rows.take(~old), found
+    """Drop the marked rows, and the commits that have no other rows."""
+    remaining = np.cumsum(~old)[ends["rows"] - 1]
+    has_rows = np.diff(remaining, prepend=0) > 0
+    kept = ends[has_rows]
+    kept["rows"] = remaining[has_rows]
+    return rows.take(~old), kept
 
 
 def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> Transactions:
-    """Commits as if each were a business transaction of its own."""
+    """Commits as `Transactions`, each of them one business transaction."""
     known: dict[bytes, int] = {}
     facts = np.empty(len(ends), FACTS)
     for name, _ in COMMIT_FACTS:
@@ -371,6 +373,6 @@ def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> 
 def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:
     cells = decode_tuple(row)
     if len(cells) != len(before):
-        raise ProtocolError("a row of another shape than its table")
+        raise ProtocolError("a row has another number of columns than its table")
     values = dict(zip(before, cells, strict=True))
     return encode_tuple([values.get(name) for name in after])

@@ -1,4 +1,4 @@
-"""Chooses the mode: the WAL where it can be read, polling for what it does not have."""
+"""Chooses the mode: reads the WAL where that is possible, and polls what the WAL does not have."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ GRACE_SECONDS = 3.0
 AUDIT_SECONDS = 5.0
 """How often the stream is compared with the outbox."""
 RECONNECT_SECONDS = 15.0
-"""How often streaming begins again, at most, because commits are missing."""
+"""The least time between two reconnections because commits are missing in the stream."""
 
 
 class Source(Protocol):
-    """Where the service takes its batches from."""
+    """A source of batches for the service."""
 
     def guard(self) -> None:
-        """A process may have died of what comes now. Before `start`."""
+        """Note which commit is received, since one may have killed a process. Call before `start`."""
 
     def start(self) -> None:
         """Begin to receive."""
 
     def batches(self, follower: Follower) -> Iterator[Batch]:
-        """Batches as they come; `follower` is told how. Ends after `stop()`. Raises RelayError."""
+        """Yield batches as they come, and notify `follower` of the mode. Ends after `stop()`. Raises RelayError."""
 
     def ahead(self, events: int) -> Batch | None:
-        """The batch after the one that `batches()` has yielded and that is in flight; `batches()` yields it next.
+        """Return the batch after the one in flight, which `batches()` yields next.
 
-        None where there are fewer events than asked for, it was asked for already, or something may come between.
+        None if it has fewer than `events` events, was returned already, or something else may come next.
         """
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is committed."""
+        """Note that the batch is committed."""
 
     def confirm(self, end: Lsn) -> None:
-        """Nobody needs the WAL up to a position any more."""
+        """Confirm the WAL up to a position: it is no longer needed."""
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
@@ -71,26 +71,26 @@ class Source(Protocol):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """That of the thread that takes the batches, while it waits for one."""
+        """The heartbeat of the thread that takes the batches, while it waits for one."""
 
     @property
     def receiver(self) -> WalSource | None:
-        """What receives the stream, in a thread of its own."""
+        """The reader of the slot, with a thread of its own."""
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""
 
 
 def open_source(settings: Settings) -> Source:
-    """The source that `source.mode` asks for."""
+    """Build the source for the configured `source.mode`."""
     return PollSource(settings) if settings.source.mode == "poll" else StreamSource(settings)
 
 
 class StreamSource:
-    """The WAL, and in mode `auto` polling for what it does not have: rows older than the slot, or all while it is away.
+    """Reads the WAL and, in mode `auto`, polls what it does not have: older rows, and all rows during an outage.
 
-    Both modes move the same positions. A snapshot whose commits have all come from the WAL replaces the one before;
-    what it sees that did not come is polled.
+    Both modes move the same positions. A snapshot whose commits have all come from the WAL replaces the previous one;
+    commits that it sees and that did not come are polled.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -116,7 +116,7 @@ class StreamSource:
         self._next_reconnect = 0.0
 
     def guard(self) -> None:
-        """A process may have died of what comes now. Before `start`."""
+        """Note which commit is received, since one may have killed a process. Call before `start`."""
         self._wal.guard()
 
     def start(self) -> None:
@@ -143,7 +143,7 @@ class StreamSource:
 
     @property
     def receiver(self) -> WalSource:
-        """What receives the stream, in a thread of its own."""
+        """The reader of the slot, with a thread of its own."""
         return self._wal
 
     def state(self) -> SourceState:
@@ -160,7 +160,7 @@ class StreamSource:
         return SourceState(ELSEWHERE, reason, self._takeovers, received)
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is committed; a polled one as far as it could be claimed."""
+        """Note that the batch is committed; a window as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
         if batch.window is not None:
             return
@@ -169,11 +169,14 @@ class StreamSource:
             self._wal.ack(batch)
 
     def confirm(self, end: Lsn) -> None:
-        """Everything up to a position is durable."""
+        """Confirm the WAL up to a position: everything up to it is durable."""
         self._wal.confirm(end)
 
     def batches(self, follower: Follower) -> Iterator[Batch]:
-        """Whole commits as they come, each after what it follows on. Ends after `stop()`. Raises RelayError."""
+        """Yield whole commits as they come, and windows before them where the stream has gaps.
+
+        Ends after `stop()`. Raises RelayError.
+        """
         self._follower = follower
         while not self._stopping.is_set():
             self.heartbeat.update("waits for events")
@@ -184,7 +187,7 @@ class StreamSource:
                 yield from self._streamed(batch)
                 yield from self._audit()
             elif self._wal.stuck is not None:
-                yield from self._around(self._wal.stuck)
+                yield from self._poll_around(self._wal.stuck)
             elif self._wal.outage is not None:
                 yield from self._polled()
             elif self._wal.is_standby:
@@ -195,9 +198,9 @@ class StreamSource:
                 yield from self._audit()
 
     def ahead(self, events: int) -> Batch | None:
-        """The batch of the stream after the one in flight, if it has about as many events as asked for.
+        """Return the batch of the stream after the one in flight, if it has about `events` events.
 
-        None before a difference is polled or a snapshot adopted, for which nothing may be in flight.
+        None before a difference is polled or a snapshot adopted: then nothing may be in flight.
         """
         if self._ahead is not None or self._mode != "wal":
             return None
@@ -214,7 +217,7 @@ class StreamSource:
         return 0.2 if self._current_position else 1.0
 
     def _streamed(self, batch: Batch) -> Iterator[Batch]:
-        """A batch of the WAL; once more if a difference was open, after that is polled."""
+        """Yield a batch of the WAL; again, after polling, if the target refused it because a difference is open."""
         while not self._stopping.is_set():
             yield batch
             if not self._refused:
@@ -223,7 +226,7 @@ class StreamSource:
             yield from self._windows(opening=False)
 
     def _missing(self) -> Iterator[Batch]:
-        """Poll what a stream that has just begun may lack."""
+        """Poll what the stream may lack after a new connection."""
         if self._wal.connections == self._connections:
             return
         self._connections = self._wal.connections
@@ -238,9 +241,9 @@ class StreamSource:
             self._wal.complete(self._connections)
 
     def _audit(self) -> Iterator[Batch]:
-        """Compare the stream with the outbox from time to time, by a snapshot that replaces the group's last one.
+        """Compare the stream with the outbox every AUDIT_SECONDS, by a snapshot that replaces the group's last one.
 
-        What the snapshot sees and the stream has not brought is polled: as a rule nothing.
+        Commits that the snapshot sees and the stream has not brought are polled; usually there are none.
         """
         now = time.monotonic()
         if now < self._next_audit:
@@ -264,31 +267,30 @@ class StreamSource:
         yield from self._logged(self._windows(opening=False))
         self._next_audit = 0.0
         if now >= self._next_reconnect:
-            # It may still use a publication that was dropped.
+            # The stream may still use a publication that was dropped.
             self._next_reconnect = now + RECONNECT_SECONDS
             log.warning(
-                "the stream has left out commits that the outbox shows, now polled: see the publication's row filter"
+                "the stream lacks commits that the outbox has; they are polled: check the publication's row filter"
             )
             self._wal.reconnect()
 
     def _logged(self, windows: Iterator[Batch]) -> Iterator[Batch]:
-        """Windows, with a line in the log if there are any."""
+        """Yield windows, and log a line if there are any."""
         for number, window in enumerate(windows):
             if not number:
-                log.info("reading by polling what the slot does not have")
+                log.info("polling events that the slot does not have")
             yield window
 
     def _require_polling(self) -> None:
-        """Raise RelayError where nothing may be polled."""
+        """Raise RelayError if the mode does not allow polling."""
         if not self._polls:
             raise RelayError(
                 f"the slot {self._settings.source.slot!r} does not have all events that group {self._settings.group!r} "
-                "has still to get: set source.mode to auto, which reads them by polling, or pass over them with "
-                "`relay offsets seek`"
+                "needs: set source.mode to auto, which polls the others, or skip them with `relay offsets seek`"
             )
 
     def _windows(self, opening: bool) -> Iterator[Batch]:
-        """The windows of the differences that are open, and with `opening` of a new one up to now."""
+        """Yield the windows of the open differences and, with `opening`, of a new one up to now."""
         if opening:
             yield from self._windows(opening=False)
         while not self._stopping.is_set() and (window := self._poller.window(opening)):
@@ -297,16 +299,16 @@ class StreamSource:
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
 
-    def _around(self, commit: OpenCommit) -> Iterator[Batch]:
-        """Poll up to a commit that cannot be received; large rows are dead-lettered by reference, not read.
+    def _poll_around(self, commit: OpenCommit) -> Iterator[Batch]:
+        """Poll up to and including a commit that cannot be received; large rows are dead-lettered by reference.
 
-        Everything before it is applied already. What commits meanwhile may be polled and streamed; it is applied once.
+        Everything before it is applied already. A later commit may be polled and streamed; it is applied once.
         """
         last = self._poller.last()
         if last is None:
             raise RelayError(
-                f"the commit at {commit.lsn} cannot be received for want of memory, and only polling can go around it, "
-                "which this group cannot: give relay more memory"
+                f"the commit at {commit.lsn} cannot be received, since relay runs out of memory, and this group cannot "
+                "poll it instead: give relay more memory"
             )
         self._enter("poll", "a commit is too large to be received")
         xid = full_xids(np.array([commit.xid]), self._wal.next_xid)
@@ -365,7 +367,7 @@ class StreamSource:
             self._follower.polling()
         log.log(
             logging.WARNING if reason else logging.INFO,
-            "polling, since the WAL cannot be had" if reason else "reading the WAL",
+            "polling, since the WAL cannot be read" if reason else "reading the WAL",
             extra={"reason": reason} if reason else {},
         )
         note_mode(self._settings, mode, reason)

@@ -1,4 +1,4 @@
-"""The index on c_xid, by which polling reads only what lies between two snapshots.
+"""Creates and drops the index on c_xid, with which polling reads only the rows between two snapshots.
 
 Source: PostgreSQL documentation, "CREATE INDEX".
 """
@@ -15,7 +15,7 @@ _SUFFIX = "_relay_c_xid"
 
 
 def has_index(conn: Connection, settings: Settings) -> bool:
-    """Whether there is a whole index that begins with c_xid."""
+    """Whether the outbox has a valid index that begins with c_xid and is not partial."""
     found = conn.execute(
         """
         select from pg_index i join pg_attribute a on a.attrelid = i.indrelid and a.attnum = i.indkey[0]
@@ -27,7 +27,7 @@ def has_index(conn: Connection, settings: Settings) -> bool:
 
 
 def ensure_index(conn: Connection, settings: Settings) -> bool:
-    """Create the index if it is not there, without holding up publishers; returns whether it was created.
+    """Create the index if it does not exist, without blocking publishers; returns whether it was created.
 
     A partitioned table is locked meanwhile, since PostgreSQL cannot build its indexes concurrently.
     The connection must be in autocommit mode. Raises psycopg.Error.
@@ -40,7 +40,7 @@ def ensure_index(conn: Connection, settings: Settings) -> bool:
         (sql.Identifier(schema, table).as_string(conn),),
     ).rowcount
     concurrently = sql.SQL("" if partitioned else "concurrently")
-    # What an interrupted run has left is not valid.
+    # An interrupted build leaves an invalid index.
     conn.execute(
         sql.SQL("drop index {} if exists {}").format(
             concurrently, sql.Identifier(schema, _name(settings))
@@ -58,18 +58,18 @@ def ensure_index(conn: Connection, settings: Settings) -> bool:
 
 
 def drop_index(conn: Connection, settings: Settings) -> bool:
-    """Drop the index that relay has made; returns whether it was there. Raises psycopg.Error."""
+    """Drop the index that relay created; returns whether it existed. Raises psycopg.Error."""
     schema, _ = settings.source.table_name
     name = sql.Identifier(schema, _name(settings))
-    found = conn.execute("select to_regclass(%s)", (name.as_string(conn),)).fetchone()
-    if not found or found[0] is None:
+    row = conn.execute("select to_regclass(%s)", (name.as_string(conn),)).fetchone()
+    if not row or row[0] is None:
         return False
     conn.execute(sql.SQL("drop index {}").format(name))
     return True
 
 
 def drop_all_indexes(conn: Connection) -> None:
-    """Drop the indexes of all outboxes of the database that relay has made. Raises psycopg.Error."""
+    """Drop the indexes that relay created on all outboxes of the database. Raises psycopg.Error."""
     found = conn.execute(
         """
         select n.nspname, i.relname

@@ -1,4 +1,4 @@
-"""The interval between polls."""
+"""Waits between polls of the outbox."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from relay.source.listener import Listener
 from relay.source.wakeup import Wakeup
 
 FIRST_SECONDS = 0.01
+"""The first wait after events."""
 
 
 class Interval:
-    """The wait after a poll that found nothing: short after events came, then doubling up to `poll.wait_period_ms`.
+    """The wait after a poll without events: short at first, then doubling up to `poll.wait_period_ms`.
 
     With `poll.listen` a notification ends it. relay listens from the first wait until `leave`.
     """
@@ -32,15 +33,15 @@ class Interval:
         self._next = min(self._next * 2, self._longest)
 
     def shorten(self) -> None:
-        """Events came: the next wait is short."""
+        """Make the next wait short, since events came."""
         self._next = FIRST_SECONDS
 
     def wake(self) -> None:
-        """End the wait that is under way, or else the next one. Safe in any thread."""
+        """End the current wait, or else the next one. Safe in any thread."""
         self._wakeup.wake()
 
     def leave(self) -> None:
-        """End listening, while relay does not poll."""
+        """Stop listening until the next wait: relay does not poll."""
         self.shorten()
         listener, self._listener = self._listener, None
         if listener is not None:

@@ -1,4 +1,4 @@
-"""The outbox's columns as the stream has them, and what planning needs of rows, many at a time. No I/O."""
+"""The outbox's columns as the stream has them, and the fields of rows that planning needs. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relay.model.tuples import FEW_ROWS, Walked, columns
 
 _NO_OFFSET = np.iinfo(np.int64).max
 _XID = 0xFFFFFFFF
-"""What the WAL has of a transaction id: no epoch."""
+"""Masks a full xid to the xid that the WAL has, which has no epoch."""
 
 
 Ends = NDArray[np.void]
@@ -25,16 +25,16 @@ ENDS = np.dtype([("rows", np.int64), *COMMIT_FACTS])
 
 
 def polled(ends: Sequence[tuple[int, int]]) -> Ends:
-    """Ends of commits whose rows were read from the table, from the number of rows up to each and its `c_xid`, or 0."""
-    found = np.zeros(len(ends), ENDS)
-    found["rows"], found["xid"] = [rows for rows, _ in ends], [xid & _XID for _, xid in ends]
-    return found
+    """Ends of commits that were polled, from (rows up to the end, `c_xid` or 0) of each."""
+    result = np.zeros(len(ends), ENDS)
+    result["rows"], result["xid"] = [rows for rows, _ in ends], [xid & _XID for _, xid in ends]
+    return result
 
 
 class Peeked(NamedTuple):
-    """The fields that planning needs, row by row. A missing offset or xid is 0.
+    """The fields that planning needs, one element for each row. A missing offset or xid is 0.
 
-    Users decide only where there is no transaction_id, so there are none where all rows have one.
+    `users` are all None if every row has a transaction_id: only rows without one are grouped by user.
     """
 
     hosts: Sequence[bytes | None]
@@ -45,9 +45,10 @@ class Peeked(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What planning needs of commits, one element a commit, if it is one business transaction of one host (`uniform`).
+    """The fields of whole commits that planning needs, one element for each commit.
 
-    `old` is a mask of the rows that are no new events; None where there are none.
+    They are valid for a commit that is one business transaction of one host (`uniform`). `old` is a mask of the rows
+    that are copies, one element for each row; None without copies.
     """
 
     uniform: Sequence[bool]
@@ -60,9 +61,9 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The outbox's columns as they are now, and the index of each peeked field among them, None where it is missing.
+    """The outbox's current columns, and the index of each field that planning needs; None where it is missing.
 
-    `partitioned` says that the outbox is, so that a row that is moved between partitions comes again.
+    `partitioned`: the outbox is a partitioned table, where a row that is moved between partitions is streamed again.
     """
 
     columns: tuple[str, ...]
@@ -74,8 +75,8 @@ class Layout:
     def of(
         cls, columns: Sequence[str], mapping: dict[str, str], table: str, partitioned: bool = False
     ) -> Layout:
-        """Locate the peeked fields by name; raises ConfigurationError if there is no host column."""
-        index = {name: position for position, name in enumerate(columns)}
+        """Locate the fields by name. Raises ConfigurationError if there is no host column."""
+        index = {name: number for number, name in enumerate(columns)}
         names = [
             mapping.get(name, name)
             for name in ("host_id", "transaction_id", "c_offset", INSERTED_BY, "user_id")
@@ -88,16 +89,19 @@ class Layout:
         return cls(tuple(columns), tuple(map(index.get, names)), names[2], partitioned)
 
     def peek(self, rows: Rows) -> Peeked:
-        """Read fields of rows. Raises ProtocolError where one is cut short, ConfigurationError for an odd c_offset."""
+        """Read the fields of rows.
+
+        Raises ProtocolError for a row that is cut short, ConfigurationError for a c_offset that is not a whole number.
+        """
         *indices, user = self.indices
         hosts, ids, offsets, xids = columns(rows, indices)
         (users,) = columns(rows, [user if None in ids else None])
         return Peeked(hosts, ids, self._numbers(offsets), users, _xids(xids))
 
     def survey(self, rows: Rows, commits: Ends) -> Survey | None:
-        """Read the fields of whole commits, which `commits` describes. Raises as `peek` does.
+        """Read the fields of whole commits, whose ends are `commits`. Raises as `peek` does.
 
-        Returns None where this gains nothing over `peek`: for few rows, and for tables without transaction_id.
+        Returns None where `peek` is as fast: for few rows, and for tables without transaction_id.
         """
         host, transaction_id, offset, xid, _ = self.indices
         if len(rows) < FEW_ROWS or host is None or transaction_id is None:
@@ -123,7 +127,7 @@ class Layout:
     def _old(
         self, walked: Walked, index: int | None, offsets: Int64Array, ends: Ends
     ) -> Mask | None:
-        """Mark rows that another transaction has inserted than the one they came with, or that came with it twice."""
+        """Mark copies of rows: those that another transaction inserted, and those that a commit has twice."""
         if index is None:
             return None
         numbers = walked.numbers(index)
@@ -144,19 +148,19 @@ class Layout:
     def _numbers(self, offsets: Sequence[bytes | None]) -> list[int]:
         if not all(offset is None or offset.removeprefix(b"-").isdigit() for offset in offsets):
             raise ConfigurationError(
-                f"source.columns: the outbox's column {self.offset_column!r} holds something else than offsets, "
-                "which are whole numbers: map a column of type bigint to c_offset"
+                f"source.columns: the outbox's column {self.offset_column!r} has values that are not "
+                "whole numbers: map a column of type bigint to c_offset"
             )
         return [int(offset or 0) for offset in offsets]
 
 
 def _xids(values: Sequence[bytes | None]) -> list[int]:
-    """Transaction ids without their epoch, 0 where there is none."""
+    """Xids without their epoch; 0 where there is none."""
     return [int(value) & _XID if value else 0 for value in values]
 
 
 def _repeated(commits: Int64Array, offsets: Int64Array) -> Mask:
-    """Mark rows whose offset an earlier row of the same commit has."""
+    """Mark the rows whose offset an earlier row of the same commit has."""
     order = np.lexsort((np.arange(len(offsets)), offsets, commits))
     same = np.concatenate(
         ([False], (np.diff(commits[order]) == 0) & (np.diff(offsets[order]) == 0))

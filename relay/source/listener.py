@@ -20,26 +20,26 @@ RETRY_SECONDS = 1.0
 
 
 class Listener:
-    """Calls `heard` when something is published, from a thread that connects and reads until `stop`.
+    """Calls `notified` when something is published, from a thread that connects and reads until `stop`.
 
-    The thread reads whatever the rest of relay does: a session that listens and is not read fills the server's
-    notification queue, and then every COMMIT that notifies fails, in all databases. A notification is a hint: those of
-    a time without a connection are missed.
+    The thread reads even while relay is busy: a session that listens and is not read fills the server's notification
+    queue, and then every COMMIT that notifies fails, in all databases. A notification is a hint: those sent while there
+    is no connection are missed.
     """
 
-    def __init__(self, dsn: str, heard: Callable[[], None]) -> None:
+    def __init__(self, dsn: str, notified: Callable[[], None]) -> None:
         self._dsn = dsn
-        self._heard = heard
+        self._notified = notified
         self._stopped = Wakeup()
         self._thread = Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread close the connection and end."""
+        """Let the thread close its connection and end. Does not wait for it."""
         self._stopped.wake()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop, and wait until the connection is closed."""
+        """Stop, and wait up to `timeout` seconds until the connection is closed."""
         self.stop()
         self._thread.join(timeout)
 
@@ -57,20 +57,20 @@ class Listener:
     def _listen(self) -> None:
         with connect(self._dsn) as conn, selectors.DefaultSelector() as selector:
             conn.execute(LISTEN)
-            # What was published before was not heard.
-            self._heard()
+            # Notifications from before LISTEN were missed.
+            self._notified()
             selector.register(self._stopped, selectors.EVENT_READ)
             selector.register(conn.pgconn.socket, selectors.EVENT_READ)
             while not self._stopped.wait(0):
                 if _drain(conn.pgconn):
-                    self._heard()
+                    self._notified()
                 selector.select()
 
 
 def _drain(pgconn: psycopg.pq.abc.PGconn) -> int:
-    """Read all notifications that have come; returns how many. Raises psycopg.OperationalError."""
+    """Read all pending notifications; returns how many there were. Raises psycopg.OperationalError."""
     before, count = -1, 0
-    # Until a read of the socket brings nothing more: TLS may buffer what select() does not show.
+    # Reads until the socket has nothing more: TLS may buffer data that select() does not show.
     while count > before:
         before = count
         pgconn.consume_input()

@@ -1,4 +1,4 @@
-"""The messages of pgoutput that were read together, in one buffer with arrays of their boundaries. No I/O.
+"""Holds the messages of pgoutput that were read together in one buffer, with arrays of their boundaries. No I/O.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """
@@ -31,7 +31,7 @@ _SHORTEST[list(b"BCI")] = BEGIN.itemsize, COMMIT.itemsize, INSERT.itemsize
 class MessageBuffer:
     """Messages in the order of the stream. `kinds` has the first octet of each.
 
-    Raises ProtocolError where one is cut short.
+    Raises ProtocolError for a message that is cut short.
     """
 
     __slots__ = ("_messages", "kinds")
@@ -45,26 +45,26 @@ class MessageBuffer:
 
     @classmethod
     def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
-        """Copy messages into one buffer, without a header of so many bytes before each."""
+        """Copy messages into one buffer, without the `header` bytes before each."""
         return cls(Rows.of(messages).without_header(header))
 
     def __getitem__(self, index: int) -> bytes:
-        found = self._messages
-        return found.data[found.starts[index] : found.ends[index]]
+        messages = self._messages
+        return messages.data[messages.starts[index] : messages.ends[index]]
 
     def part(self, first: int, last: int) -> MessageBuffer:
-        """The messages from index `first` up to, and without, `last`; a view."""
+        """The messages from index `first` up to, and without, `last`, as a view."""
         return MessageBuffer(self._messages.part(first, last))
 
     def indices(self, kind: int) -> Int64Array:
         """The indices of the messages of a kind, int64, ascending."""
-        found: Int64Array = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
-        return found
+        indices: Int64Array = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
+        return indices
 
     def read(self, indices: Int64Array, form: np.dtype[np.void]) -> NDArray[np.void]:
         """The fixed parts of the messages at some indices, as a structured array of dtype `form`."""
         return at_each_octet(self._messages.data, form)[self._messages.starts[indices]]
 
     def rows(self, indices: Int64Array) -> Rows:
-        """The rows of the Inserts at some indices; copied if they are a small part of the buffer."""
+        """The rows of the Inserts at some indices, as a view; copied if they are a small part of the buffer."""
         return self._messages.take(indices).without_header(INSERT.itemsize).compact()

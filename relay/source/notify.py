@@ -1,4 +1,4 @@
-"""The trigger that sends a notification with each insert into the outbox, for `poll.listen`.
+"""Creates and drops the trigger that notifies of each insert into the outbox, for `poll.listen`.
 
 Source: PostgreSQL documentation, "NOTIFY" and "CREATE TRIGGER".
 """
@@ -22,9 +22,9 @@ def sends_notify(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
 
 
 def set_notify(conn: psycopg.Connection[Any], source: SourceSettings, wanted: bool) -> bool:
-    """Put relay's trigger on the outbox, or take it off; returns whether that changed anything.
+    """Create relay's trigger on the outbox, or drop it; returns whether that changed anything.
 
-    A change locks the outbox to the end of the transaction. Raises psycopg.Error.
+    A change locks the outbox until the database transaction ends. Raises psycopg.Error.
     """
     row = conn.execute(
         "select relay.set_notify(%s::regclass, %s)",

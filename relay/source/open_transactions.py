@@ -1,4 +1,4 @@
-"""Which transactions the creation of a slot waits for: all that have written and are open.
+"""Finds the transactions that the creation of a slot waits for: all that have written and are open.
 
 Source: PostgreSQL documentation, "pg_stat_activity" and "pg_prepared_xacts".
 """
@@ -22,15 +22,16 @@ from relay.threads import Thread
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 1.0
-"""How long the creation of a slot may take before the oldest of these is reported."""
+"""How long the creation of a slot may take before the oldest open transaction is reported."""
 AGAIN_SECONDS = 10.0
+"""How often it is reported after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """A transaction of any database of the server. `pid` is None where it is prepared, `gid` where it is not.
+    """A transaction of any database of the server. `pid` is None if it is prepared, otherwise `gid` is None.
 
-    `seconds` is how long it has been open, None where the role may not know.
+    `seconds` is how long it has been open; None if the role may not see that.
     """
 
     pid: int | None
@@ -39,16 +40,14 @@ class OpenTransaction:
     seconds: float | None
 
     def __str__(self) -> str:
-        lasts = "" if self.seconds is None else f", open for {self.seconds:.0f} s"
+        duration = "" if self.seconds is None else f", open for {self.seconds:.0f} s"
         if self.gid is not None:
-            return f"the prepared transaction {self.gid!r}{lasts}"
-        return (
-            f"the transaction of process {self.pid} ({self.application_name or 'no name'}){lasts}"
-        )
+            return f"the prepared transaction {self.gid!r}{duration}"
+        return f"the transaction of process {self.pid} ({self.application_name or 'no name'}){duration}"
 
 
 def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
-    """The transaction with the oldest xid of those that have not ended. Raises psycopg.Error."""
+    """Return the open transaction with the oldest xid. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(OpenTransaction)) as cursor:
         return cursor.execute(
             """
@@ -64,9 +63,9 @@ def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
 
 @contextmanager
 def reporting_blockers(dsn: str, report_blockers: Callable[[str], None]) -> Iterator[None]:
-    """Call `report_blockers` from time to time, in another thread, with the oldest open transaction."""
+    """Call `report_blockers` every AGAIN_SECONDS, in another thread, with the oldest open transaction."""
     ended = Event()
-    thread = Thread(target=_watch, args=(dsn, report_blockers, ended), name="waits", daemon=True)
+    thread = Thread(target=_watch, args=(dsn, report_blockers, ended), name="blockers", daemon=True)
     thread.start()
     try:
         yield
@@ -81,9 +80,9 @@ def _watch(dsn: str, report_blockers: Callable[[str], None], ended: Event) -> No
     try:
         with connect(dsn) as conn:
             while not ended.is_set():
-                found = oldest_open(conn)
-                if found is not None:
-                    report_blockers(str(found))
+                oldest = oldest_open(conn)
+                if oldest is not None:
+                    report_blockers(str(oldest))
                 ended.wait(AGAIN_SECONDS)
     except psycopg.Error as error:
         log.debug(

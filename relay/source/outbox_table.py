@@ -1,6 +1,6 @@
-"""The outbox as a table: its columns, its numbers, and whether polling can read it.
+"""The outbox as a table: its columns, its offsets, and whether polling can read it.
 
-Rows are read in `rows`, counted in `unread`.
+`rows` reads the rows, `unread` counts them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class OutboxTable:
         ]
 
     def next_offset(self, conn: Connection) -> int:
-        """One more than the greatest c_offset there is; 1 without rows."""
+        """One more than the greatest c_offset; 1 without rows."""
         row = conn.execute(
             sql.SQL("select max({}) + 1 from {}").format(self._offset, self._table)
         ).fetchone()
         return int(row[0]) if row and row[0] is not None else 1
 
     def split_at(self, conn: Connection, offset: int) -> list[int]:
-        """The transactions with rows both up to a c_offset and after it, by the ids that the WAL has."""
+        """The 32-bit xids of the transactions with rows both up to a c_offset and after it."""
         xid = sql.Identifier(INSERTED_BY)
         rows = conn.execute(
             sql.SQL(
@@ -57,10 +57,10 @@ class OutboxTable:
             ).format(xid=xid, table=self._table, offset=self._offset),
             {"at": offset},
         )
-        return [found for (found,) in rows]
+        return [xid for (xid,) in rows]
 
     def first_since(self, conn: Connection, moment: datetime) -> int | None:
-        """The least c_offset of a row whose event_ts is not before `moment`."""
+        """The least c_offset of a row whose event_ts is at or after `moment`; None without such a row."""
         row = conn.execute(
             sql.SQL("select min({}) from {} where {} >= %s").format(
                 self._offset, self._table, self._or_null(conn, "event_ts", "null::timestamptz")
@@ -88,13 +88,13 @@ class OutboxTable:
         if not marks.rowcount:
             raise ConfigurationError(
                 f"source.table: the column {INSERTED_BY} of {self._settings.source.table} has no default, so new rows "
-                "would not tell which transaction inserted them: run `relay init`, which sets it"
+                "would not record which transaction inserted them: run `relay init`, which sets it"
             )
         if self._settings.source.offsets == "sequence":
             self._require_order(conn)
 
     def _require_order(self, conn: Connection) -> None:
-        """Raise ConfigurationError if c_offset does not tell the order of insertion."""
+        """Raise ConfigurationError if c_offset does not follow the order of insertion."""
         found = conn.execute(
             """
             select s.seqrelid::regclass::text
@@ -116,9 +116,9 @@ class OutboxTable:
             )
 
     def require_offsets(self, conn: Connection, then: str) -> None:
-        """Raise ConfigurationError if there are rows without a c_offset, which polling would pass over.
+        """Raise ConfigurationError if there are rows without a c_offset, which polling would skip.
 
-        `then` says what to do when they have one.
+        `then` says what to do once they have one.
         """
         column = self._mapping["c_offset"]
         found = conn.execute(
@@ -126,26 +126,26 @@ class OutboxTable:
         )
         if found.rowcount:
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows without {column}, which polling would pass "
-                f"over: number them in the order in which they are to be relayed, and {then}"
+                f"source.table: {self._settings.source.table} has rows without {column}, which polling would skip: "
+                f"number them in the order in which they are to be relayed, and {then}"
             )
         if INSERTED_BY not in self._names(conn):
             return
-        twice = conn.execute(
+        shared = conn.execute(
             sql.SQL(
                 "select from {} where {} is null group by {} having count(*) > 1 limit 1"
             ).format(self._table, sql.Identifier(INSERTED_BY), self._offset)
         )
-        if twice.rowcount:
+        if shared.rowcount:
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows from before relay came that share a {column}: "
+                f"source.table: {self._settings.source.table} has rows from before `relay init` that share a {column}: "
                 "number each of them, in the order in which they are to be relayed"
             )
 
     def require_own_xids(self, conn: Connection) -> None:
-        """Raise ConfigurationError if a row has a c_xid that the server has not given yet."""
+        """Raise ConfigurationError if a row has a c_xid that the server has not assigned yet."""
         row = conn.execute(
-            # In this form the index on c_xid answers.
+            # In this form the query uses the index on c_xid.
             sql.SQL(
                 "select {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
                 " where {xid} is not null order by {xid} desc limit 1"
@@ -153,26 +153,26 @@ class OutboxTable:
         ).fetchone()
         if row and row[0]:
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not given yet: they "
-                "come from another cluster, by logical replication or a dump: set their c_xid to null, which stands "
-                "for events from before relay, and `relay offsets seek` to where relay is to go on"
+                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not assigned yet: "
+                "they come from another cluster, by logical replication or a dump: set their c_xid to null, which "
+                "marks events from before relay, and set with `relay offsets seek` where relay is to continue"
             )
 
     def are_restored(self, conn: Connection) -> bool:
-        """Whether rows were inserted before the transaction that they name: by a restore, or a subscription.
+        """Whether rows were inserted before the transaction of their c_xid: by a restore, or a subscription.
 
         Updates and savepoints give a row a later xmin than its c_xid, never an earlier one. Reads the whole table.
         """
         xid = sql.Identifier(INSERTED_BY)
-        # xmin is at most half a cycle of 2^32 transactions away, and 2 or less in rows that an old server has frozen.
-        lag = sql.SQL("(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)").format(
-            xid
-        )
+        # xmin is less than half a cycle of 2^32 xids away, and 2 or less in rows that an old server has frozen.
+        distance = sql.SQL(
+            "(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)"
+        ).format(xid)
         found = conn.execute(
             sql.SQL(
                 "select from {} where {} is not null and xmin::text::bigint > 2"
                 " and mod({} + 4294967296, 4294967296) between 1 and 2147483647 limit 1"
-            ).format(self._table, xid, lag)
+            ).format(self._table, xid, distance)
         )
         return found.rowcount > 0
 
@@ -188,7 +188,7 @@ class OutboxTable:
             except psycopg.errors.UndefinedTable:
                 raise ConfigurationError(
                     f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, or name "
-                    "the table that you have"
+                    "an existing table"
                 ) from None
             except psycopg.errors.InsufficientPrivilege as error:
                 raise ConfigurationError(

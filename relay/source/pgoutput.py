@@ -1,7 +1,7 @@
-"""pgoutput, protocol version 1: the messages that relay reads one by one, and rows. No I/O.
+"""Decodes pgoutput, protocol version 1: the messages that relay reads one by one, and rows. No I/O.
 
-`messages` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate carry no new rows:
-their kind is checked, and they are not decoded.
+`messages` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate have no new rows, so
+only their kind is checked.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """
@@ -32,7 +32,7 @@ KINDS = b"BCORYIUDTM"
 
 
 class Begin(NamedTuple):
-    """Opens a transaction; `final_lsn` is where its commit record stands, `ts` in microseconds since 2000."""
+    """A Begin: the position of the commit record, the commit time in microseconds since 2000, and the xid."""
 
     final_lsn: Lsn
     ts: int
@@ -40,7 +40,7 @@ class Begin(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Begin:
-        """Decode a Begin. Raises ProtocolError where it is cut short."""
+        """Decode a Begin. Raises ProtocolError if it is cut short."""
         try:
             lsn, ts, xid = _BEGIN.unpack_from(data, 1)
         except struct.error as error:
@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Describes a table before its first change and again after each alteration."""
+    """The description of a table, sent before its first change and after each alteration."""
 
     oid: int
     namespace: str
@@ -70,7 +70,7 @@ class Relation:
 
     @classmethod
     def of(cls, data: bytes) -> Relation:
-        """Decode a Relation. Raises ProtocolError where it is cut short."""
+        """Decode a Relation. Raises ProtocolError if it is cut short."""
         try:
             return _relation(data)
         except (IndexError, ValueError, struct.error) as error:
@@ -79,7 +79,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class LogicalMessage:
-    """What `pg_logical_emit_message` wrote."""
+    """A message that `pg_logical_emit_message` wrote."""
 
     transactional: bool
     lsn: Lsn
@@ -88,7 +88,7 @@ class LogicalMessage:
 
     @classmethod
     def of(cls, data: bytes) -> LogicalMessage:
-        """Decode a Message. Raises ProtocolError where it is cut short."""
+        """Decode a Message. Raises ProtocolError if it is cut short."""
         try:
             return _message(data)
         except (IndexError, ValueError, struct.error) as error:
@@ -133,9 +133,9 @@ def _message(data: bytes) -> LogicalMessage:
 
 
 def decode_tuple(data: bytes) -> tuple[bytes | None, ...]:
-    """All values of one TupleData, in the order of the table.
+    """Decode all values of one TupleData, in the order of the table.
 
-    A value that an update left alone is not in the stream: it is None, as null is. Raises ProtocolError.
+    Null is None, and so is an unchanged TOASTed value, which the stream does not have. Raises ProtocolError.
     """
     try:
         return _values(data)
@@ -166,7 +166,7 @@ def _values(data: bytes) -> tuple[bytes | None, ...]:
 
 
 def encode_tuple(values: Sequence[bytes | None]) -> bytes:
-    """The reverse of `decode_tuple`, for rows that did not come through the WAL."""
+    """Encode values as TupleData, for rows that did not come through the WAL: the reverse of `decode_tuple`."""
     parts = [_U16.pack(len(values))]
     for value in values:
         parts.append(b"n" if value is None else b"t" + _I32.pack(len(value)) + value)

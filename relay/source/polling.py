@@ -1,8 +1,8 @@
 """Polls the outbox: the differences between snapshots of the source, in windows.
 
-A group has a chain of snapshots, and each partition stands at one of them: everything that it sees is applied. Whoever
-applies a range claims its partitions by their row locks and reads the rows itself, so any number of instances share a
-group, and executors read their own ranges.
+A group has a chain of snapshots, and each partition is at one of them: everything that this one sees is applied. A task
+that applies a window claims its partitions by their row locks and reads the rows itself, so any number of instances
+share a group, and executors read their own rows.
 
 Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are differences.
 """
@@ -40,14 +40,14 @@ from relay.store.snapshots import ChainLink
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.05
-"""How long to wait when other instances hold every partition that has something to do."""
+"""How long to wait when other instances hold every partition that has rows to apply."""
 _FAR = 1 << 24
 """How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """A difference that is being polled: the portions that are left, and the position reached in each partition."""
+    """A difference that is being polled: the remaining portions, and the position reached in each partition."""
 
     before: ChainLink
     after: ChainLink
@@ -55,7 +55,7 @@ class _Plan:
     reached: dict[int, int] = field(default_factory=dict)
 
     def window(self, portion: Portion) -> Window:
-        """A portion, with what partitions must have reached before it."""
+        """The window of a portion, with the positions that its partitions must have reached before it."""
         members = {p for share in portion.shares for p in share.partitions}
         lower_bounds = {p: self.reached.get(p, offsets.FIRST) for p in members}
         self.reached.update(dict.fromkeys(members, portion.upto))
@@ -63,10 +63,7 @@ class _Plan:
 
 
 class Poller:
-    """Finds what the group has still to apply of the rows that are committed.
-
-    Raises RelayError if the source is older than the group, Interrupted by `stop`.
-    """
+    """Finds the committed rows that the group has not applied yet. Raises RelayError if the source is older than it."""
 
     def __init__(self, settings: Settings, heartbeat: Heartbeat | None = None) -> None:
         """`heartbeat` is that of the thread that polls."""
@@ -74,7 +71,7 @@ class Poller:
         self._heartbeat = heartbeat or Heartbeat()
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
-        # One connection holds the plan of a difference, the other answers.
+        # One connection holds the plan of a difference open, the other serves queries.
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
             settings.source_dsn, 2, prepare_reading
         )
@@ -87,7 +84,7 @@ class Poller:
         self._checked = False
 
     def stop(self) -> None:
-        """End waiting; `window` returns None then."""
+        """End the current wait: `window` then returns None."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -98,7 +95,7 @@ class Poller:
         self._target.close()
 
     def current_position(self) -> SourcePosition:
-        """What the source shows now. Raises psycopg.Error."""
+        """The current position of the source. Raises psycopg.Error."""
         with self._source.connection() as conn:
             return current_position(conn)
 
@@ -111,10 +108,11 @@ class Poller:
     def adopt(
         self, seen: SourcePosition, opening: bool, adopted: Callable[[SourcePosition], None]
     ) -> bool:
-        """Make a snapshot the group's, once everything up to its position in the WAL is applied.
+        """Replace the group's last snapshot by one whose position in the WAL is applied.
 
-        False if the WAL has left something out, or a difference is open: then there is one to poll, with `opening`.
-        `adopted` is called if the WAL has brought everything that the snapshot sees. Raises psycopg.Error.
+        Returns False if the WAL has left out commits, which `opening` adds to the chain as a difference to poll, or if
+        a difference is open already. Calls `adopted` if the WAL has brought everything that the snapshot sees. Raises
+        psycopg.Error.
         """
         group = self._settings.group
         with self._target.connection() as target, self._source.connection() as source:
@@ -126,10 +124,10 @@ class Poller:
                 return False
             if not seen.snapshot.covers(last.snapshot):
                 return True
-            found = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
+            visible = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
             noted = snapshots.noted_in(target, group, range(self._settings.partitions))
             none = np.zeros(0, np.int64)
-            if not all(np.isin(found[each], noted.get(each, none)).all() for each in found):
+            if not all(np.isin(visible[each], noted.get(each, none)).all() for each in visible):
                 if opening:
                     snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
@@ -139,10 +137,10 @@ class Poller:
             return True
 
     def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
-        """The next window; None if nothing is left or after `stop`.
+        """Return the next window of the open differences or, with `opening`, of a new one up to now.
 
-        Of the differences that are open, or with `opening` also of a new one up to now. `by_reference`: rows above
-        `source.max_event_bytes` are not to be read. Waits for as long as a database is away.
+        None if there is none, or after `stop`. `by_reference`: the payloads of rows above `source.max_event_bytes` are
+        not read. During an outage of a database it retries.
         """
         try:
             return self._retrying(self._window, opening, by_reference)
@@ -185,7 +183,7 @@ class Poller:
         )
 
     def _begin(self, opening: bool) -> _Plan | None:
-        """Plan the first difference that is open, or open one."""
+        """Plan the first open difference or, with `opening`, open one; None without any."""
         group = self._settings.group
         with self._target.connection() as target:
             positions, links = offsets.positions_and_chain(target, group)
@@ -212,14 +210,14 @@ class Poller:
             yield from self._rows.plan(conn, between, polled)
 
     def _open(self, last: ChainLink) -> ChainLink | None:
-        """Add what the source shows now to the chain; None if it shows nothing new, or not enough yet."""
+        """Add the source's current snapshot to the chain; None if it shows no new rows."""
         with self._source.connection() as source:
             if not self._is_newer(source, current_position(source), last):
                 return None
             seen = durable_position(source)
         with self._target.connection() as target:
             group = self._settings.group
-            # None if another instance has just gone on: what it has added is next.
+            # None if another instance has added one meanwhile: that difference is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
 
     def _is_newer(
@@ -231,7 +229,7 @@ class Poller:
         )
 
     def _complete(self, plan: _Plan) -> None:
-        """Nothing is left of a plan: let the partitions go on of which everything is applied."""
+        """End a plan: move the partitions that have applied all of it to the next snapshot."""
         ends = {p: plan.reached.get(p, offsets.FIRST) for p in self._own}
         self._plan = None
         with self._target.connection() as target:
@@ -249,7 +247,7 @@ class Poller:
                 plan.portions.close()  # type: ignore[attr-defined]
 
     def _require_own_xids(self, source: psycopg.Connection[Any]) -> None:
-        """Raise ConfigurationError, once, if rows were marked by another cluster."""
+        """Check once that the rows' c_xid are of this cluster. Raises ConfigurationError."""
         if self._checked:
             return
         self._rows.require_marked(source)
@@ -258,25 +256,25 @@ class Poller:
 
 
 class Follower(Protocol):
-    """Is told how the source is read."""
+    """Is notified of how the source is read."""
 
     def streaming(self) -> None:
-        """The WAL is read from now on; no batch of it has been yielded yet."""
+        """Called when the WAL is read from now on, before its first batch is yielded."""
 
     def polling(self) -> None:
-        """The outbox is polled from now on."""
+        """Called when the outbox is polled from now on."""
 
     def on_standby(self) -> None:
-        """Another process reads the WAL from now on; all that it has brought here was yielded."""
+        """Called when another process reads the WAL from now on; all batches received here were yielded."""
 
     def adopt(self, seen: SourcePosition) -> None:
-        """The WAL has brought everything that a snapshot sees, and all of it is confirmed."""
+        """Called when the WAL has brought everything that a snapshot sees, and all of it is confirmed."""
 
 
 class PollSource:
     """The outbox as a source of batches, without logical replication.
 
-    A window may be shared with other instances: each applies what it can claim.
+    Other instances may get the same window: each applies the partitions that it can claim.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -288,10 +286,10 @@ class PollSource:
         self._progressed = True
 
     def guard(self) -> None:
-        """Nothing is received ahead of what is applied."""
+        """Do nothing: no row is received before its task reads it."""
 
     def start(self) -> None:
-        """Nothing runs in the background."""
+        """Log and store the mode; no thread is started."""
         reason = "source.mode is poll"
         log.info("polling", extra={"reason": reason})
         note_mode(self._settings, "poll", reason)
@@ -309,14 +307,11 @@ class PollSource:
 
     @property
     def flushed(self) -> Lsn:
-        """Nothing is confirmed to anybody."""
+        """0/0: nothing is confirmed to the source."""
         return Lsn(0)
 
     def batches(self, follower: Follower) -> Iterator[Batch]:
-        """Windows as long as there is something to do, then as it is published. Ends after `stop()`.
-
-        Raises RelayError.
-        """
+        """Yield windows as rows are committed. Ends after `stop()`. Raises RelayError."""
         follower.polling()
         while not self._stopping.is_set():
             batch = self._poller.window()
@@ -335,22 +330,22 @@ class PollSource:
 
     @property
     def receiver(self) -> None:
-        """No thread receives."""
+        """None: no thread receives."""
         return None
 
     def ahead(self, events: int) -> Batch | None:
-        """None: what a window has depends on how far the one before was claimed."""
+        """Return None: the contents of a window depend on how much of the one before was claimed."""
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
-        """The batch is committed, as far as it could be claimed."""
+        """Note that the window is committed, as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
 
     def confirm(self, end: Lsn) -> None:
-        """Nothing is confirmed to the source: the positions are in the target."""
+        """Do nothing: the positions are in the target only."""
 
 
 def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
-    """Tell `relay status` how the source is read from now on."""
+    """Store, for `relay status`, how the source is read from now on."""
     try:
         with connect(settings.target_dsn) as conn:
             groups.note_mode(conn, settings.group, mode, reason)
@@ -364,8 +359,9 @@ def _index(links: Sequence[ChainLink], number: int) -> int:
         if link.id == number:
             return index
     raise RelayError(
-        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one was "
-        "changed or restored without the other: restore both, or `relay offsets seek` to where relay is to go on"
+        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one of "
+        "the tables was changed or restored without the other: restore both, or set with `relay offsets seek` where "
+        "relay is to continue"
     )
 
 

@@ -1,4 +1,4 @@
-"""The positions of the stream that may be confirmed to PostgreSQL. No I/O."""
+"""Tracks the position of the stream that may be confirmed to PostgreSQL. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock
 from relay.model.events import Lsn
 
 STATUS = Struct(">cQQQq?")
-"""Standby status update: written, flushed and applied position, clock in microseconds since 2000, reply wanted.
+"""Standby status update: written, flushed and applied position, clock in microseconds since 2000, reply requested.
 
 Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
@@ -33,26 +33,26 @@ class Progress:
             self._received = self._flushed = self._last_commit = Lsn(0)
 
     def start(self, confirmed: Lsn) -> None:
-        """Begin, or go on after a reconnection, from what the slot has confirmed."""
+        """Begin, or continue after a reconnection, at the position that the slot has confirmed."""
         with self._lock:
             self._received = max(self._received, confirmed)
             if self._last_commit <= self._flushed:
                 self._flushed = max(self._flushed, confirmed)
 
     def commit(self, end: Lsn) -> None:
-        """A commit with rows of the outbox was received whole: it is pending until it is acknowledged."""
+        """Note a commit with rows of the outbox that was received whole: it is pending until it is acknowledged."""
         with self._lock:
             self._received = max(self._received, end)
             self._last_commit = max(self._last_commit, end)
 
     def nothing_until(self, position: Lsn) -> None:
-        """The stream reached a position, between transactions, without rows of the outbox."""
+        """Note that the stream reached a position, between commits, without rows of the outbox."""
         with self._lock:
             self._received = max(self._received, position)
             self._advance(Lsn(0))
 
     def ack(self, end: Lsn) -> None:
-        """Everything up to a commit's end is durable in the target."""
+        """Note that everything up to a commit's end is durable in the target."""
         with self._lock:
             self._advance(end)
 
@@ -80,7 +80,7 @@ class Progress:
             return self._flushed
 
     def status(self, clock: int, reply: bool = False) -> bytes | None:
-        """The status update to send, or None while no position is known."""
+        """The status update to send; None while no position is known. `reply` requests an answer."""
         with self._lock:
             if not self._flushed:
                 return None

@@ -40,11 +40,11 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 OPEN_COMMIT_SHARE = 0.5
 """The share of `source.buffer_bytes` that the rows of an open commit may take before they spill to a file."""
 READ_BYTES = 2 * 1024 * 1024
-"""How much is read before it is assembled, so that a fast sender cannot hold the loop for ever."""
+"""How much is read before it is assembled, so that a fast sender cannot keep the loop from other work."""
 BUSY_BYTES = 128 * 1024
-"""More than this at once means that the stream lags: the walsender then runs faster if it is not woken."""
+"""More than this in one read means that the stream lags: the walsender is then faster if it is not woken."""
 PAUSE_SECONDS = 0.01
-"""How long the stream is not read at most, while it lags and while a batch is in flight."""
+"""How long reading pauses at most, while the stream lags and while a batch is in flight."""
 IDLE_REPORT_SECONDS = 0.2
 """How long idle progress may wait before it is reported; durable batches are reported at once."""
 STEADY_SECONDS = 1.0
@@ -52,13 +52,13 @@ STEADY_SECONDS = 1.0
 RECONNECT_SECONDS = 0.1, 5.0
 """The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
 ASK_SECONDS = 10.0
-"""After how long a silence of the server it is asked for a reply, again and again until it answers."""
+"""After how long a silence the server is asked for a reply, repeatedly until it answers."""
 
 
 class Receiver:
-    """A thread that streams until it is closed, and connects again when the stream is lost. Its faults end the queue.
+    """A thread that streams until it is closed, and connects again when the stream is lost. A fault ends the queue.
 
-    With a full buffer nothing is read until the service acknowledges.
+    While the buffer is full, nothing is read until the service acknowledges a batch.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Receiver:
         self.last_heard: float | None = None
         self.stuck: OpenCommit | None = None
         # Set by the service's thread.
-        self._suspected = False
-        # The receiver's thread alone. Others read the assembler's size.
+        self._must_reconnect = False
+        # Only for the receiver's thread; other threads read the assembler's size.
         self._budget = settings.source.buffer_bytes
         self._prefix = settings.source.message_prefix
         self._assembler = Assembler(
             settings.source.table_name,
             settings.source.mapping,
-            # A full buffer stops the reading, and an open commit leaves the buffer only when its end is read.
+            # A full buffer stops reading, and an open commit leaves the buffer only once its end is read.
             min(settings.batch.max_bytes, int(self._budget * OPEN_COMMIT_SHARE)),
             settings.batch.spool_directory,
             _DATA_START,
@@ -91,9 +91,9 @@ class Receiver:
         )
         self._receiver_suspects = ReceiverSuspects(settings)
         self._reported = Lsn(0)
-        self._fruitless = 0
-        self._heard = False
-        self._ignores = False
+        self._failed_streams = 0
+        self._has_received = False
+        self._logged_ignored = False
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
 
     # Called by the service's thread.
@@ -109,26 +109,26 @@ class Receiver:
 
     @property
     def open_bytes(self) -> int:
-        """What the open commit holds in memory."""
+        """The bytes that the open commit holds in memory."""
         return self._assembler.size
 
     @property
     def is_full(self) -> bool:
-        """Whether the buffer is full, so that nothing is read."""
+        """Whether the buffer is full, which stops reading."""
         return self._queue.size + self._assembler.size >= self._budget
 
     def guard(self) -> None:
-        """Note which commit is open, since a process may have died of it. Before `start`."""
+        """Note which commit is received, since one may have killed a process. Call before `start`."""
         self._receiver_suspects.guard()
 
     def wake(self) -> None:
-        """Wake the thread: something was acknowledged, or is to be done. Safe in any thread."""
+        """Wake the thread, after an acknowledgement or a request. Safe in any thread."""
         self._wakeup.wake()
 
     def pass_over(self, commit: OpenCommit) -> None:
-        """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
+        """Continue to stream after this commit, since it is durable. Raises psycopg.Error."""
         self._receiver_suspects.forget(commit)
-        # The server leaves out what commits before the position that it is asked for.
+        # The server leaves out commits that end before the requested position.
         self._progress.nothing_until(Lsn(commit.lsn + 1))
         with self._resumed:
             self.stuck = None
@@ -136,12 +136,12 @@ class Receiver:
             self._resumed.notify_all()
 
     def reconnect(self) -> None:
-        """Begin to stream again, after slot and publication were checked."""
-        self._suspected = True
+        """Connect again, which checks slot and publication."""
+        self._must_reconnect = True
         self._wakeup.wake()
 
     def close(self, timeout: float) -> None:
-        """Report the last position and leave the slot, in about `timeout` seconds at most."""
+        """Report the last position and leave the slot; waits about `timeout` seconds at most."""
         self._closing.set()
         self._wakeup.wake()
         deadline = time.monotonic() + timeout
@@ -173,7 +173,7 @@ class Receiver:
 
     def _session(self) -> None:
         """Connect and receive until the connection is lost."""
-        # The server sends the open commit again, as a whole.
+        # The server sends the open commit again, from its beginning.
         self._assembler.reset()
         stream = self._replication.connect()
         if stream is None:
@@ -196,9 +196,9 @@ class Receiver:
             self._wait_to_reconnect()
 
     def _lose(self, error: psycopg.Error | MemoryError) -> None:
-        """Note why the connection was lost. Raises RelayError if another one would end the same way."""
+        """Note why the connection was lost. Raises RelayError if a new connection would end the same way."""
         if isinstance(error, MemoryError) or is_out_of_memory(error):
-            # This is no outage: polling would read the same row.
+            # This is not an outage: polling would read the same row.
             self._receiver_suspects.died(self._assembler.begun)
         else:
             self._receiver_suspects.survived()
@@ -207,20 +207,22 @@ class Receiver:
 
     def _stop_before(self, error: FatalCommit) -> None:
         self.stuck = error.commit
-        reason = f"receiving the commit at {error.commit.lsn} failed {error.deaths} times for want of memory"
+        reason = (
+            f"out of memory {error.deaths} times while receiving the commit at {error.commit.lsn}"
+        )
         log.error(reason, extra={"xid": error.commit.xid})
         self._replication.unavailable(reason, certain=True)
 
     def _wait_to_pass_over(self) -> None:
-        self.heartbeat.update("waits until a commit is polled that it cannot receive")
+        self.heartbeat.update("waits until the commit is polled that cannot be received")
         with self._resumed:
             self._resumed.wait_for(lambda: self.stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
         self.heartbeat.update("waits to connect again", Due.LATE)
         first, longest = RECONNECT_SECONDS
-        self._closing.wait(min(longest, first * 2.0 ** min(self._fruitless, 10)))
-        self._fruitless += 1
+        self._closing.wait(min(longest, first * 2.0 ** min(self._failed_streams, 10)))
+        self._failed_streams += 1
 
     def _receive(self, stream: Stream) -> None:
         self._assembler.reset(stream.encoding, stream.partitioned)
@@ -228,16 +230,16 @@ class Receiver:
         pgconn.nonblocking = 1
         began = last_heard = last_sent = last_asked = time.monotonic()
         self._reported = Lsn(0)
-        self._suspected = self._heard = steady = False
+        self._must_reconnect = self._has_received = steady = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
             selector.register(self._wakeup, selectors.EVENT_READ, "wakeup")
             reading = True
             # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
             asked = self._read_socket(pgconn)
-            while not self._closing.is_set() and not self._suspected:
+            while not self._closing.is_set() and not self._must_reconnect:
                 self.heartbeat.update("receives")
-                # Nothing is read while the buffer is full: the server is not silent then.
+                # While the buffer is full nothing is read, which is no silence of the server.
                 self.last_heard = last_heard if reading else time.monotonic()
                 if not steady and self._is_steady(stream, time.monotonic() - began):
                     steady = True
@@ -250,8 +252,8 @@ class Receiver:
                     else:
                         selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
                         last_heard = time.monotonic()
-                owing = self._progress.flushed > self._reported
-                wait = 0.0 if asked else IDLE_REPORT_SECONDS if owing else 1.0
+                unreported = self._progress.flushed > self._reported
+                wait = 0.0 if asked else IDLE_REPORT_SECONDS if unreported else 1.0
                 ready = {key.data for key, _ in selector.select(wait)}
                 woken = "wakeup" in ready
                 if woken:
@@ -260,14 +262,14 @@ class Receiver:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
                     if not self._progress.all_acknowledged:
-                        # What comes now is needed after the batch, and assembling it would slow down the service.
+                        # Messages that come now are needed after the batch; to assemble them slows down the service.
                         self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
                 silent = now - last_heard if reading else 0.0
                 if silent > stream.dead_after:
-                    raise psycopg.OperationalError(f"no word from the server for {silent:.0f} s")
+                    raise psycopg.OperationalError(f"no message from the server for {silent:.0f} s")
                 due = now - last_sent > stream.status_every or (
-                    owing and now - last_sent > IDLE_REPORT_SECONDS
+                    unreported and now - last_sent > IDLE_REPORT_SECONDS
                 )
                 asks = min(silent, now - last_asked) > min(ASK_SECONDS, stream.status_every / 2)
                 if asked or woken or due or asks:
@@ -278,20 +280,20 @@ class Receiver:
             self._replication.leave(stream)
 
     def _is_steady(self, stream: Stream, lasted: float) -> bool:
-        """Whether the stream works: it has brought something new, or is quiet at the end of the WAL for a while."""
+        """Whether the stream works: it has brought something new, or has been idle for STEADY_SECONDS."""
         if self._progress.received > stream.start:
             return True
-        return lasted > STEADY_SECONDS and self._heard and not self._assembler.open
+        return lasted > STEADY_SECONDS and self._has_received and not self._assembler.open
 
     def _recovered(self) -> None:
-        self._fruitless = 0
+        self._failed_streams = 0
         self._replication.recovered()
 
     def _read_socket(self, pgconn: psycopg.pq.abc.PGconn) -> bool:
-        """Empty the socket, then take in what came; returns whether the server asks for a status.
+        """Empty the socket and assemble the messages; returns whether the server requests a status update.
 
         A walsender is slow if each message wakes the reader. So while the stream lags, the thread empties the socket
-        and then pauses for some milliseconds; at the head of the stream it does not pause.
+        and then pauses for PAUSE_SECONDS; at the head of the stream it does not pause.
         """
         asked = False
         while True:
@@ -307,15 +309,15 @@ class Receiver:
                 time.sleep(PAUSE_SECONDS)
 
     def _drain(self, pgconn: psycopg.pq.abc.PGconn) -> tuple[int, bool]:
-        """Assemble what the socket holds, up to a limit; returns the bytes taken and whether a status is asked for."""
+        """Assemble what the socket holds, up to READ_BYTES; returns the bytes and whether a status is requested."""
         size, before, length = 0, -1, 0
         asked = False
         reached = Lsn(0)
         messages: list[Buffer] = []
-        # A guarded commit is noted before more is read.
+        # While guarding, a commit is noted before more is read.
         limit = 1 if self._receiver_suspects.guarding else READ_BYTES
         try:
-            # Until the socket has nothing more.
+            # Reads until the socket has nothing more.
             while length == 0 and before < size < limit:
                 before = size
                 pgconn.consume_input()
@@ -333,10 +335,10 @@ class Receiver:
                         asked = asked or bool(wanted)
                     del data
         except (psycopg.OperationalError, MemoryError):
-            # The messages tell which commit was open.
+            # The assembler then knows which commit was open.
             self._assembler.feed(messages)
             raise
-        self._heard = self._heard or size > 0
+        self._has_received = self._has_received or size > 0
         passed = self._assembler.feed(messages) or Lsn(0)
         # Everything up to a keepalive's position came before it, except the transaction that is still open.
         self._finished(
@@ -345,14 +347,14 @@ class Receiver:
         self._receiver_suspects.count_received(size, self._assembler.begun)
         if foreign := self._assembler.foreign():
             log.warning(
-                "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
-                "them unless that transaction is applied",
+                "the stream has copies of rows, whose c_xid is that of another transaction; polling applies them "
+                "unless that transaction is applied",
                 extra={"rows": foreign},
             )
-        if self._assembler.ignored() and not self._ignores:
-            self._ignores = True
+        if self._assembler.ignored() and not self._logged_ignored:
+            self._logged_ignored = True
             log.warning(
-                "messages that belong to no transaction are not relayed: pass true to pg_logical_emit_message",
+                "non-transactional messages are not relayed: pass true to pg_logical_emit_message",
                 extra={"prefix": self._prefix},
             )
         if length < 0:
@@ -360,7 +362,7 @@ class Receiver:
         return size, asked
 
     def _finished(self, commits: list[Transactions], position: Lsn) -> None:
-        """Queue whole commits, and note that there is nothing else up to a position."""
+        """Queue whole commits, and note that the stream has nothing else up to a position."""
         if commits:
             self._progress.commit(commits[-1].end)
             self._queue.put(commits)

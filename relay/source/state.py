@@ -1,4 +1,4 @@
-"""How this process reads the source at a moment: what metrics and health show of it."""
+"""Describes how this process reads the source at a moment, for metrics and health."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from relay.model.events import Lsn
 
 STREAMS, POLLS, STANDBY, ELSEWHERE = "wal", "poll", "standby", ""
-"""What a process does: reads the slot, polls, stands by while another process reads the slot, or cannot read."""
+"""What a process does: reads the slot, polls, is on standby while another process reads the slot, or cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What the stream has brought. `silent` is for how many seconds nothing came that was waited for.
+    """The state of the stream. `silent` is the time since the last message in seconds, 0 without a connection.
 
-    `oldest` is when the oldest commit happened that is not applied, in seconds since 1970; None if all are.
+    `oldest` is the time of the oldest commit that is not applied, in seconds since 1970; None if all are.
     """
 
     connected: bool
@@ -28,9 +28,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """`doing` is one of the constants above, `reason` why it polls or cannot read.
+    """What this process does: `doing` is one of the constants above, `reason` says why it polls or cannot read.
 
-    `takeovers` counts how often it has begun to read a slot that it had waited for. `received` is None without a slot.
+    `takeovers` counts how often it began to read the slot after another process. `received` is None without a slot.
     """
 
     doing: str

@@ -1,4 +1,4 @@
-"""Counts, for each commit, how often the process died while it received it: so a row too large for memory is found."""
+"""Counts how often a process died while it received a commit, which finds a row that is too large for memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class FatalCommit(Exception):
-    """Receiving a commit has ended in a death `deaths` times."""
+    """Processes died `deaths` times while they received a commit."""
 
     def __init__(self, commit: OpenCommit, deaths: int) -> None:
         super().__init__(commit, deaths)
@@ -27,10 +27,10 @@ class FatalCommit(Exception):
 
 
 class ReceiverSuspects:
-    """The receiver's notes in `relay.suspects`: while it is guarded, the commit that is open has one.
+    """The receiver's notes in `relay.suspects`: while guarding, the open commit has a note.
 
-    A note that is found again is a death. Guarding begins after a crash or when memory ran out, and ends when more was
-    received than can have been buffered at the crash. Raises psycopg.Error.
+    A note that still exists when its commit comes again is a death. Guarding begins after a crash or when memory ran
+    out, and ends when more was received than can have been buffered at the crash. Raises psycopg.Error.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -40,7 +40,7 @@ class ReceiverSuspects:
 
     @cached_property
     def _suspects(self) -> Suspects:
-        """Opened at the first note, which only a crash leads to."""
+        """Opened at the first note, which is only written after a crash."""
         return Suspects(self._settings, 1)
 
     def close(self) -> None:
@@ -50,15 +50,15 @@ class ReceiverSuspects:
 
     @property
     def guarding(self) -> bool:
-        """Whether the commit that is open is noted."""
+        """Whether the open commit is noted."""
         return self._left > 0
 
     def guard(self) -> None:
-        """A process may have died of what comes now."""
+        """Begin to note commits, since one may have killed a process."""
         self._left = 2 * self._settings.source.buffer_bytes
 
     def count_received(self, size: int, begun: OpenCommit | None) -> None:
-        """So many bytes were taken in, and a commit is open now. Raises FatalCommit before its next row."""
+        """Count received bytes and note the open commit. Raises FatalCommit if it has killed too many processes."""
         if self._noted is None and not self.guarding:
             return
         if begun is not None and begun == self._noted:
@@ -76,7 +76,7 @@ class ReceiverSuspects:
             self._noted = None
 
     def died(self, begun: OpenCommit | None) -> None:
-        """Memory ran out while a commit was open. This process lives on, but got no further."""
+        """Count a death, although the process survives: memory ran out while a commit was open."""
         if begun is not None and self._noted is None:
             with _tolerating():
                 self._suspects.note(_name(begun))
@@ -84,7 +84,7 @@ class ReceiverSuspects:
         self.guard()
 
     def survived(self) -> None:
-        """Receiving ended for another reason."""
+        """Take back the note, since receiving ended for another reason."""
         if self._noted is not None:
             with _tolerating():
                 self._suspects.take_back(_name(self._noted))
@@ -97,7 +97,7 @@ class ReceiverSuspects:
 
 @contextmanager
 def _tolerating() -> Iterator[None]:
-    """Tolerate an outage of the target: a wrong count is better than an end of relay."""
+    """Tolerate an outage of the target: a wrong count is better than the end of relay."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -105,10 +105,10 @@ def _tolerating() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this process, or libpq in it, was refused memory."""
+    """Whether this process, or libpq in it, ran out of memory."""
     if isinstance(error, MemoryError):
         return True
-    # libpq says so in words only.
+    # libpq reports this only in the text of the message.
     return (
         isinstance(error, psycopg.OperationalError)
         and not error.sqlstate

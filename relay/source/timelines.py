@@ -1,4 +1,4 @@
-"""The history of a server's timelines: which positions in the WAL two histories have in common. No I/O.
+"""Compares the timeline histories of servers: up to which position two of them share WAL. No I/O.
 
 Source: PostgreSQL's `src/backend/access/transam/timeline.c`, which writes and reads `pg_wal/*.history`.
 """
@@ -16,7 +16,7 @@ _SWITCH = re.compile(r"\s*(\d+)\s+([0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8})(?:\s|$)", 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSwitch:
-    """A timeline that another one followed, and the position at which it was left."""
+    """A former timeline, and the position at which the server left it."""
 
     timeline: int
     position: Lsn
@@ -24,16 +24,16 @@ class TimelineSwitch:
 
 @dataclass(frozen=True, slots=True)
 class TimelineHistory:
-    """A server's timeline and those that led to it, the oldest first."""
+    """A server's timeline, and its former timelines, oldest first."""
 
     timeline: int
     switches: tuple[TimelineSwitch, ...] = ()
 
     @classmethod
     def parse(cls, timeline: int, text: str) -> TimelineHistory:
-        """Read a timeline's history file: parent, switch point and reason in a line, blank lines and # comments.
+        """Parse a timeline's history file: parent, switch point and reason in a line; blank lines; # comments.
 
-        Raises ValueError if it is not one.
+        Raises ValueError for a malformed file.
         """
         lines = (line for line in text.splitlines() if line.strip())
         switches = tuple(_switch(line) for line in lines if not line.lstrip().startswith("#"))
@@ -43,7 +43,7 @@ class TimelineHistory:
         return cls(timeline, switches)
 
     def __str__(self) -> str:
-        """The history as `parse` reads it."""
+        """The history in the form that `parse` reads."""
         return "".join(f"{each.timeline}\t{each.position}\n" for each in self.switches)
 
     @property
@@ -52,14 +52,14 @@ class TimelineHistory:
         return frozenset(each.timeline for each in self.switches) | {self.timeline}
 
     def since(self, timeline: int) -> TimelineHistory:
-        """The same from a timeline on, where nothing is known of what led to that."""
-        kept = tuple(each for each in self.switches if each.timeline >= timeline)
-        return TimelineHistory(self.timeline, kept)
+        """The history from a timeline on, without those before it."""
+        switches = tuple(each for each in self.switches if each.timeline >= timeline)
+        return TimelineHistory(self.timeline, switches)
 
     def shared_until(self, other: TimelineHistory) -> Lsn | None:
-        """The position up to which both histories have the same WAL; None if one is not left by the other at all."""
+        """The position up to which both histories share WAL; None if both are on the same timeline."""
         shared = Lsn(0)
-        for ours, theirs in zip(self._stretches(), other._stretches(), strict=False):
+        for ours, theirs in zip(self._segments(), other._segments(), strict=False):
             if ours[0] != theirs[0]:
                 return shared
             if ours[1] != theirs[1]:
@@ -67,13 +67,13 @@ class TimelineHistory:
             shared = ours[1] or shared
         return None
 
-    def _stretches(self) -> list[tuple[int, Lsn | None]]:
-        """Each timeline, and where it was left; None for the one that goes on."""
+    def _segments(self) -> list[tuple[int, Lsn | None]]:
+        """Each timeline, and the position at which it was left; None for the current one."""
         return [*((each.timeline, each.position) for each in self.switches), (self.timeline, None)]
 
 
 def _switch(line: str) -> TimelineSwitch:
-    found = _SWITCH.match(line)
-    if found is None:
+    match = _SWITCH.match(line)
+    if match is None:
         raise ValueError(f"{line!r} is not a line of a timeline's history")
-    return TimelineSwitch(int(found[1]), Lsn.parse(found[2]))
+    return TimelineSwitch(int(match[1]), Lsn.parse(match[2]))

@@ -1,7 +1,7 @@
-"""Rows as the source stores them, turned into what relay reads: UTF-8 text, and times with a zone. No I/O.
+"""Translates rows as the source stores them into what relay reads: UTF-8 text, and times with a zone. No I/O.
 
-A database in UTF-8 whose times are `timestamptz` needs none of this. Any other encoding is read as it is stored, since
-the server ends a stream or a query at the first byte that it cannot convert. relay converts value by value instead.
+A database in UTF-8 whose times are `timestamptz` needs no translation. Other encodings are read as they are stored, and
+relay converts value by value: the server would end a stream or a query at the first byte that it cannot convert.
 
 Source: PostgreSQL documentation, "Character Set Support" and "Date/Time Types".
 """
@@ -38,7 +38,7 @@ class Encoding:
 
     @classmethod
     def of(cls, server_encoding: str | None) -> Encoding | None:
-        """The encoding that relay converts by itself; None where the server does, as for UTF8."""
+        """The encoding that relay converts; None where the server converts, as for UTF8."""
         codec = CODECS.get(server_encoding or "")
         return None if codec is None or server_encoding is None else cls(server_encoding, codec)
 
@@ -48,7 +48,7 @@ class Encoding:
 
 
 class Translation:
-    """The translation of one table layout. `columns` are the columns of its rows."""
+    """The translation of one table layout. `columns` are the columns of the translated rows."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Translation:
         mapping: dict[str, str],
         encoding: Encoding | None,
     ) -> Translation | None:
-        """The translation of rows with these columns, given by name and oid of the type; None where none is needed."""
+        """The translation of rows with `columns` (name, oid of the type); None where none is needed."""
         times = {mapping[field] for field in _TIMES}
         naive = [name for name, oid in columns if name in times and oid != TIMESTAMPTZ]
         if encoding is None and not naive:
@@ -80,12 +80,12 @@ class Translation:
         return cls([name for name, _ in columns], mapping, encoding, naive)
 
     def rows(self, rows: Rows) -> Rows:
-        """Many rows, translated. Raises ProtocolError where one is cut short."""
-        found = None if self._encoding is not None else zoned(rows, self._naive_indices)
-        return Rows.of([self.row(row) for row in rows]) if found is None else found
+        """Translate many rows. Raises ProtocolError for a row that is cut short."""
+        translated = None if self._encoding is not None else zoned(rows, self._naive_indices)
+        return Rows.of([self.row(row) for row in rows]) if translated is None else translated
 
     def row(self, data: bytes) -> bytes:
-        """One row of TupleData, translated. Raises ProtocolError for a row that is cut short."""
+        """Translate one row of TupleData. Raises ProtocolError for a row that is cut short."""
         if self._encoding is not None and not self._naive and data.isascii():
             return _COUNT.pack(len(self.columns)) + data[_COUNT.size :] + b"n"
         cells: list[bytes | None] = []
@@ -103,11 +103,11 @@ class Translation:
 
     def _decoded(self, name: str, value: bytes, encoding: Encoding, notes: list[str]) -> bytes:
         text = value.decode(encoding.codec, "surrogateescape")
-        found = _UNDECODABLE.findall(text)
-        if not found:
+        undecodable = _UNDECODABLE.findall(text)
+        if not undecodable:
             return text.encode()
-        notes.append(_note(name, text, encoding, len(found)))
-        # JSON stays JSON, so that the dead letter has the other values of the payload as they are.
+        notes.append(_note(name, text, encoding, len(undecodable)))
+        # JSON stays JSON, so that the dead letter keeps the other values of the payload.
         escape = r"\\x%02x" if name in self._json else r"\x%02x"
         return _UNDECODABLE.sub(lambda byte: escape % _byte(byte[0]), text).encode()
 
@@ -128,7 +128,7 @@ def _byte(surrogate: str) -> int:
 
 
 def _zoned(value: bytes) -> bytes:
-    """A time as PostgreSQL prints it in UTC, with its zone: a `timestamp` is taken as UTC."""
+    """A time as PostgreSQL prints it, with the zone UTC added if it has none."""
     if b"+" in value or value.endswith(b"infinity"):
         return value
     era = b" BC" if value.endswith(b" BC") else b""

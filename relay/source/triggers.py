@@ -1,4 +1,4 @@
-"""Whether a trigger of relay's is on the outbox.
+"""Checks whether a trigger of relay is on the outbox.
 
 Source: PostgreSQL documentation, "pg_trigger".
 """

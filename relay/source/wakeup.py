@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Wakeup:
-    """Wakes a thread that waits: register it with a selector; it is readable from `wake` until `clear`. Thread-safe."""
+    """Wakes a thread that waits in a selector or in `wait`: it is readable from `wake` until `clear`. Thread-safe."""
 
     def __init__(self) -> None:
         self._sender, self._receiver = socket.socketpair()
@@ -20,20 +20,20 @@ class Wakeup:
         self._poll.register(self._receiver, select.POLLIN)
 
     def fileno(self) -> int:
-        """What a selector watches."""
+        """The file descriptor that a selector watches."""
         return self._receiver.fileno()
 
     def wake(self) -> None:
-        """End the wait that is under way, or else the next one."""
+        """End the current wait, or else the next one."""
         try:
             self._sender.send(b"!")
         except BlockingIOError:
             pass  # the thread is being woken already
         except OSError:
-            log.debug("nobody waits any more")
+            log.debug("a closed wakeup was called")
 
     def wait(self, timeout: float) -> bool:
-        """Wait for `wake`, or some seconds; returns whether `wake` was called."""
+        """Wait for `wake`, at most `timeout` seconds; returns whether it was called."""
         return bool(self._poll.poll(timeout * 1000))
 
     def clear(self) -> None:
@@ -41,6 +41,6 @@ class Wakeup:
         self._receiver.recv(4096)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Close the sockets. No thread may wait any more."""
         self._sender.close()
         self._receiver.close()

@@ -352,7 +352,7 @@ def test_rows_of_another_cluster_are_refused_and_found_by_check(outbox: Outbox, 
     outbox.conn.execute("update outbox_message_t set c_xid = '4000000000' where c_offset = 7")
     (found,) = (each for each in examine(settings) if each.level is Severity.ERROR)
     assert found.subject == "positions"
-    assert "has rows whose c_xid this server has not given yet" in found.text
+    assert "has rows whose c_xid this server has not assigned yet" in found.text
     with pytest.raises(ConfigurationError, match="has rows whose c_xid this server has not given"):
         poll_all(settings)
 

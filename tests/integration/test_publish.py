@@ -192,7 +192,7 @@ def test_without_a_column_there_are_no_numbers_without_gaps(database: str) -> No
         with pytest.raises(ConfigurationError) as refused:
             initialise(wrong)
         (line,) = str(refused.value).splitlines()
-        assert line.startswith("source.offsets: gapless numbers the column 'c_offset', which")
+        assert line.startswith("source.offsets: gapless fills the column 'c_offset', which")
         assert "or set source.offsets: sequence" in line
         assert outbox.value("select to_regnamespace('relay') is null")
         assert line in [each.text for each in examine(wrong) if each.level is Severity.ERROR]

@@ -153,8 +153,8 @@ def test_copies_of_rows_are_left_out_and_said(
         (record.name, record.levelname, record.__dict__["rows"])
         for record in caplog.records
         if record.message
-        == "rows are no new events, since their c_xid is that of another transaction: copies; polling applies "
-        "them unless that transaction is applied"
+        == "the stream has copies of rows, whose c_xid is that of another transaction; polling applies them unless "
+        "that transaction is applied"
     ]
     assert {each[:2] for each in said} == {("relay.source.receiver", "WARNING")}
     assert sum(rows for _, _, rows in said) == 4

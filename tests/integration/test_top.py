@@ -18,7 +18,7 @@ from relay.admin.sinks import listed
 from relay.demo.screen import Screen
 from relay.observe.rates import Trends
 from relay.observe.watch import Watch
-from relay.source.backlog import MOST
+from relay.source.backlog import MOST_ROWS
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
 from tests.terminal import at_terminal
@@ -69,10 +69,10 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
             late.execute(
                 "select relay.publish(%s, null, %s::jsonb)", (host(1), json.dumps([event()]))
             )
-            outbox.fill(MOST // 100 + 1, events=100)
+            outbox.fill(MOST_ROWS // 100 + 1, events=100)
             watch._unread.clear()
             many = watch.read().unread[""]
-    assert (many.events, many.more) == (MOST, True)
+    assert (many.events, many.more) == (MOST_ROWS, True)
 
 
 def test_an_attached_sink_of_a_dead_instance_lags(outbox: Outbox) -> None:

@@ -193,7 +193,7 @@ def test_types_with_a_condition_are_reported(outbox: Outbox) -> None:
     found = findings(settings, "columns")
     assert [level for level, _ in found] == [Severity.WARNING] * len(CONDITIONAL)
     for _, text in found:
-        hint = re.search("`(alter .*?)` makes sure", text)
+        hint = re.search("`(alter .*?)` ensures it", text)
         assert hint is not None
         outbox.conn.execute(hint[1].encode())
     assert findings(settings, "columns") == []

@@ -160,14 +160,14 @@ def test_any_bytes_are_events_or_a_dead_letter(content: bytes) -> None:
     ("said", "says"),
     [
         ({"host_id": None}, "host_id is missing"),
-        ({"host_id": "nobody"}, "host_id is no uuid"),
+        ({"host_id": "nobody"}, "host_id is not a uuid"),
         ({"event_type": None}, "event_type is missing"),
-        ({"event_type": {"a": 1}}, "event_type is no text"),
-        ({"aggregate_version": 1.5}, "aggregate_version is no whole number"),
-        ({"aggregate_version": "s3cret"}, "aggregate_version is no bigint"),
+        ({"event_type": {"a": 1}}, "event_type is not text"),
+        ({"aggregate_version": 1.5}, "aggregate_version is not a whole number"),
+        ({"aggregate_version": "s3cret"}, "aggregate_version is not of type bigint"),
         ({"aggregate_version": 2**63}, "aggregate_version is out of range"),
         ({"event_ts": "2026-11-21T11:00:00"}, "event_ts has no time zone"),
-        ({"event_ts": "s3cret", "id": 7}, "id is no uuid; event_ts is no time such as"),
+        ({"event_ts": "s3cret", "id": 7}, "id is not a uuid; event_ts is not a time such as"),
     ],
 )
 def test_a_field_that_is_wrong_is_named_without_its_value(said: dict[str, Any], says: str) -> None:
@@ -184,12 +184,12 @@ def test_a_field_that_is_wrong_is_named_without_its_value(said: dict[str, Any], 
     [
         (b"{", "it is not JSON", "{"),
         (b"", "it is not JSON", ""),
-        (b"\xff", "it is no text", "\\xff"),
+        (b"\xff", "it is not text", "\\xff"),
         (b"[]", "it has no events", "[]"),
-        (b"7", "it is no JSON object", "7"),
+        (b"7", "it is not a JSON object", "7"),
         (
             b'{"host_id": "x"}',
-            "host_id is no uuid; event_type is missing; payload is missing",
+            "host_id is not a uuid; event_type is missing; payload is missing",
             '{"host_id": "x"}',
         ),
         (b"[" * 100_000, "it is not JSON", "[" * 100_000),
@@ -293,7 +293,7 @@ def test_no_text_has_a_zero_character(field: str) -> None:
 def test_an_array_of_next_to_nothing_is_one_event(unit: str) -> None:
     found = received(message(f"[{','.join([unit] * 1_000)}]".encode()))
     assert len(events(found)) == 1
-    assert "most of its 1000 events have nothing in them" in str(notes(found))
+    assert "most of its 1000 events are empty" in str(notes(found))
 
 
 def test_an_empty_id_is_none() -> None:
