@@ -81,9 +81,9 @@ class CommitQueue:
             return self._number, transactions
 
     def has_ready(self, events: int, full: bool) -> bool:
-        """Whether `take` would return about so many events at once, or as many as the limits allow.
+        """Whether `take` would return about `events` events at once, or as many as the limits allow.
 
-        `full` says that nothing more is received until a batch is acknowledged.
+        `full`: nothing more is received until a batch is acknowledged.
         """
         with self._changed:
             if self._stopped or not self._commits:

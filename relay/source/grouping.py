@@ -197,7 +197,7 @@ class Grouping:
         self._forget_kept()
 
     def _forget_kept(self) -> None:
-        # Rows that are not grouped yet, and the ends of commits among them; rows after the last end are of the open one.
+        # Rows that are not grouped yet, and the ends of commits among them; after the last end, the open commit's.
         self._kept: list[Rows] = []
         self._ends: list[Ends] = []
         self._open_size = 0

@@ -31,22 +31,26 @@ log = logging.getLogger(__name__)
 
 
 RECREATIONS_AN_HOUR = 3
+"""How often a lost slot is recreated within an hour before relay stops."""
 
 
 class Unavailable(Exception):
-    """The WAL cannot be read, for a reason that does not pass by itself."""
+    """The WAL cannot be read, for a reason that retries alone do not remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceComparison:
-    """The source as it is, and where the group's positions belong to: read before, so that they lag, never lead."""
+    """The source as it is, and the source that the group's positions belong to.
+
+    The positions are read first, so that they may lag the source but are never past it.
+    """
 
     group: str
     origin: groups.SourceOrigin
     system: System
     table: str = ""
     restored: bool = False
-    """Whether the server is another one, with rows that came from elsewhere."""
+    """Whether the server is another one, and has rows that were restored or replicated into it."""
 
     @property
     def foreign(self) -> bool:
@@ -55,68 +59,68 @@ class SourceComparison:
 
     @property
     def same(self) -> bool:
-        """Whether the positions belong to this very history."""
+        """Whether the positions belong to this server and timeline."""
         return (
             self.origin.identifier == self.system.identifier
             and _known(self.origin) == self.system.history
         )
 
     def require_valid(self) -> None:
-        """Raise RelayError if the source no longer has what was applied, Unavailable if it does not have it yet."""
+        """Raise RelayError if the source has lost applied events, Unavailable if it does not have them yet."""
         origin, system = self.origin, self.system
         self._require_newer()
         if self.restored:
             raise RelayError(
-                f"the source is another server, and rows of {self.table} were inserted there by other transactions "
-                "than those that their c_xid names: by a dump or by logical replication. relay cannot know which "
-                f"events are new to group {self.group!r}: restore the target to a state from before, or `relay offsets "
-                "seek` to where relay is to go on, as --to end or a time"
+                f"the source is another server, and rows of {self.table} were restored or replicated into it, so that "
+                "their c_xid is not that of their transaction. relay cannot know which events are new to group "
+                f"{self.group!r}: restore the target to a state from before, or set with `relay offsets seek` where "
+                "relay is to continue, such as --to end or a time"
             )
         if origin.identifier is None or self.foreign:
             return
         known = _known(origin)
-        # A role that may only poll is not told what led to the first timeline that it sees.
+        # A role that may only poll cannot read the history before the first timeline that it saw.
         history = system.history if origin.history else system.history.since(known.timeline)
         shared = known.shared_until(history)
         limit = system.position if shared is None else min(shared, system.position)
         if max(origin.applied, origin.polled) <= limit:
             return
         if system.standby and system.history.timeline in known.timelines:
-            raise Unavailable("the server is a standby that does not have yet what was applied")
+            raise Unavailable("the server is a standby that has not replayed yet what was applied")
         ours = (
             f"its WAL ends at {limit}"
             if limit == system.position
-            else f"its timeline {system.history.timeline} has in common with timeline {origin.timeline}, which they "
-            f"came from, only what lies up to {limit}"
+            else f"its timeline {system.history.timeline} shares WAL with their timeline {origin.timeline} only up to "
+            f"{limit}"
         )
         lost = (
             f"has lost events that group {self.group!r} has applied: they reach up to {origin.applied}"
             if origin.applied > limit
-            else f"may have lost events that group {self.group!r} has polled or delivered: they lie below "
+            else f"may have lost events that group {self.group!r} has polled or delivered: they end before "
             f"{origin.polled}"
         )
         raise RelayError(
             f"the source {lost}, but {ours}: a failover with a loss, a former primary, or an older backup. New events "
-            "take over positions and c_offsets of the lost ones, so relay does not go on until you decide: restore the "
-            "target to a state from before the loss; or keep what was applied, and go on with what the source has "
-            f"published since, by `relay offsets seek --to {limit}`, or --to the time of the loss where the slot does "
-            "not reach back"
+            "reuse positions and c_offsets of the lost ones, so relay stops until you decide: restore the target to a "
+            "state from before the loss; or keep what was applied, and continue with what the source has published "
+            f"since, by `relay offsets seek --to {limit}`, or --to the time of the loss if the slot does not have the "
+            "WAL since then"
         )
 
     def _require_newer(self) -> None:
-        """Raise RelayError if transactions that were applied are still to come on this server.
+        """Raise RelayError if this server has not assigned yet the xids of transactions that were applied.
 
-        On a server that pg_upgrade has made, transaction ids go on.
+        pg_upgrade keeps the next xid.
         """
         if self.system.standby or self.system.next_xid >= self.origin.xmax:
             return
-        former = f", which came from {self.origin.identifier}," if self.foreign else ""
+        other = ", another server," if self.foreign else ""
+        former = f", which read server {self.origin.identifier}," if self.foreign else ""
         raise RelayError(
-            f"the source{' is another server and' if self.foreign else ''} gives {self.system.next_xid} as the next "
-            f"transaction, but group {self.group!r}{former} has applied what came before {self.origin.xmax}: it was "
-            "restored from an older backup or a dump, or failed over with a loss, and relay cannot know which events "
-            "are new. Restore the target to a state from before, or `relay offsets seek` to where relay is to go on, "
-            "as --to end or a time"
+            f"the source{other} has the next transaction id {self.system.next_xid}, but group {self.group!r}{former} "
+            f"has applied transactions below {self.origin.xmax}: the source was restored from an older backup or a "
+            "dump, or failed over with a loss, and relay cannot know which events are new. Restore the target to a "
+            "state from before, or set with `relay offsets seek` where relay is to continue, as --to end or a time"
         )
 
 
@@ -125,15 +129,15 @@ def _known(origin: groups.SourceOrigin) -> TimelineHistory:
 
 
 class Recognition:
-    """Tells whether the source is still the one that the group's positions belong to."""
+    """Recognises whether the source is still the one that the group's positions belong to."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def inspect(self, conn: Connection) -> SourceComparison:
-        """Compare a replication connection's server with what the group remembers. Changes nothing.
+        """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
 
-        Raises psycopg.Error if one of them does not answer.
+        Raises psycopg.Error if source or target does not answer.
         """
         with connect(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
@@ -143,19 +147,18 @@ class Recognition:
         self, conn: Connection, origin: groups.SourceOrigin, system: System
     ) -> SourceComparison:
         settings = self._settings
-        found = SourceComparison(settings.group, origin, system)
-        if not found.foreign or not origin.xmax:
-            return found
+        comparison = SourceComparison(settings.group, origin, system)
+        if not comparison.foreign or not origin.xmax:
+            return comparison
         restored = OutboxTable(settings).are_restored(conn)
-        return replace(found, table=settings.source.table, restored=restored)
+        return replace(comparison, table=settings.source.table, restored=restored)
 
     def follow(self, comparison: SourceComparison, incomplete: bool) -> int:
-        """Remember the source that was seen, for who holds its slot; returns the group's epoch.
+        """Store the source of a comparison as the group's, for the process that holds its slot; returns the epoch.
 
-        On another timeline LSNs stay valid up to where it was left. On another server, which pg_upgrade has made of the
-        former, the snapshots decide what is new. `incomplete`: whoever reads the slot next is to poll first, as long as
-        nobody says otherwise. Raises RelayError if events that were applied are lost, and psycopg.Error if the target
-        does not answer.
+        On another timeline LSNs stay valid up to the switch. On another server, made by pg_upgrade, the snapshots
+        decide what is new. `incomplete`: the next reader of the slot polls first, unless `leave` is called before.
+        Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
         """
         epoch = self._remember(comparison)
         with connect(self._settings.target_dsn) as target:
@@ -163,10 +166,9 @@ class Recognition:
         return epoch
 
     def follow_polled(self, source: Connection, origin: groups.SourceOrigin) -> None:
-        """Remember the source that a connection polls, as `follow` does; `origin` was read before.
+        """Store the source that a connection polls, as `follow` does; `origin` was read before.
 
-        Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that cannot be
-        told.
+        Raises RelayError if events that were applied are lost; TransientFault or psycopg.Error while that is unknown.
         """
         comparison = self._polled(source, origin)
         if comparison is None:
@@ -179,7 +181,7 @@ class Recognition:
     def has_lost(self, source: Connection, origin: groups.SourceOrigin) -> bool:
         """Whether the source that a connection polls has lost events that were applied, polled or delivered.
 
-        Changes nothing. Raises TransientFault or psycopg.Error while that cannot be told.
+        Changes nothing. Raises TransientFault or psycopg.Error while that is unknown.
         """
         try:
             comparison = self._polled(source, origin)
@@ -194,7 +196,7 @@ class Recognition:
         return False
 
     def _polled(self, source: Connection, origin: groups.SourceOrigin) -> SourceComparison | None:
-        """The source that a connection polls; None for a standby, which may lag: that the snapshots tell."""
+        """Compare the source that a connection polls; None for a standby that may lag, which snapshots check."""
         identifier, timeline, standby = server_of(source)
         known, ours = _known(origin), identifier == origin.identifier
         if ours and standby and timeline in known.timelines:
@@ -210,38 +212,37 @@ class Recognition:
         return comparison
 
     def _with_history(self, comparison: SourceComparison) -> TimelineHistory:
-        """The history of a polled server's timeline, which only a replication connection tells.
+        """Read the timeline history of a polled server, which needs a replication connection.
 
-        Its last timeline only if the role may not have one, and there is nothing yet to compare it with.
+        Without the right to one, returns the current timeline alone if the group has stored no source yet, and raises
+        RelayError otherwise.
         """
         try:
             with open_replication(self._settings) as conn:
-                found = identify(conn)
+                system = identify(conn)
         except psycopg.OperationalError as error:
             if not refused_for_good(error):
                 raise
             if comparison.origin.identifier is None:
                 return comparison.system.history
             raise RelayError(
-                "source.dsn: the source is on another timeline, and only a replication connection can tell whether "
+                "source.dsn: the source is on another timeline, and only a replication connection shows whether "
                 f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "
                 "attribute, or decide with `relay offsets seek`"
             ) from None
-        # A standby that has just followed its primary tells the former timeline for a while.
-        if not found.standby and found.history.timeline != comparison.system.history.timeline:
-            raise TransientFault(
-                "source.dsn: the servers that it leads to are on different timelines"
-            )
-        return found.history
+        # A standby that has just followed its primary still reports the former timeline for a while.
+        if not system.standby and system.history.timeline != comparison.system.history.timeline:
+            raise TransientFault("source.dsn: its servers are on different timelines")
+        return system.history
 
     def _remember(self, comparison: SourceComparison) -> int:
-        """Let the group's LSNs belong to the source that was seen; returns the group's epoch."""
+        """Store that the group's LSNs belong to the source of the comparison; returns the group's epoch."""
         comparison.require_valid()
         if comparison.same:
             return comparison.origin.epoch
         system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
-            # Other instances may have applied more of the former history, or followed already.
+            # Another instance may have applied more of the former history, or stored the new source already.
             now = replace(comparison, origin=groups.origin(target, comparison.group, lock=True))
             if now.same:
                 return now.origin.epoch
@@ -255,10 +256,12 @@ class Recognition:
                 reset=now.foreign,
             )
             if now.foreign or (now.origin.identifier is None and now.origin.confirmed is None):
-                # The slot may lack something.
+                # The slot may lack commits.
                 groups.note_confirmed(target, comparison.group, Lsn(0))
         if now.foreign:
-            log.warning("the source is another server: snapshots decide what is new")
+            log.warning(
+                "the source is another server: relay continues from snapshots instead of LSNs"
+            )
         elif now.origin.identifier is not None:
             log.info(
                 "the source is on another timeline, which has everything that was applied",
@@ -267,8 +270,8 @@ class Recognition:
         return epoch
 
     def leave(self, confirmed: Lsn | None) -> None:
-        """Remember how far the slot is confirmed, before somebody else can read it; None while it is read."""
-        # Without it, the next reader only notices later that somebody has advanced the slot.
+        """Store how far the slot is confirmed, before another process can read it; None while it is read."""
+        # May fail: without it, the next reader only notices later that another client has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
             groups.note_confirmed(target, self._settings.group, confirmed)
 
@@ -276,7 +279,7 @@ class Recognition:
 class Recovery:
     """Recreates a lost slot, publication first.
 
-    What the new slot does not have is polled: the positions tell what is missing.
+    The positions in the target say which commits the new slot does not have: these are polled.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -285,12 +288,12 @@ class Recovery:
     def restore(
         self, conn: Connection, undecodable: bool, creating: Callable[[str | None], None]
     ) -> bool:
-        """Make publication and slot if they cannot serve; returns whether there is a new slot.
+        """Create publication and slot if they are missing or unusable; returns whether the slot is new.
 
-        `undecodable`: the slot's position is in WAL from before the publication. `creating` is called before a slot is
-        made, which takes until the transactions that run have ended, and from time to time meanwhile, in another
-        thread, with the oldest of these. Raises Unavailable if the server cannot have a slot, RelayError if the slot is
-        lost again and again, ConfigurationError if it is not ours.
+        `undecodable`: the slot's position is in WAL from before the publication. The creation of a slot waits for all
+        running transactions: `creating` is called before it and, in another thread, repeatedly during it, with the
+        oldest of them. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost repeatedly,
+        ConfigurationError if it is not ours.
         """
         source = self._settings.source
         state = slot_state(conn, source.slot)
@@ -307,12 +310,12 @@ class Recovery:
             if groups.recreations(target, self._settings.group) >= RECREATIONS_AN_HOUR:
                 raise RelayError(
                     f"source.slot: {source.slot!r} was lost {RECREATIONS_AN_HOUR} times within an hour: raise "
-                    "max_slot_wal_keep_size, or find out who drops it, and start relay again; or set source.mode: poll"
+                    "max_slot_wal_keep_size, or find out who drops it, and restart relay; or set source.mode: poll"
                 )
             reason = "it was missing" if state is None else state.invalidation_reason
             try:
                 ensure_publication(conn, source)
-                # If this process dies now, the next one polls first as well.
+                # If this process dies now, the next one polls first too.
                 groups.note_confirmed(target, self._settings.group, Lsn(0))
                 if state is not None:
                     drop_slot(conn, source.slot)
@@ -320,17 +323,17 @@ class Recovery:
                 creating(None if oldest is None else str(oldest))
                 with reporting_blockers(self._settings.source_dsn, creating):
                     create_slot(conn, source.slot)
-                # A role of an administrator's own making need not have the right.
+                # A role that an administrator made need not have the right.
                 with suppress(psycopg.errors.InsufficientPrivilege):
                     streams.record(conn, source.slot, self._settings.group)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise Unavailable(
-                    f"the role may not make publication and slot ({error.diag.message_primary}): "
+                    f"the role may not create publication and slot ({error.diag.message_primary}): "
                     "run `relay init` as an administrator"
                 ) from None
             groups.note_recreation(target, self._settings.group)
         log.warning(
-            "the slot was recreated; what it does not have is read by polling",
+            "the slot was recreated; events that it does not have are polled",
             extra={"slot": source.slot, "reason": reason or "the publication was missing"},
         )
         return True

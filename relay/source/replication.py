@@ -1,4 +1,4 @@
-"""Opens the slot's stream: checks server, slot and publication, runs START_REPLICATION, and explains what fails.
+"""Opens the slot's stream: checks server, slot and publication, runs START_REPLICATION, and explains failures.
 
 Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
@@ -57,8 +57,10 @@ log = logging.getLogger(__name__)
 
 
 ACTIVE_WAIT_SECONDS = 1.0
+"""How often a standby tries to read the slot."""
 APPLIED_POLL_SECONDS = 0.1
 STATUS_SHARE = 0.6
+"""The share of `wal_sender_timeout` after which a status update is sent."""
 
 
 class _SlotActive(Exception):
@@ -75,10 +77,10 @@ class Outage:
 
 
 class Replication:
-    """Opens the stream, retries outages, and tells why there is no stream.
+    """Opens the stream, retries during outages, and reports why there is no stream.
 
-    The receiver's thread owns it. Others read the public attributes, single values, which may be late, and may call
-    `cancel_opening` and `complete`.
+    The receiver's thread owns it. Other threads may read the public attributes, single values that may be outdated, and
+    may call `cancel_opening` and `complete`.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Replication:
         self._progress = progress
         self._recovery = recovery
         self._recognition = recognition
-        self._tell = changed
+        self._changed = changed
         self.heartbeat = Heartbeat()
         self.closing = Event()
         # Written by the receiver's thread, read by the service's and those of metrics and health.
@@ -105,13 +107,13 @@ class Replication:
         self.next_xid = 0
         self.incomplete = False
         self._completing = Lock()
-        # The receiver's thread alone, but that `cancel_opening` ends what `_opening` waits for.
+        # Only for the receiver's thread, except that `cancel_opening` cancels the query of `_opening`.
         self._opening: Connection | None = None
         self._system: System | None = None
         self._undecodable = False
 
     def connect(self) -> Stream | None:
-        """Open the stream, however long that takes; None once it is closed. Raises RelayError, psycopg.Error."""
+        """Open the stream, with retries until it succeeds; None once relay closes. Raises RelayError, psycopg.Error."""
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=_wait,
@@ -135,13 +137,13 @@ class Replication:
                 opening.cancel_safe(timeout=1)
 
     def lost(self, error: psycopg.Error) -> None:
-        """Note why the stream has ended. Raises RelayError if another one would end the same way."""
+        """Note why the stream has ended. Raises RelayError if a new one would end the same way."""
         if is_transient(error):
             self.unavailable(f"replication connection lost: {describe(error)}", certain=False)
         elif self._recovery is None:
             raise _explained(error, self._settings) from error
         else:
-            # At the slot's position the publication did not exist yet: that WAL can never be decoded.
+            # The publication did not exist yet at the slot's position: that WAL can never be decoded.
             self._undecodable = isinstance(error, psycopg.errors.UndefinedObject)
             self.unavailable(str(_explained(error, self._settings)), certain=True)
 
@@ -149,7 +151,7 @@ class Replication:
         """End the outage."""
         if self.outage is not None:
             self.outage = None
-            self._tell()
+            self._changed()
 
     def unavailable(self, reason: str, certain: bool) -> None:
         """Begin or continue an outage."""
@@ -157,7 +159,7 @@ class Replication:
         self.outage = Outage(reason, before.since if before else time.monotonic(), certain)
 
     def complete(self, connections: int) -> None:
-        """Note that what the slot may lack is polled, unless it was opened again since: `connections` counts that."""
+        """Note that the commits which the slot may lack are polled, unless `connections` shows a newer connection."""
         with self._completing:
             if connections != self.connections:
                 return
@@ -166,7 +168,7 @@ class Replication:
             self.incomplete = False
 
     def leave(self, stream: Stream) -> None:
-        """End a stream. Where relay ends and nothing was left out, note how far the slot was read."""
+        """End a stream. If relay closes and has left nothing out, store how far the slot is confirmed."""
         if self._recognition is not None and self.closing.is_set() and not self.incomplete:
             self._recognition.leave(self._progress.flushed)
         stream.end()
@@ -196,7 +198,7 @@ class Replication:
             self._opening = None
 
     def _other_reader(self, conn: Connection) -> str | None:
-        """Who reads the slot, in words, if it is another client than relay; None if relay may wait for the slot."""
+        """Describe the client that reads the slot, if it is not relay; None if relay may wait for the slot."""
         if self._recovery is None:
             return None
         try:
@@ -208,7 +210,7 @@ class Replication:
         return f"another client reads the slot: {reader or 'without a name'}"
 
     def _note_why(self) -> Callable[[RetryCallState], None]:
-        """A callback that logs each change of the reason for waiting, once, and keeps it as the outage."""
+        """Return a callback that stores the reason of a retry as the outage, and logs it when it changes."""
         last_logged: list[str] = [""]
 
         def note(state: RetryCallState) -> None:
@@ -234,11 +236,11 @@ class Replication:
         self.heartbeat.update("recreates the slot", Due.OPEN)
         oldest = f"; the oldest is {waits_for}" if waits_for else ""
         self.unavailable(
-            f"the slot is recreated, which waits for all transactions that run{oldest}",
+            f"the slot is being recreated, which waits for all running transactions{oldest}",
             certain=True,
         )
         log.warning(
-            "the slot is recreated as soon as all transactions that run have ended",
+            "the slot is being recreated, which waits for all running transactions",
             extra={"waits_for": waits_for} if waits_for else {},
         )
 
@@ -246,7 +248,7 @@ class Replication:
         slot = self._settings.source.slot
         system, comparison = self._inspect(conn)
         if comparison is not None and not _is_read(conn, slot):
-            # A lost slot is not recreated where the stream would be refused.
+            # Otherwise a lost slot would be recreated although its stream is refused.
             comparison.require_valid()
         recreated = False
         if self._recovery is not None:
@@ -254,7 +256,7 @@ class Replication:
             self._undecodable = False
         state = slot_state(conn, slot)
         if state is None and self._recovery is not None:
-            raise TransientFault("the slot was dropped a moment ago")
+            raise TransientFault("the slot was just dropped")
         if state is None:
             raise ConfigurationError(
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
@@ -269,9 +271,9 @@ class Replication:
         incomplete = recreated or self._is_incomplete(comparison, confirmed)
         if incomplete and self._recovery is None:
             raise RelayError(
-                f"the slot {slot!r} does not go on where group {self._settings.group!r} has left it: somebody has "
-                "advanced it, or the server is another one: set source.mode to auto, which polls what the slot does "
-                "not have, or pass over it with `relay offsets seek`"
+                f"the slot {slot!r} does not continue where group {self._settings.group!r} left it: another client has "
+                "advanced it, or the server is another one: set source.mode to auto, which polls the events that the "
+                "slot does not have, or skip them with `relay offsets seek`"
             )
         if recreated:
             self._progress.reset()
@@ -287,24 +289,24 @@ class Replication:
             self._system = system
             self.on_standby = False
             self.connections += 1
-        self._tell()
+        self._changed()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
 
     def _is_incomplete(self, comparison: SourceComparison | None, confirmed: Lsn) -> bool:
-        """Whether the slot may lack commits: it is new to the group, another server's, or somebody has advanced it."""
+        """Whether the slot may lack commits: it is new to the group, or another server's, or was advanced."""
         if comparison is None:
             return False
         left_at = comparison.origin.confirmed
         if left_at is None and self.connections:
             left_at = self._progress.flushed
         if not left_at:
-            # The last reader was killed, which alone leaves nothing out. Without polling, a group begins with its slot.
+            # A reader that is killed leaves nothing out. In mode wal a group begins with its slot.
             uncertain = left_at is not None or comparison.origin.identifier is None
             return comparison.foreign or (uncertain and self._recovery is not None)
         if confirmed > left_at:
             log.warning(
-                "somebody else has advanced the slot; what it lacks is polled",
+                "another client has advanced the slot; events that it does not have are polled",
                 extra={"from": str(left_at), "to": str(confirmed)},
             )
         return comparison.foreign or confirmed > left_at
@@ -320,7 +322,7 @@ class Replication:
         return self._inspect(conn)
 
     def _require_published(self, conn: Connection) -> None:
-        """Refuse a publication that leaves out columns: their values would silently be null."""
+        """Refuse a publication that leaves out columns, whose values would silently be null."""
         try:
             require_published(conn, self._settings.source)
         except ConfigurationError as error:
@@ -329,10 +331,12 @@ class Replication:
             raise Unavailable(str(error)) from None
 
     def _await_applied(self) -> None:
-        """Wait until everything from the former server or timeline is applied: its positions mean nothing here."""
-        log.warning("the source is another server or timeline; what was received before is applied")
+        """Wait until everything from the former server or timeline is applied: its LSNs are not valid on this one."""
+        log.warning(
+            "the source is another server or timeline; relay first applies what it has received"
+        )
         while not self._progress.all_acknowledged and not self.closing.is_set():
-            self.heartbeat.update("waits until what was received before is applied")
+            self.heartbeat.update("waits until the commits of the former server are applied")
             self.closing.wait(APPLIED_POLL_SECONDS)
         self._progress.reset()
 
@@ -370,7 +374,7 @@ def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
         )
     if isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
         return RelayError(
-            f"the slot {source.slot!r} cannot serve any more: {first}: set source.mode to auto, which recreates it "
-            "and reads by polling what it lacks"
+            f"the slot {source.slot!r} can no longer be used: {first}: set source.mode to auto, which recreates "
+            "it and polls the events that it does not have"
         )
     return RelayError(f"the server refuses to stream: {first}")

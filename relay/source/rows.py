@@ -1,4 +1,4 @@
-"""Finds the transactions between two snapshots in the outbox's table, plans them in portions, and reads their rows."""
+"""Finds the transactions of a difference in the outbox's table, plans them in portions, and reads their rows."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from relay.store.snapshots import xids_of
 
 _FETCHED_AT_ONCE = 1_000
 _FETCHED_BYTES = 1 << 20
-"""How many rows, and bytes of them, are grouped together."""
+"""How many rows, and bytes, are grouped together."""
 
 _MOST_COMPRESSED = 4096
-"""How many times smaller than its text a value may be stored: compressed, and with numbers such as 1e9999."""
+"""How many times smaller than its text a stored value can be: compressed, or a number such as 1e9999."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Transactions of a difference that are applied together: up to a position, and how many events come later."""
+    """Transactions of a difference that are applied together, up to the position `upto`; `left` counts later events."""
 
     upto: int
     left: int
@@ -48,7 +48,7 @@ class Portion:
 
 
 class Wanted(NamedTuple):
-    """Transactions to be read, in order: `partitions` has -1 where the rows of all partitions are wanted."""
+    """Transactions to be read, in order; a partition of -1 selects the rows of all partitions. All are int64."""
 
     xids: Xids
     positions: Int64Array
@@ -65,13 +65,13 @@ class _Raw(Loader):
 def prepare_reading(conn: Connection) -> None:
     """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
     pin_text_form(conn)
-    # Rows that were inserted together lie on the same pages; the planner assumes a page for each.
+    # Rows that were inserted together are on the same pages, but the planner assumes a page for each row.
     conn.execute("set random_page_cost = 0.3")
 
 
 @contextmanager
 def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
-    """Let the server send values in its own encoding, if relay converts them."""
+    """Receive values in the server's own encoding, where relay converts them."""
     if encoding is None:
         yield
         return
@@ -84,22 +84,22 @@ def _as_stored(conn: Connection, encoding: Encoding | None) -> Iterator[None]:
 
 
 class OutboxRows(OutboxTable):
-    """Finds and reads the rows between two snapshots. Connections are in autocommit mode; raises psycopg.Error.
+    """Finds and reads the rows of differences. Connections are in autocommit mode; raises psycopg.Error.
 
-    A transaction's position in a difference is the greatest c_offset of its rows: whoever publishes after another's
-    commit has a greater one.
+    A transaction's position in a difference is the greatest c_offset of its rows, so a transaction that inserts after
+    another one has committed has a greater position.
     """
 
     def is_empty(self, conn: Connection, between: Difference) -> bool:
-        """Whether no row lies between two snapshots."""
-        found = conn.execute(
+        """Whether a difference has no rows."""
+        row = conn.execute(
             sql.SQL("select from {} where {} limit 1").format(self._table, condition(between)),
             prepare=False,
         )
-        return not found.rowcount
+        return not row.rowcount
 
     def xids(self, conn: Connection, between: Difference) -> dict[int, Xids]:
-        """The transactions between two snapshots, by partition, without those from before there was c_xid."""
+        """The full xids of a difference by partition (int64, unordered), without rows that have no c_xid."""
         rows = conn.execute(
             sql.SQL(
                 """
@@ -120,11 +120,11 @@ class OutboxRows(OutboxTable):
     def plan(
         self, conn: Connection, between: Difference, after: int, whole: bool = True
     ) -> Generator[Portion]:
-        """A difference in portions, in order of the transactions' positions, after one of these.
+        """Yield a difference in portions, in order of the transactions' positions, after the position `after`.
 
-        Where there is much to do they are large, since they are split by partitions; not `whole`, they are small.
-        Its transactions are found once and stay with the server. The connection is in use until the generator is
-        closed. Raises TransientFault where the server does not have yet what is to be planned.
+        With `whole`, the portions of a large difference are large, since tasks split them by partitions. The server
+        finds the transactions once and keeps them in a cursor: the connection is in use until the generator is closed.
+        Raises TransientFault if the server does not show the difference yet.
         """
         require_visible(conn, between.after)
         with conn.cursor("relay_difference", withhold=True, binary=True) as cursor:
@@ -172,7 +172,7 @@ class OutboxRows(OutboxTable):
                        (sum(events) over (order by position))::bigint as reached
                   from units where position > %(after)s
             ), numbered as (
-                -- Much to do: about as many rows for each partition as a batch may have.
+                -- In a large difference: about as many rows for each partition as a batch may have.
                 select *, (reached - 1) / (case when total > {most} then {large} else {small} end) as portion
                   from counted
             ), cut as (
@@ -204,11 +204,11 @@ class OutboxRows(OutboxTable):
             sql.SQL("coalesce(pg_column_size({}), 0)").format(column) for column in columns
         )
         limit = self._settings.source.max_event_bytes
-        found: list[int] = []
+        large: list[int] = []
         for share in shares:
             key = self._offset if share.unmarked else sql.Identifier(INSERTED_BY)
             rows = conn.execute(
-                # What is small as it is stored need not be decompressed to be measured.
+                # A value that is small as stored is not decompressed to be measured.
                 sql.SQL(
                     "select {offset} from {table} where {key} = any({keys}) and {offset} is not null"
                     " and case when {stored} > {least} then {length} > {limit} else false end"
@@ -224,8 +224,8 @@ class OutboxRows(OutboxTable):
                 ),
                 prepare=False,
             )
-            found += [int(offset) for (offset,) in rows]
-        return sorted(found)
+            large += [int(offset) for (offset,) in rows]
+        return sorted(large)
 
     def commits(
         self,
@@ -234,12 +234,12 @@ class OutboxRows(OutboxTable):
         unmarked: bool = False,
         by_reference: Collection[int] = (),
     ) -> Generator[Transactions]:
-        """The rows of transactions, in their order, grouped as the WAL's commits are.
+        """Yield the rows of transactions, in the given order, grouped like commits of the WAL.
 
-        `unmarked`: they are rows from before there was c_xid, which belong together while their transaction_id is the
-        same, and their c_offsets stand for xids. Payload and metadata are null in the rows with an offset in
-        `by_reference`. Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises
-        TransientFault if the server does not have all of it yet, RelayError if the table cannot be read.
+        `unmarked`: the rows have no c_xid, so `wanted` has their c_offsets instead of xids, and successive rows with
+        one transaction_id are a commit. Payload and metadata are null in the rows whose offset is in `by_reference`.
+        Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises TransientFault if the
+        server does not show the transactions yet, RelayError if the table cannot be read.
         """
         if not unmarked and len(wanted.xids):
             require_visible(conn, wanted.xids)
@@ -263,7 +263,7 @@ class OutboxRows(OutboxTable):
         statement = self._reading(columns, wanted, unmarked, by_reference)
         for inserted_by, *cells in self._read(conn, statement, len(columns), encoding):
             this = int(inserted_by or 0), None if index is None else cells[index]
-            if last is not None and not _goes_on(last, this):
+            if last is not None and not _is_same_commit(last, this):
                 ends.append((len(rows), last[0]))
             last = this
             if len(rows) >= _FETCHED_AT_ONCE or size >= _FETCHED_BYTES:
@@ -325,7 +325,7 @@ class OutboxRows(OutboxTable):
                 if is_transient(error):
                     raise
                 raise RelayError(
-                    f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: mend it, or "
+                    f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: repair it, or "
                     "grant SELECT to the role of source.dsn"
                 ) from None
 
@@ -346,12 +346,15 @@ class OutboxRows(OutboxTable):
 
 
 def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
-    """Raise TransientFault if the connection's server does not show yet what another connection has seen."""
-    found = current_position(conn).snapshot
-    seen = found.covers(wanted) if isinstance(wanted, Snapshot) else found.sees(wanted).all()
-    if not seen:
+    """Raise TransientFault if the connection's server does not show yet what another connection has seen.
+
+    `wanted` is a snapshot, or full xids (int64).
+    """
+    now = current_position(conn).snapshot
+    visible = now.covers(wanted) if isinstance(wanted, Snapshot) else now.sees(wanted).all()
+    if not visible:
         raise TransientFault(
-            "the server that source.dsn leads to does not have yet what is to be read from it"
+            "source.dsn: its server lags: it does not show the transactions to be polled yet"
         )
 
 
@@ -364,8 +367,8 @@ def _keys(keys: Xids, unmarked: bool) -> sql.Composed:
     return array(keys.tolist(), "bigint" if unmarked else "xid8")
 
 
-def _goes_on(last: tuple[int, bytes | None], this: tuple[int, bytes | None]) -> bool:
-    """Whether a row belongs to the commit of the one before; of each the xid or 0, and the transaction_id."""
+def _is_same_commit(last: tuple[int, bytes | None], this: tuple[int, bytes | None]) -> bool:
+    """Whether a row belongs to the commit of the one before; each is given by its xid or 0, and its transaction_id."""
     if last[0] or this[0]:
         return last[0] == this[0]
     return this[1] is not None and last[1] == this[1]

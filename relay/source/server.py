@@ -1,4 +1,4 @@
-"""What the source's server says of itself: who it is, what its sessions see, and how far its WAL is."""
+"""Reads the state of the source's server: its identity and timeline, the visible snapshot, and the end of its WAL."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from relay.store.connections import Connection
 
 _PAGE = 8192
 _PAGE_HEADER, _SEGMENT_HEADER = 24, 40
-"""What a page of the WAL begins with before its first record, and the first page of a segment."""
+"""The sizes in bytes of the header of a WAL page, and of the first page of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """What was visible at a moment, and a position of the WAL that all of it lies below.
+    """A snapshot, and a position of the WAL at or after the end of every commit that the snapshot sees.
 
-    `durable` says that a crash of the server would not take any of it back.
+    `durable`: a crash of the server would lose none of these commits.
     """
 
     snapshot: Snapshot
@@ -26,11 +26,11 @@ class SourcePosition:
 
 
 def current_position(conn: Connection) -> SourcePosition:
-    """What sessions see now. Raises psycopg.Error.
+    """Read the snapshot that sessions see now. Raises psycopg.Error.
 
-    Of a hot standby only what is certain: its snapshot has no list of the transactions in progress.
+    On a hot standby, whose snapshot has no list of transactions in progress, it sees only what is certain.
     """
-    (found,) = conn.execute(
+    (row,) = conn.execute(
         """
         select pg_current_snapshot()::text, standby,
                (case when standby then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end)::text,
@@ -39,7 +39,7 @@ def current_position(conn: Connection) -> SourcePosition:
           from pg_is_in_recovery() as standby
         """
     )
-    text, standby, position, flushed, segment = found
+    text, standby, position, flushed, segment = row
     snapshot, lsn = Snapshot.parse(text), end_before(Lsn.parse(position or "0/0"), segment)
     if standby:
         return SourcePosition(snapshot.certain(), lsn, durable=True)
@@ -47,9 +47,10 @@ def current_position(conn: Connection) -> SourcePosition:
 
 
 def durable_position(conn: Connection) -> SourcePosition:
-    """What sessions see now, and the server has on its disk. The connection is in no transaction. Raises psycopg.Error.
+    """Read the current snapshot, after the server has flushed all commits that it sees. Raises psycopg.Error.
 
-    With synchronous_commit off, a crash would take back what is visible, and give its xid again.
+    The connection is in no transaction. With synchronous_commit off, a crash could lose visible commits, and the server
+    would assign their xids again.
     """
     seen = current_position(conn)
     if not seen.durable:
@@ -58,7 +59,7 @@ def durable_position(conn: Connection) -> SourcePosition:
 
 
 def _flush(conn: Connection) -> None:
-    """Let the server write its WAL to disk, which it may put off while a transaction is open: by a commit."""
+    """Let the server flush its WAL, by a commit that waits for that."""
     with conn.transaction():
         conn.execute("set transaction read write")
         conn.execute("set local synchronous_commit = local")
@@ -66,11 +67,11 @@ def _flush(conn: Connection) -> None:
 
 
 def server_of(conn: Connection) -> tuple[str, int, bool]:
-    """The server's system identifier, its timeline, and whether it is a standby.
+    """Read the server's system identifier, its timeline, and whether it is a standby.
 
-    A standby that has just followed another timeline may still tell the former one.
+    A standby that has just followed another timeline may still report the former one.
     """
-    (found,) = conn.execute(
+    (row,) = conn.execute(
         """
         select s.system_identifier::text,
                case when standby then greatest(c.timeline_id, r.min_recovery_end_timeline,
@@ -81,14 +82,14 @@ def server_of(conn: Connection) -> tuple[str, int, bool]:
                pg_is_in_recovery() as standby
         """
     )
-    identifier, timeline, standby = found
+    identifier, timeline, standby = row
     return identifier, timeline, standby
 
 
 def end_before(lsn: Lsn, segment: int) -> Lsn:
-    """Where the last record before a position ends, with segments of so many bytes.
+    """The end of the last record before the insert position `lsn`; `segment` is the size of WAL segments in bytes.
 
-    The next one is to be inserted after the header of a page that nothing may have been written to yet.
+    The insert position may be after the header of a page that has no record yet.
     """
     header = _PAGE_HEADER if lsn % segment >= _PAGE else _SEGMENT_HEADER
     return Lsn(lsn - header) if lsn % _PAGE == header else lsn

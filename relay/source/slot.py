@@ -1,4 +1,4 @@
-"""The publication and the replication slot: creating, describing and dropping them.
+"""Creates, describes and drops the publication and the replication slot.
 
 Source: PostgreSQL documentation, "Replication Slots", "CREATE PUBLICATION" and "Replication Management Functions".
 """
@@ -24,8 +24,8 @@ PLUGIN = "pgoutput"
 class SlotState:
     """A slot as `pg_replication_slots` shows it.
 
-    `lag_bytes` is the WAL that it still has to confirm, `retained_bytes` all that the server keeps for it: back to the
-    oldest transaction that was open at what is confirmed.
+    `lag_bytes` is the WAL that is not confirmed, `retained_bytes` all that the server keeps for it: back to the oldest
+    transaction that was open at the confirmed position.
     """
 
     name: str
@@ -41,17 +41,17 @@ class SlotState:
 
     @property
     def creating(self) -> bool:
-        """Whether it is still being made, by process `active_pid`, which waits for transactions that run."""
+        """Whether process `active_pid` is still creating it, which waits for running transactions."""
         return self.confirmed_flush_lsn is None
 
     @property
     def lost(self) -> bool:
-        """Whether the server has removed what the slot needed, so that it can never serve again."""
+        """Whether the server has invalidated the slot, so that it can never be read again."""
         return self.wal_status == "lost" or self.invalidation_reason is not None
 
 
 def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
-    """The slot of that name, or None."""
+    """Read the slot with that name; None if there is none."""
     with conn.cursor(row_factory=class_row(SlotState)) as cursor:
         return cursor.execute(
             """
@@ -71,21 +71,21 @@ def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
 
 
 def slot_reader(conn: psycopg.Connection[object], name: str) -> str | None:
-    """The application_name of the connection that reads the slot; None if nobody does."""
+    """Read the application_name of the connection that reads the slot; None if none does."""
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found: str | None = cursor.execute(
+        reader: str | None = cursor.execute(
             "select a.application_name from pg_replication_slots s join pg_stat_activity a on a.pid = s.active_pid"
             " where s.slot_name = %s",
             (name,),
         ).fetchone()
-    return found
+    return reader
 
 
 def create_slot(conn: psycopg.Connection[object], name: str) -> Lsn:
     """Create the slot, as a failover slot where the server has them (PostgreSQL 17 and later); returns its position.
 
-    The publication must be there already: a slot decodes with the catalogue as it was, and would stumble over changes
-    from before the publication. Waits for the transactions that are running. Raises psycopg.Error.
+    The publication must exist already: a slot decodes with the catalog of the time of each change, and fails for
+    changes from before the publication. Waits for all running transactions. Raises psycopg.Error.
     """
     failover = sql.SQL(", failover => true") if conn.info.server_version >= 170000 else sql.SQL("")
     with conn.cursor(row_factory=args_row(Lsn.parse)) as cursor:
@@ -98,16 +98,16 @@ def create_slot(conn: psycopg.Connection[object], name: str) -> Lsn:
 
 
 def ensure_slot(conn: psycopg.Connection[object], name: str) -> bool:
-    """Create the slot if it is not there; returns whether it was created.
+    """Create the slot if it does not exist; returns whether it was created.
 
-    Raises ConfigurationError if it is there but not ours.
+    Raises ConfigurationError if it exists and is not ours.
     """
     state = slot_state(conn, name)
     if state is None:
         try:
             create_slot(conn, name)
         except psycopg.errors.DuplicateObject:
-            # Slots have one name in the whole cluster: somebody was faster, perhaps for another database.
+            # Another session was faster, perhaps for another database: the names of slots are unique in the cluster.
             return ensure_slot(conn, name)
         return True
     require_ours(state, conn.info.dbname)
@@ -119,7 +119,7 @@ def require_ours(state: SlotState, database: str) -> None:
     if state.plugin != PLUGIN:
         raise ConfigurationError(
             f"source.slot: the slot {state.name!r} uses the plugin {state.plugin!r}, relay needs {PLUGIN!r}: "
-            "name another slot, or drop this one if nobody uses it"
+            "name another slot, or drop this one if it is unused"
         )
     if state.database != database:
         raise ConfigurationError(
@@ -129,7 +129,7 @@ def require_ours(state: SlotState, database: str) -> None:
 
 
 def drop_slot(conn: psycopg.Connection[object], name: str) -> bool:
-    """Drop the slot if it is there; returns whether it was. Raises psycopg.errors.ObjectInUse while it is read."""
+    """Drop the slot if it exists; returns whether it did. Raises psycopg.errors.ObjectInUse while it is read."""
     cursor = conn.execute(
         "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s",
         (name,),
@@ -139,7 +139,7 @@ def drop_slot(conn: psycopg.Connection[object], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """A publication as the catalog shows it: each table with its columns, None where the server does not tell them."""
+    """A publication as the catalog shows it: each table with its columns, None where the server does not show them."""
 
     inserts: bool
     through_root: bool
@@ -165,27 +165,27 @@ def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | Non
 
 def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
     """Raise ConfigurationError unless the publication has the outbox's inserts, whole, under the outbox's name."""
-    found = _publication(conn, source.publication)
-    if found is None:
+    publication = _publication(conn, source.publication)
+    if publication is None:
         raise ConfigurationError(
             f"source.publication: there is no publication {source.publication!r}: run `relay init`"
         )
     if source.message_prefix is not None:
-        # Messages come with any publication.
+        # Every publication has logical messages.
         return
     alter = f"alter publication {source.publication}"
-    if source.table not in found.tables:
-        _refuse_leaves(conn, source, found)
+    if source.table not in publication.tables:
+        _refuse_leaves(conn, source, publication)
         raise ConfigurationError(
             f"source.publication: {source.publication!r} does not publish {source.table}: "
             f"run `{alter} add table {source.table}`, or name another publication"
         )
-    if not found.inserts:
+    if not publication.inserts:
         raise ConfigurationError(
             f"source.publication: {source.publication!r} does not publish inserts: "
             f"run `{alter} set (publish = 'insert')`, or name another publication"
         )
-    published = found.tables[source.table]
+    published = publication.tables[source.table]
     if published is None:
         return
     missing = [column for column in mapped(conn, source).values() if column.name not in published]
@@ -223,10 +223,10 @@ def _refuse_leaves(
 
 
 def ensure_publication(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
-    """Create the publication of the outbox's inserts if it is not there; returns whether it was created.
+    """Create the publication of the outbox's inserts if it does not exist; returns whether it was created.
 
-    Only inserts are published, so that pruning the outbox makes no noise, and through the root of a partitioned table.
-    Raises ConfigurationError if it is there but does not publish the outbox as relay needs it.
+    Only inserts are published, so that deletes by retention are not streamed, and under the name of the root table.
+    Raises ConfigurationError if it exists and does not publish the outbox as relay needs it.
     """
     if conn.execute(
         "select from pg_publication where pubname = %s", (source.publication,)
@@ -256,5 +256,5 @@ def ensure_publication(conn: psycopg.Connection[Any], source: SourceSettings) ->
 
 
 def drop_publication(conn: psycopg.Connection[object], name: str) -> None:
-    """Drop the publication if it is there."""
+    """Drop the publication if it exists."""
     conn.execute(sql.SQL("drop publication if exists {}").format(sql.Identifier(name)))

@@ -1,6 +1,6 @@
-"""Counts the rows of the outbox that are not applied, and what a move of the offsets would change. Each row is read.
+"""Counts the rows of the outbox that are not applied, and those that a move of the offsets would change.
 
-`backlog` counts at a bounded cost.
+Each row is read; `backlog` counts at a bounded cost.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from relay.store.connections import Connection
 from relay.store.sinks import Position
 
 UNMARKED = "2"
-"""Stands for the c_xid of a row from before there was one: FrozenTransactionId, which every snapshot sees."""
+"""The xid of rows that have no c_xid: FrozenTransactionId, which every snapshot sees."""
 
-# Python knows no others.
+# Times outside this range are not valid in Python.
 _OLDEST = sql.SQL(
     "case when min(happened) is not null then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end"
 )
@@ -35,7 +35,10 @@ class UnreadRows(OutboxTable):
     def unread(
         self, conn: Connection, applied: Sequence[AppliedPosition], noted: Xids
     ) -> dict[int, tuple[int, datetime | None]]:
-        """How many rows of each partition that has any are not applied, and the least event_ts of them."""
+        """Count the unread rows and find their least event_ts, for each partition that has any.
+
+        `noted` are full xids (int64, any order) that are applied after the positions.
+        """
         rows = conn.execute(
             sql.SQL(
                 """
@@ -51,16 +54,13 @@ class UnreadRows(OutboxTable):
     def unread_after(
         self, conn: Connection, position: Position, done: Xids
     ) -> tuple[int, datetime | None]:
-        """How many rows a sink has still to look at, and the least event_ts of them.
-
-        From its position on, but those of transactions that are done.
-        """
+        """Count the rows after a sink's position, without the transactions `done`, and find their least event_ts."""
         assert position.snapshot is not None  # noqa: S101
         now = current_position(conn).snapshot
         xid = sql.Identifier(INSERTED_BY)
         if not now.covers(position.snapshot):
             return 0, None
-        (found,) = conn.execute(
+        (row,) = conn.execute(
             sql.SQL(
                 """
                 select count(*), {oldest} from (
@@ -88,7 +88,7 @@ class UnreadRows(OutboxTable):
             ),
             prepare=False,
         )
-        count, oldest = found
+        count, oldest = row
         return int(count), oldest
 
     def moved(
@@ -98,10 +98,10 @@ class UnreadRows(OutboxTable):
         noted: Xids,
         after: Sequence[AppliedPosition],
     ) -> tuple[int, int]:
-        """How many rows that are applied would not be after a move, and how many would be that are not."""
+        """Count the applied rows that a move makes unread, and the unread rows that it makes applied."""
         nothing = np.zeros(0, np.int64)
         oldest = _oldest([*before, *after])
-        (found,) = conn.execute(
+        (row,) = conn.execute(
             sql.SQL(
                 """
                 select count(*) filter (where b.applied and not a.applied),
@@ -114,7 +114,7 @@ class UnreadRows(OutboxTable):
             ),
             prepare=False,
         )
-        return found[0], found[1]
+        return row[0], row[1]
 
     def _states(
         self, conn: Connection, applied: Sequence[AppliedPosition], noted: Xids, oldest: int
@@ -151,5 +151,5 @@ class UnreadRows(OutboxTable):
 
 
 def _oldest(applied: Sequence[AppliedPosition]) -> int:
-    """The least transaction that may not be applied."""
+    """The least xid that may be unread."""
     return min(each.snapshot.xmin for each in applied)

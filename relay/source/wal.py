@@ -1,7 +1,8 @@
 """The slot as a source of batches.
 
-Three parts have modules of their own: `replication` opens the stream, `receiver` is the thread that reads it, and from
-`commit_queue` the service takes batches. The service's thread calls what is here, unless it says otherwise.
+Three parts have modules of their own: `replication` opens the stream, `receiver` is the thread that reads it, and
+`commit_queue` has the commits for the service. The functions here are for the service's thread, unless they say
+otherwise.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 
 
 class WalSource:
-    """The slot as a source of batches.
+    """Reads batches from the slot.
 
-    `take()` gives whole commits in commit order; `ack()` says that everything up to a batch's end is durable. Lost
-    connections are retried; other faults end `take()` with a RelayError. With a `recovery` a lost slot is recreated,
-    and faults of the slot are an `outage` instead of an error. A `recognition` refuses a source that has lost what was
-    applied. `changed` is called when the stream is back.
+    `take` returns whole commits in commit order, `ack` frees their memory, `confirm` confirms their WAL. A lost
+    connection is opened again; other faults end `take` with a RelayError. With a `recovery` a lost slot is recreated,
+    and faults of the slot are an `outage` instead of an error. A `recognition` refuses a source that has lost events
+    that were applied. `changed` is called when the stream is back.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class WalSource:
     ) -> None:
         self._progress = Progress()
         if start is not None:
-            # Everything before counts as received, and is never acknowledged.
+            # Everything before counts as received, and is never confirmed.
             self._progress.commit(start)
         self._queue = CommitQueue(settings.batch)
         self._replication = Replication(settings, self._progress, recovery, recognition, changed)
@@ -62,7 +63,7 @@ class WalSource:
         return self._receiver.is_alive
 
     def received_now(self) -> Received:
-        """What the stream has brought up to now. Safe in any thread."""
+        """The current state of the stream. Safe in any thread."""
         heard = self._receiver.last_heard
         size, events, oldest = self._queue.held()
         return Received(
@@ -76,28 +77,28 @@ class WalSource:
         )
 
     def stop(self) -> None:
-        """Let `take()` return. Safe in a signal handler's thread."""
+        """End `take`: it returns None from now on. Safe in a signal handler's thread."""
         self._queue.stop()
 
     def guard(self) -> None:
-        """A process may have died of receiving what comes now: note which commit is open. Before `start`."""
+        """Note which commit is received, since one may have killed a process. Call before `start`."""
         self._receiver.guard()
 
     @property
     def stuck(self) -> OpenCommit | None:
-        """The commit at which receiving died `crash_limit` times; the stream stands before it."""
+        """The commit that cannot be received, before which the stream stops; None without one."""
         return self._receiver.stuck
 
     def pass_over(self, commit: OpenCommit) -> None:
-        """Everything up to this commit is durable: stream on after it. Raises psycopg.Error."""
+        """Continue to stream after this commit, since it is durable. Raises psycopg.Error."""
         self._receiver.pass_over(commit)
 
     def reconnect(self) -> None:
-        """Begin to stream again, after slot and publication were checked."""
+        """Connect again, which checks slot and publication."""
         self._receiver.reconnect()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Report the last position and leave the slot, in about `timeout` seconds at most."""
+        """Report the last position and leave the slot; waits about `timeout` seconds at most."""
         self._queue.stop()
         self._receiver.close(timeout)
 
@@ -108,17 +109,17 @@ class WalSource:
 
     @property
     def received(self) -> Lsn:
-        """How far the stream has come."""
+        """The position up to which the stream was received."""
         return self._progress.received
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is waiting to be taken."""
+        """Whether no commit is queued."""
         return self._queue.empty
 
     @property
     def outage(self) -> Outage | None:
-        """What keeps the stream away; None while it flows and while another process has it."""
+        """Why there is no stream; None while there is one, or while another process reads the slot."""
         return self._replication.outage
 
     @property
@@ -128,7 +129,7 @@ class WalSource:
 
     @property
     def connections(self) -> int:
-        """How often streaming has begun."""
+        """How many times streaming has begun."""
         return self._replication.connections
 
     @property
@@ -137,12 +138,12 @@ class WalSource:
         return self._replication.incomplete
 
     def complete(self, connections: int) -> None:
-        """Note that what the slot may lack is polled, unless it was opened again since: `connections` counts that."""
+        """Note that the commits which the slot may lack are polled, unless `connections` shows a newer connection."""
         self._replication.complete(connections)
 
     @property
     def next_xid(self) -> int:
-        """The source's next transaction id, as it was when the stream began or, if later, when it was polled."""
+        """The source's next full xid, when the stream began or when the outbox was last compared with it."""
         return self._replication.next_xid
 
     @next_xid.setter
@@ -150,14 +151,14 @@ class WalSource:
         self._replication.next_xid = xid
 
     def take(self, timeout: float) -> Batch | None:
-        """Whole commits as they come: more under load, few when idle.
+        """Return the next whole commits: many under load, few when idle.
 
-        None after `timeout` seconds, or `stop()`. Raises RelayError.
+        None after `timeout` seconds, or `stop`. Raises RelayError.
         """
-        taken = self._queue.take(timeout)
-        if taken is None:
+        queued = self._queue.take(timeout)
+        if queued is None:
             return None
-        number, transactions = taken
+        number, transactions = queued
         return Batch(
             number=number,
             transactions=transactions,
@@ -170,22 +171,22 @@ class WalSource:
         )
 
     def has_ready(self, events: int) -> bool:
-        """Whether `take` would return about so many events at once, or as many as the limits and the buffer allow."""
+        """Whether `take` would return about `events` events at once, or as many as the limits and the buffer allow."""
         return self._queue.has_ready(events, self._receiver.is_full)
 
     def ack(self, batch: Batch) -> None:
-        """The batch is committed: its memory is free."""
+        """Free the memory of a batch that is committed."""
         self._queue.ack(batch)
         self._receiver.wake()
 
     def confirm(self, end: Lsn) -> None:
-        """Everything up to a position is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
+        """Confirm everything up to a position, which is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
         self._progress.ack(end)
         self._receiver.wake()
 
 
 def commits_after(settings: Settings, lsn: Lsn, until: Lsn) -> Iterator[Transactions]:
-    """The commits that end after `lsn`, up to `until`, as the slot has them. Reads the slot and confirms nothing.
+    """Yield the slot's commits that end after `lsn`, up to `until`. Reads the slot and confirms nothing.
 
     Raises RelayError if the slot cannot be read.
     """

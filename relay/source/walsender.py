@@ -1,4 +1,4 @@
-"""A connection to a walsender: opens it, identifies the server, and starts the stream.
+"""Connects to a walsender, identifies the server, and starts the stream.
 
 psycopg has no replication API, but it lets START_REPLICATION run on a connection opened with
 `replication=database`, and its libpq wrapper reads and writes the copy.
@@ -28,13 +28,14 @@ from relay.store import groups
 from relay.store.connections import Connection
 
 DEFAULT_SENDER_TIMEOUT = 60.0
+"""The seconds to use where `wal_sender_timeout` is off."""
 LEAVE_SECONDS = 2.0
 """How long relay waits for the server to end a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A server: its identifier and timelines, where its WAL ends, whether it is a standby, and its next xid."""
+    """A server: its identifier, its timelines, the end of its WAL, whether it is a standby, and its next full xid."""
 
     identifier: str
     history: TimelineHistory
@@ -47,7 +48,7 @@ class System:
 class Stream:
     """One replication connection in COPY BOTH mode. Times are in seconds.
 
-    `encoding` is that of names and values where it is not UTF-8; `partitioned` says that the outbox is.
+    `encoding` is that of names and values where it is not UTF-8; `partitioned`: the outbox is a partitioned table.
     """
 
     conn: Connection
@@ -58,7 +59,7 @@ class Stream:
     partitioned: bool
 
     def end(self) -> None:
-        """End the copy and wait for the server's word, so that it has surely read the last status."""
+        """End the copy, and wait until the server ends it: then it has read the last status update."""
         pgconn = self.conn.pgconn
         pgconn.put_copy_end()
         pgconn.flush()
@@ -75,7 +76,7 @@ class Stream:
 
 
 def open_replication(settings: Settings) -> Connection:
-    """A connection to the source's walsender. Raises psycopg.OperationalError."""
+    """Open a connection to the source's walsender. Raises psycopg.OperationalError."""
     return psycopg.connect(
         settings.source_dsn,
         replication="database",
@@ -85,7 +86,7 @@ def open_replication(settings: Settings) -> Connection:
         client_encoding="UTF8",
         application_name=groups.APPLICATION_NAME,
         connect_timeout=10,
-        # The server's silence is judged by its keepalives; these cut off a peer that vanished altogether.
+        # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
         keepalives_idle=30,
         keepalives_interval=10,
         keepalives_count=3,
@@ -97,21 +98,21 @@ def identify(conn: Connection) -> System:
 
     Source: PostgreSQL documentation, "Streaming Replication Protocol", IDENTIFY_SYSTEM.
     """
-    # A standby that is promoted meanwhile has a position that is at least as great.
-    (found,) = conn.execute(
+    # Read first: if a standby is promoted meanwhile, its position is at least as great.
+    (row,) = conn.execute(
         "select pg_is_in_recovery(), pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
     )
-    standby, next_xid = found
-    row = conn.execute("IDENTIFY_SYSTEM").fetchone()
-    if row is None:
+    standby, next_xid = row
+    identity = conn.execute("IDENTIFY_SYSTEM").fetchone()
+    if identity is None:
         raise psycopg.OperationalError("the server does not identify itself")
-    timeline = int(row[1])
-    position = Lsn.parse(str(row[2]))
-    return System(str(row[0]), _history(conn, timeline), position, standby, next_xid)
+    timeline = int(identity[1])
+    position = Lsn.parse(str(identity[2]))
+    return System(str(identity[0]), _history(conn, timeline), position, standby, next_xid)
 
 
 def _history(conn: Connection, timeline: int) -> TimelineHistory:
-    """The timelines that led to this one; none where the server has no file that tells them.
+    """Read the history of a timeline; empty where the server has no history file for it.
 
     Source: PostgreSQL documentation, "Streaming Replication Protocol", TIMELINE_HISTORY.
     """
@@ -129,11 +130,11 @@ def _history(conn: Connection, timeline: int) -> TimelineHistory:
             timeline, (result.get_value(0, 1) or b"").decode(errors="replace")
         )
     except ValueError as error:
-        raise RelayError(f"source.dsn: {error}: mend the file in the server's pg_wal") from None
+        raise RelayError(f"source.dsn: {error}: repair the file in the server's pg_wal") from None
 
 
 def sender_timeout(conn: Connection) -> float:
-    """The server's `wal_sender_timeout` in seconds, or a default where it has none. Raises psycopg.Error."""
+    """Read `wal_sender_timeout` in seconds; DEFAULT_SENDER_TIMEOUT where it is off. Raises psycopg.Error."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             "select setting::float8 / 1000 from pg_settings where name = 'wal_sender_timeout'"
@@ -144,7 +145,7 @@ def sender_timeout(conn: Connection) -> float:
 def start_replication(
     conn: Connection, source: SourceSettings, start: Lsn, encoding: Encoding | None
 ) -> None:
-    """Begin to stream the slot's commits that end after `start`. Raises psycopg.Error."""
+    """Start the stream of the slot's commits that end after `start`. Raises psycopg.Error."""
     command = sql.SQL(
         "START_REPLICATION SLOT {} LOGICAL {} (proto_version '1', publication_names {}{})"
     ).format(
@@ -162,7 +163,7 @@ def start_replication(
 
 
 def end_of_stream(pgconn: PGconn) -> psycopg.Error:
-    """Why the server has ended a copy."""
+    """The error with which the server has ended a copy."""
     result = pgconn.get_result()
     if result is not None and result.status == ExecStatus.FATAL_ERROR:
         return server_error(result)

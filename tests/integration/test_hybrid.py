@@ -345,7 +345,7 @@ def test_a_slot_that_somebody_has_advanced_keeps_the_order_and_is_said(
     with relaying(settings):
         outbox.wait_handled()
         outbox.wait_drained()
-    assert any(r.message.startswith("somebody else has advanced") for r in caplog.records)
+    assert any(r.message.startswith("another client has advanced") for r in caplog.records)
     assert outbox.column("select amount from projection order by seq") == [0, 1, 2]
 
 

@@ -612,7 +612,7 @@ DONE = "select coalesce(sum(cardinality(xids)), 0) from relay.sink_commits"
     ("lost", "said"),
     [
         (1, "may have lost events that group 'default' has polled or delivered"),
-        (100, "group 'default' has applied what came before"),
+        (100, "group 'default' has applied transactions below"),
     ],
 )
 def test_a_source_that_lost_what_was_delivered_stops_relay_until_somebody_decides(
