@@ -192,7 +192,7 @@ class Service:
         BATCH.set(batch.number)
         self._sinks.offer(batch)
         outcome = self._pipeline.run(batch, self._source.ahead)
-        self._sinks.taken()
+        self._sinks.note_applied()
         self._source.ack(batch, outcome)
         if batch.window is None and not outcome.busy:
             if self._unflushed:

@@ -1,1 +1,1 @@
-"""Sinks at work: each has a cursor in the log, a worker and a bounded buffer, so that none feels another."""
+"""Delivers to sinks: each has a position in the log, a worker and a bounded buffer, so that none slows another."""

@@ -1,6 +1,6 @@
-"""The circuit breaker stops a sink whose destination is down, so that its events stay in the log. No I/O.
+"""The circuit breaker, which stops a sink whose destination is down, so that its events stay in the log. No I/O.
 
-For one event loop, without a lock.
+For one event loop: it has no lock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _FIRST_SECONDS = 1.0
 
 
 class Breaker:
-    """Opens after `failures` failures in a row; then it lets one delivery at a time through, as a trial.
+    """Opens after `failures` failures in a row; while open, it lets one delivery at a time through, as a trial.
 
     It opens only if all of the last `failures` keys have failed: a single key that fails is deferred and does not stop
     the others. The time between two trials doubles, up to `cool_down` seconds.
     """
 
     def __init__(self, settings: CircuitBreaker | None) -> None:
-        """Without settings it opens only by `hold`."""
+        """Without settings, only `hold` opens it."""
         self._settings = settings or CircuitBreaker()
         self._enabled = settings is not None
         self._failures = 0
@@ -52,7 +52,7 @@ class Breaker:
     def succeeded(self, key: Hashable) -> bool:
         """Close the breaker, since the destination has answered; returns whether it was open."""
         was_open = self.is_open
-        self._try(key)
+        self._remember(key)
         self._failures = 0
         self._failed.clear()
         self._wait, self._trying = 0.0, False
@@ -60,7 +60,7 @@ class Breaker:
 
     def failed(self, key: Hashable) -> bool:
         """Count an outage or an overload of the destination; returns whether that has opened the breaker."""
-        self._try(key)
+        self._remember(key)
         self._failures += 1
         self._failed.add(key)
         if self.is_open:
@@ -74,15 +74,15 @@ class Breaker:
         self._open(min(_FIRST_SECONDS, self._settings.cool_down))
         return True
 
-    def _try(self, key: Hashable) -> None:
-        """Remember the last keys that were tried, `failures` of them."""
+    def _remember(self, key: Hashable) -> None:
+        """Remember a key among the last `failures` keys that were tried."""
         self._last[key] = None
         self._last.move_to_end(key)
         while len(self._last) > self._settings.failures:
             self._last.popitem(last=False)
 
     def hold(self, seconds: float) -> None:
-        """Open the breaker for so many seconds, whatever was counted."""
+        """Open the breaker for `seconds`, whatever it has counted."""
         self._open(seconds)
 
     def _open(self, seconds: float) -> None:

@@ -26,27 +26,27 @@ from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, SinkSta
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 1.0
-"""How often progress is stored and a pause is read. A crash delivers again what was delivered since."""
+"""How often progress is stored and a pause is read. After a crash, later deliveries are repeated."""
 IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
 _CHECK_SECONDS = 0.2
-"""How often the checkpoint checks whether progress is due."""
+"""How often the checkpoint checks whether it is time to store progress."""
 
 
 class Blocking(Protocol):
     """Runs blocking calls in a thread."""
 
     def __call__(self, call: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
-        """Run `call` in the thread; returns what it returns, and raises what it raises."""
+        """Run `call` in the thread; returns its result, and raises its errors."""
 
 
 class Checkpoint:
     """Collects the outcomes of a sink's deliveries and stores them with its position. For one event loop.
 
-    `state` is the state in the sink's row; `at` is when something was stored last (monotonic clock, seconds).
-    `held_any` says that a deferred transaction may hold a key; `records` counts outcomes that may add one. `retried`
-    are the ids of the deferred rows that are being retried; `followed` is set when one of these ends, since the next
-    one with its keys may be due.
+    `state` is the state in the sink's row; `at` is the time of the last store (monotonic clock, seconds). `held_any`: a
+    deferred transaction may hold a key; `records` counts outcomes that may add one. `retried` are the ids of the
+    deferred rows that are being retried; `followed` is set when one of these ends, since the next one with its keys may
+    be due.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpoint:
         stored: Callable[[bool], None],
         meter: Meter,
     ) -> None:
-        """`fault` returns why nothing is delivered now; `stored` is called after each store with the wanted pause."""
+        """`fault` returns why nothing is delivered; `stored` is called after each store, with whether to pause."""
         self._name = name
         self._settings = settings
         self._claim = claim
@@ -98,11 +98,11 @@ class Checkpoint:
         self.followed = asyncio.Event()
 
     def attach(self) -> None:
-        """Set the state: the stream feeds the sink from now on."""
+        """Set the state to attached: the stream feeds the sink from now on."""
         self.state, self._adopted = ATTACHED, None
 
     def adopt(self, seen: SourcePosition) -> None:
-        """Take over a position of the source at the next store: the stream has brought everything up to it."""
+        """Adopt a position of the source at the next store: the stream has brought everything up to it."""
         self._adopted = seen
 
     def complete(self, delivery: Delivery, disposition: Disposition) -> None:
@@ -157,7 +157,7 @@ class Checkpoint:
     async def store(self) -> None:
         """Store the recorded outcomes and the position. Raises Moved and psycopg.Error."""
         async with self.storing:
-            self._take_over()
+            self._move_to_adopted()
             self._recorded.clear()
             outcomes, self._outcomes = self._outcomes, []
             for delivery, _ in outcomes:
@@ -179,7 +179,7 @@ class Checkpoint:
             self._progress.finish(delivery.commit)
             self._finished.set()
 
-    def _take_over(self) -> None:
+    def _move_to_adopted(self) -> None:
         """Move to the adopted snapshot; every IDLE_ADOPTION_SECONDS only if the sink gets no events."""
         seen, self._adopted = self._adopted, None
         if seen is None or self.state != ATTACHED:
@@ -196,7 +196,7 @@ class Checkpoint:
         position: Position,
         done: Sequence[int],
     ) -> bool:
-        """Write outcomes and position in one database transaction; returns the wanted pause. Raises Moved."""
+        """Write outcomes and position in one database transaction; returns whether to pause. Raises Moved."""
         changed = (position, self.state) != self._written or bool(done)
         with self._claim.conn.transaction():
             self._recorder.write(self._claim.conn, outcomes)

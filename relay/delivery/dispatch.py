@@ -31,19 +31,18 @@ from relay.retry import LONGEST_WAIT_SECONDS
 log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
-"""How many deliveries may be in memory, in flight or queued; the rest stays in the log."""
+"""How many deliveries may be in memory, in flight or queued; the others stay in the log."""
 _LAGGING_SHARE = 0.5
-"""The share of one processor that a lagging sink may use beside the stream."""
+"""The share of one processor that a lagging sink may use in the process that streams."""
 DEFER_BLOCKED_SECONDS = 300.0
-"""How long (seconds) blocked deliveries may fill the memory, before they are deferred."""
+"""How long blocked deliveries may fill the memory before they are deferred."""
 
 
 class Dispatcher:
     """Runs deliveries in the current event loop, and calls `complete` with each delivery that ends and its disposition.
 
-    The calls come in order for each key. A delivery is `Blocked` and not
-    tried if an earlier one with the same key is deferred, or a deferred transaction holds one of its keys (`hold`).
-    While the destination is down, blocked deliveries stay in memory: reading stops, and the log is not copied into the
+    The calls are in order for each key. A delivery is `Blocked` and not tried if an earlier one with the same key is
+    deferred, or a deferred transaction holds one of its keys (`hold`). While the destination is down, blocked deliveries stay in memory: reading stops, and the log is not copied into the
     table of deferred transactions.
     """
 
@@ -70,8 +69,8 @@ class Dispatcher:
         self._held: set[str] = set()
         self._held_since: set[str] = set()
         self._ready: deque[Delivery] = deque()
-        self._kept: deque[Delivery] = deque()
-        self._relieved = time.monotonic()
+        self._blocked: deque[Delivery] = deque()
+        self._blocked_since = time.monotonic()
         self._pending: dict[int, Delivery] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._size = 0
@@ -123,12 +122,12 @@ class Dispatcher:
         else:
             self._ready.append(delivery)
 
-    def asking(self) -> None:
-        """Begin a query for held keys: its answer misses what is deferred from now on, which is recorded here."""
+    def begin_query(self) -> None:
+        """Record the keys that are held from now on, since a query for held keys that begins now may miss them."""
         self._held_since.clear()
 
     def hold(self, keys: Collection[str], asked: Collection[str]) -> None:
-        """Set the held keys among those `asked` to `keys`, the answer, and those that were held since `asking`."""
+        """Set the held keys among those `asked` to the answer, `keys`, and those held since `begin_query`."""
         self._held.difference_update(asked)
         self._held.update(keys, self._held_since)
 
@@ -150,24 +149,24 @@ class Dispatcher:
         self._spills = on
         self._start()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until there is room for another delivery."""
         while self.count >= MOST_DELIVERIES or self._size > self._most_bytes:
-            if self._kept and time.monotonic() - self._relieved > DEFER_BLOCKED_SECONDS:
+            if self._blocked and time.monotonic() - self._blocked_since > DEFER_BLOCKED_SECONDS:
                 self._defer_blocked()
             else:
                 await self._change()
 
     def _defer_blocked(self) -> None:
-        """Defer the blocked deliveries: later in the log there may be keys whose deliveries succeed."""
-        self._relieved = time.monotonic()
-        while self._kept:
-            kept = self._kept.popleft()
-            kept.is_ready = False
-            if not kept.blockers:
-                self._completed(kept, BLOCKED)
+        """Defer the blocked deliveries: later in the log there may be keys that can be delivered."""
+        self._blocked_since = time.monotonic()
+        while self._blocked:
+            delivery = self._blocked.popleft()
+            delivery.is_ready = False
+            if not delivery.blockers:
+                self._completed(delivery, BLOCKED)
             while self._ready and self._is_blocked(self._ready[-1]):
-                self._kept.append(self._ready.pop())
+                self._blocked.append(self._ready.pop())
 
     async def wait_idle(self) -> None:
         """Wait until no delivery is in flight; queued ones do not count."""
@@ -189,19 +188,19 @@ class Dispatcher:
 
     def _start(self) -> None:
         """Start ready deliveries, up to `concurrency`, and complete the blocked ones."""
-        keeps = self.breaker.is_open and not self._spills
-        if self._kept and not keeps:
-            self._ready.extendleft(reversed(self._kept))
-            self._kept.clear()
+        keeps_blocked = self.breaker.is_open and not self._spills
+        if self._blocked and not keeps_blocked:
+            self._ready.extendleft(reversed(self._blocked))
+            self._blocked.clear()
         while self._ready and (self._spills or not self._paused):
             delivery = self._ready[0]
             if delivery.blockers:
-                # A retry with one of its keys was queued before it meanwhile.
-                self._take()
-            elif self._is_blocked(delivery) and keeps and delivery.due is None:
-                self._kept.append(self._ready.popleft())
+                # Meanwhile a retry with one of its keys was queued before it.
+                self._next_ready()
+            elif self._is_blocked(delivery) and keeps_blocked and delivery.due is None:
+                self._blocked.append(self._ready.popleft())
             elif self._is_blocked(delivery):
-                self._completed(self._take(), BLOCKED)
+                self._completed(self._next_ready(), BLOCKED)
             elif (
                 self._paused
                 or len(self._running) >= self._settings.concurrency
@@ -209,9 +208,9 @@ class Dispatcher:
             ):
                 return
             else:
-                self._begin(self._take())
+                self._begin(self._next_ready())
 
-    def _take(self) -> Delivery:
+    def _next_ready(self) -> Delivery:
         delivery = self._ready.popleft()
         delivery.is_ready = False
         return delivery
@@ -223,7 +222,7 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     def _put_back(self, delivery: Delivery, queue: Callable[[Delivery], None]) -> None:
-        """Return a delivery that was tried to `queue`, after the retries that hold its keys."""
+        """Return a delivery that was tried to `queue`, after the retries with its keys."""
         self._unblock(self._queues.stop(delivery))
         if not delivery.blockers:
             delivery.is_ready = True
@@ -253,7 +252,7 @@ class Dispatcher:
         return True
 
     def yield_to_others(self, on: bool) -> None:
-        """Limit this sink to `_LAGGING_SHARE` of a processor, or lift the limit."""
+        """Limit this sink to `_LAGGING_SHARE` of a processor, or remove the limit."""
         if on != (self._share is not None):
             self._share = ProcessorShare(_LAGGING_SHARE) if on else None
 
@@ -269,7 +268,7 @@ class Dispatcher:
         self._start()
 
     async def _run(self, delivery: Delivery) -> None:
-        """Deliver, and retry in memory as long as the waits are short (`retry.defer_after`)."""
+        """Deliver, with retries in memory for up to `retry.defer_after` seconds."""
         attempts, started = delivery.history.attempts, time.monotonic()
         while True:
             if self._pace:
@@ -292,16 +291,16 @@ class Dispatcher:
 
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
-            log.info("delivering again", extra={"handler": self._sink.name})
+            log.info("the circuit breaker is closed", extra={"handler": self._sink.name})
         self._brake.succeeded((self._sink.name,))
         self._completed(delivery, APPLIED)
 
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
     ) -> float | None:
-        """Judge a failed attempt. Returns the seconds until the retry in memory, None if there is none.
+        """Judge a failed attempt; returns the seconds until the retry in memory, None without one.
 
-        Raises `error` again if no retry can repair it.
+        Raises `error` if no retry can repair it.
         """
         retry = self._settings.retry
         self._last_fault = describe(error)
@@ -336,8 +335,8 @@ class Dispatcher:
             delivery.was_trial = True
             self._put_back(delivery, self._ready.append)
         else:
-            # All others have failed too. Perhaps only their keys fail: deferring them makes room for other keys.
-            self._completed(delivery, self._unspent(delivery, error))
+            # All others have failed too. If only these keys fail, deferring them makes room for others.
+            self._completed(delivery, self._uncounted(delivery, error))
 
     def _braked(self, failed: Failed) -> Failed:
         """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""
@@ -351,14 +350,15 @@ class Dispatcher:
     def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
         if self.breaker.failed(_key(delivery)):
-            self._relieved = time.monotonic()
+            self._blocked_since = time.monotonic()
             log.warning(
-                "nothing is delivered for now: the destination fails",
+                "the circuit breaker is open: the destination fails",
                 extra={"handler": self._sink.name, "fault": describe(error)},
             )
         return self.breaker.is_open and self._settings.reliable
 
-    def _unspent(self, delivery: Delivery, error: BaseException) -> RetryLater:
+    def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:
+        """The disposition of a failed attempt that does not count."""
         attempts = delivery.history.attempts
         after = retry_delay(self._settings.retry, error, attempts)
         return RetryLater(self._sink.name, error, after, attempts)
@@ -379,5 +379,5 @@ class Dispatcher:
 
 
 def _key(delivery: Delivery) -> Hashable:
-    """What the breaker counts as one key: the ordering keys, or the commit if there are none."""
+    """The key that the breaker counts: the ordering keys together, or the commit if there are none."""
     return delivery.keys or delivery.rows.commit.xid

@@ -1,4 +1,4 @@
-"""Hands over what the stream brings for one sink from the service's thread to the sink's worker."""
+"""Passes the commits of the stream for one sink from the service's thread to the sink's worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from relay.model.transactions import Routed
 class Streamed:
     """The part of a batch of the stream that goes to one sink.
 
-    `next_xid` completes the xids of its rows to full xids, `since` is when the batch came (monotonic clock, seconds),
-    and `size` is in bytes.
+    `next_xid` extends the xids of its rows to full xids, `since` is when the batch was received (monotonic clock,
+    seconds), and `size` is in bytes.
     """
 
     routed: Routed
@@ -34,7 +34,7 @@ class Feed:
     """
 
     def __init__(self, limit: int | None, wake: Callable[[], None]) -> None:
-        """`limit`: how many bytes of rows the buffer takes, but for a single larger batch; None for no limit."""
+        """`limit` is the capacity in bytes of rows; an empty buffer accepts any batch. None is no limit."""
         self._limit = limit
         self._wake = wake
         self._lock = Lock()
@@ -46,7 +46,7 @@ class Feed:
         self._stored = Lsn(0)
 
     def open(self, stored: Lsn) -> None:
-        """Begin to buffer; everything up to `stored` is done already."""
+        """Begin to buffer commits after the position `stored`, up to which everything is done."""
         with self._lock:
             self._queue.clear()
             self._size = 0
@@ -54,14 +54,14 @@ class Feed:
             self._offered = self._stored = stored
 
     def close(self) -> None:
-        """Drop what is buffered, and hold back no WAL."""
+        """Drop the buffered commits, and hold back no WAL."""
         with self._lock:
             self._queue.clear()
             self._size = 0
             self._open = False
 
     def offer(self, streamed: Streamed, end: Lsn) -> None:
-        """Buffer commits, the last of which ends at `end`; a full buffer takes nothing more and is `overflowed`."""
+        """Buffer commits, the last of which ends at `end`; a full buffer drops them and is `overflowed`."""
         with self._lock:
             if not self._open:
                 return
@@ -77,7 +77,7 @@ class Feed:
         return bool(self._queue) and self._limit is not None and self._size + more > self._limit
 
     def interrupt(self) -> None:
-        """Mark the feed as overflowed: the stream does not bring everything from here on."""
+        """Mark the feed as overflowed, since the stream does not bring all commits from now on."""
         with self._lock:
             self._overflowed = self._open
         self._wake()
@@ -87,9 +87,9 @@ class Feed:
         with self._lock:
             if not self._queue:
                 return None
-            taken = self._queue.popleft()
-            self._size -= taken.size
-        return taken
+            streamed = self._queue.popleft()
+            self._size -= streamed.size
+        return streamed
 
     def note_stored(self, reached: Lsn) -> None:
         """Note that everything up to `reached` is stored as done."""
@@ -119,7 +119,7 @@ class Feed:
 
     @property
     def lower_bound(self) -> Lsn | None:
-        """The position up to which WAL may be confirmed; None if the sink holds back nothing."""
+        """The position up to which WAL may be confirmed; None if the sink holds back none."""
         with self._lock:
             if not self._open or self._stored >= self._offered:
                 return None
@@ -128,25 +128,25 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class JoinPoint:
-    """Where a feed begins: after the position `lsn`, when `streamed` (full xids) had been streamed before."""
+    """Where a feed begins: after the position `lsn`. `streamed` are the full xids that were streamed before."""
 
     lsn: Lsn
     streamed: Xids
 
 
 class Stream(Protocol):
-    """The stream that this process reads, as the workers of its sinks see it. Safe in any thread."""
+    """The stream of this process, for the workers of its sinks. Safe in any thread."""
 
     def join(self, feed: Feed) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
 
     def confirm(self) -> None:
-        """Confirm WAL again: a feed holds back less of it than before."""
+        """Confirm WAL, since a feed holds back less of it."""
 
     @property
     def reads(self) -> bool:
-        """Whether this process reads the source, so that it works the sinks that do not lag."""
+        """Whether this process reads the source; it then works the sinks that do not lag."""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the stream does not go on, since the target does not take what it has brought."""
+        """Whether the stream is stalled, since the target does not apply its last batch."""

@@ -1,4 +1,4 @@
-"""Reads the outbox for a lagging sink: the transactions of a difference, in order, with the events for the sink."""
+"""Reads the outbox for a lagging sink: the transactions of a difference with events for the sink, in order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Polled:
     """Some transactions of a difference that have events for the sink; `routed` is None at the end of a portion.
 
     `positions` (in the difference) and `xids` (full; 0 for rows that are older than the column c_xid) have an element
-    for each transaction. With this, everything up to the position `upto` has been read. `large` are the c_offsets of
-    rows that are too large to be read.
+    for each transaction. Everything up to the position `upto` has been read then. `large` are the c_offsets of rows
+    that are too large to be read.
     """
 
     routed: Routed | None
@@ -39,7 +39,7 @@ class Polled:
 
 
 class LogReader:
-    """Reads the outbox as a table, for one sink. Used by one thread at a time; raises psycopg.Error and RelayError."""
+    """Reads the outbox as a table, for one sink. For one thread at a time; raises psycopg.Error and RelayError."""
 
     def __init__(self, settings: Settings, sink: str, router: BatchRouter) -> None:
         self._sink = sink
@@ -55,12 +55,12 @@ class LogReader:
         self._source.close()
 
     def current_position(self) -> SourcePosition:
-        """The current position of the source whose commits are durable there."""
+        """Read the current position of the source, whose commits are durable there."""
         with self._source.connection() as conn:
             return durable_position(conn)
 
     def following(self, snapshot: Snapshot) -> SourcePosition | None:
-        """A position that shows rows which `snapshot` does not see; None if there are none."""
+        """Read a position that sees rows which `snapshot` does not see; None without such rows."""
         with self._source.connection() as conn:
             seen = current_position(conn).snapshot
             # A standby may lag.
@@ -71,8 +71,8 @@ class LogReader:
                 return None
             return durable_position(conn)
 
-    def read(self, between: Difference, after: int, left_out: Xids) -> Generator[Polled]:
-        """The transactions of a difference after position `after`, without `left_out` (full xids, int64, any order).
+    def read(self, between: Difference, after: int, excluded: Xids) -> Generator[Polled]:
+        """The transactions of a difference after position `after`, without `excluded` (full xids, int64, any order).
 
         Raises TransientFault if a standby has not replayed the difference yet.
         """
@@ -81,21 +81,21 @@ class LogReader:
             closing(self._rows.plan(planning, between, after, whole=False)) as portions,
         ):
             for portion in portions:
-                # Read whole: the sink may take long, and an open query holds back vacuum.
-                yield from self._portion(between, portion.shares, left_out)
+                # Read whole, since the sink may take long, and an open query holds back vacuum.
+                yield from self._portion(between, portion.shares, excluded)
                 yield Polled(None, (), (), portion.upto, ())
 
     def _portion(
-        self, between: Difference, shares: Collection[Share], left_out: Xids
+        self, between: Difference, shares: Collection[Share], excluded: Xids
     ) -> list[Polled]:
-        found: list[Polled] = []
+        polled: list[Polled] = []
         with self._source.connection() as conn:
             large = self._rows.large(conn, shares)
             for unmarked in (True, False):
-                wanted = _wanted(shares, unmarked, left_out)
+                wanted = _wanted(shares, unmarked, excluded)
                 if len(wanted.xids):
-                    found += self._rows_of(conn, between, wanted, unmarked, large)
-        return found
+                    polled += self._rows_of(conn, between, wanted, unmarked, large)
+        return polled
 
     def _rows_of(
         self,
@@ -107,8 +107,8 @@ class LogReader:
     ) -> Generator[Polled]:
         position_of = dict(zip(wanted.xids.tolist(), wanted.positions.tolist(), strict=True))
         # Closed before the connection: a COPY in flight would keep it from returning to the pool.
-        with closing(self._rows.commits(conn, wanted, unmarked, large)) as found:
-            for transactions in found:
+        with closing(self._rows.commits(conn, wanted, unmarked, large)) as commits:
+            for transactions in commits:
                 routed = self._routed(transactions)
                 if routed is None:
                     continue
@@ -126,14 +126,14 @@ def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xid
     return full_xids(xids, between.after.xmax)
 
 
-def _wanted(shares: Collection[Share], unmarked: bool, left_out: Xids) -> Wanted:
-    """The transactions of `shares`, without `left_out`, ordered by position, then xid."""
+def _wanted(shares: Collection[Share], unmarked: bool, excluded: Xids) -> Wanted:
+    """The transactions of `shares`, without `excluded`, ordered by position, then xid."""
     chosen = [share for share in shares if share.unmarked == unmarked]
     none = np.zeros(0, np.int64)
     xids = np.concatenate([none, *(share.xids for share in chosen)])
     positions = np.concatenate([none, *(share.positions for share in chosen)])
-    if not unmarked and len(left_out):
-        left = ~np.isin(xids, left_out)
-        xids, positions = xids[left], positions[left]
+    if not unmarked and len(excluded):
+        kept = ~np.isin(xids, excluded)
+        xids, positions = xids[kept], positions[kept]
     order = np.lexsort((xids, positions))
     return Wanted(xids[order], positions[order], np.full(len(xids), -1))

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A transaction has an event for later (`deliver_at`): it is deferred until then, and holds no key."""
+    """A transaction has an event with a later `deliver_at`: it is deferred until then, and holds no key."""
 
     until: datetime
 
@@ -48,7 +48,7 @@ class Recorder:
     def write(self, conn: Connection, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Write outcomes, in the order in which they became known, in the current database transaction."""
         deferrals: list[tuple[Undecoded, Deferral]] = []
-        again: list[tuple[int, Deferral]] = []
+        deferred_again: list[tuple[int, Deferral]] = []
         done: list[int] = []
         replayed: list[int] = []
         for delivery, outcome in outcomes:
@@ -62,14 +62,14 @@ class Recorder:
             if due is None and deferral is not None:
                 deferrals.append((delivery.rows, deferral))
             elif due is not None and deferral is not None:
-                again.append((due.id, deferral))
+                deferred_again.append((due.id, deferral))
             elif due is not None:
                 done.append(due.id)
                 if isinstance(outcome, Applied) and number is not None:
                     replayed.append(number)
         if deferrals:
             deferred.defer(conn, self._group, deferrals, self._sink)
-        deferred.defer_again(conn, again)
+        deferred.defer_again(conn, deferred_again)
         if replayed:
             dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
         if done:
@@ -91,7 +91,7 @@ class Recorder:
 
     def report(self, outcomes: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
-        found: list[DeadLettered] = []
+        dead_lettered: list[DeadLettered] = []
         for delivery, outcome in outcomes:
             if isinstance(outcome, RetryLater):
                 self._deferrals.note(1, handler=self._sink, fault=describe(outcome.error))
@@ -107,10 +107,10 @@ class Recorder:
                 trace_id(delivery.events.events),
                 kind_of(outcome.error),
             )
-            found.append(dead)
+            dead_lettered.append(dead)
             log.warning("dead letter", extra=dead.fields)
         deferred_now = sum(_deferral(*each) is not None for each in outcomes)
-        self._meter.stored(self._sink, deferred_now, found)
+        self._meter.stored(self._sink, deferred_now, dead_lettered)
 
 
 def _deferral(delivery: Delivery, outcome: Outcome) -> Deferral | None:

@@ -15,7 +15,7 @@ class RateLimit:
         self._next = 0.0
 
     def turn(self) -> float:
-        """Take the next turn; returns in how many seconds it is."""
+        """Take the next turn; returns the seconds until it."""
         now = time.monotonic()
         turn = max(now, self._next)
         self._next = turn + self._interval
@@ -23,7 +23,7 @@ class RateLimit:
 
 
 class ProcessorShare:
-    """Limits a thread to a share of a processor, in small portions, so that other threads of the process go on.
+    """Limits a thread to a share of a processor, in small portions, so that other threads of the process run.
 
     Python runs one thread at a time.
     """

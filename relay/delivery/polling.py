@@ -24,7 +24,7 @@ Done = TypeVar("Done")
 JOIN_SECONDS = 5.0
 """How long a sink that joins the stream waits for commits that were streamed and are not visible yet."""
 JOINING_TRANSACTIONS = 10_000
-"""How many transactions are polled at most while the stream is buffered: all of them are remembered."""
+"""How many transactions are polled at most while a sink joins the stream: all of them are remembered."""
 REMEMBERED_COMMITS = 50_000
 """How many commits are polled at most after one that is not done."""
 FIRST_POLL_SECONDS = 0.01
@@ -32,7 +32,7 @@ FIRST_POLL_SECONDS = 0.01
 
 
 class SinkPolling:
-    """Reads the outbox in a thread of its own and submits what is new. For one event loop.
+    """Polls the outbox in a thread of its own and submits new transactions. For one event loop.
 
     Raises psycopg.Error and RelayError.
     """
@@ -59,7 +59,7 @@ class SinkPolling:
         self._source.shutdown(wait=False)
 
     async def poll(self) -> bool:
-        """Submit the next difference; False if the outbox has nothing new, or the sink has no snapshot to start at."""
+        """Submit the next difference; False if the outbox has no new rows, or the sink has no snapshot to start at."""
         end = self._progress.end
         if end is None:
             return False
@@ -76,8 +76,8 @@ class SinkPolling:
         reading = self._progress.reading
         assert reading is not None  # noqa: S101
         before, after, polled_offset = reading
-        async with aclosing(self._find(Difference(before, after), polled_offset)) as found:
-            async for polled in found:
+        async with aclosing(self._read(Difference(before, after), polled_offset)) as portions:
+            async for polled in portions:
                 await self._submit(polled, self._progress.poll)
                 if polled.routed is None:
                     self._progress.poll(SinkCommit(polled.upto, 0, 0, 0.0))
@@ -105,22 +105,22 @@ class SinkPolling:
         ready()
         self._progress.reach(seen.lsn)
         count = 0
-        async with aclosing(self._find(Difference(end, seen.snapshot))) as found:
-            async for polled in found:
+        async with aclosing(self._read(Difference(end, seen.snapshot))) as portions:
+            async for polled in portions:
                 count += len(polled.xids)
                 await self._submit(polled, self._progress.poll_beside)
                 if count > JOINING_TRANSACTIONS or not self._feed.is_open:
                     return False
         return True
 
-    async def _find(self, between: Difference, after: int = BEFORE_FIRST) -> AsyncGenerator[Polled]:
+    async def _read(self, between: Difference, after: int = BEFORE_FIRST) -> AsyncGenerator[Polled]:
         """The transactions of a difference after a position in it, without those that are done or in flight."""
-        found = self._reader.read(between, after, self._progress.known)
+        portions = self._reader.read(between, after, self._progress.known)
         try:
-            while (polled := await self._in_source(next, found, None)) is not None:
+            while (polled := await self._in_source(next, portions, None)) is not None:
                 yield polled
         finally:
-            self._source.submit(found.close)
+            self._source.submit(portions.close)
 
     async def _submit(self, polled: Polled, begin: Callable[[SinkCommit], None]) -> None:
         if polled.routed is not None:

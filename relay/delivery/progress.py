@@ -1,4 +1,4 @@
-"""Tracks the position of a sink: which commits are done, and what has to be stored. No I/O.
+"""Tracks the position of a sink: which commits are done, and what to store. No I/O.
 
 Source: PgQ (Skype Tools), whose consumers have snapshots as positions too.
 """
@@ -23,7 +23,7 @@ class SinkCommit:
     """A commit of the source with deliveries for the sink; it is done when all of them are.
 
     `position` is the end of the commit in the WAL or, if it was polled, its position in the difference. `xid` is the
-    full xid, 0 for rows that are older than the column c_xid. `since` is when it came (monotonic clock, seconds).
+    full xid, 0 for rows that are older than the column c_xid. `since` is when it was read (monotonic clock, seconds).
     `deliveries` counts those that are not done; `is_begun` says that at least one is done.
     """
 
@@ -101,7 +101,7 @@ class SinkProgress:
         self._known = set(done.tolist())
         self._done = set(self._known)
         self._unstored: list[int] = []
-        self._under_way: dict[SinkCommit, None] = {}
+        self._in_flight: dict[SinkCommit, None] = {}
         self._polled = 0
         self._number = 0
         self._streamed = Prefix(position.applied_lsn)
@@ -118,16 +118,16 @@ class SinkProgress:
 
     @property
     def end(self) -> Snapshot | None:
-        """The snapshot up to which the outbox has been polled or is being polled; None without one."""
+        """The snapshot up to which the outbox was polled or is being polled; None without one."""
         return self._differences[-1].end if self._differences else self.position.snapshot
 
     @property
     def since(self) -> float | None:
-        """When the oldest unfinished commit came (monotonic clock, seconds); None if all are done."""
+        """When the oldest unfinished commit was read (monotonic clock, seconds); None if all are done."""
         try:
-            oldest = next(iter(self._under_way), None)
+            oldest = next(iter(self._in_flight), None)
         except RuntimeError:
-            # Another thread than the worker's asks, and the dictionary has just changed.
+            # Called in another thread than the worker's, which has just changed the dictionary.
             return None
         return oldest.since if oldest else None
 
@@ -137,7 +137,7 @@ class SinkProgress:
         return Lsn(0) if self._polled else Lsn(self._streamed.reached)
 
     def is_new(self, ends: NDArray[np.uint64], xids: Xids) -> NDArray[np.bool_]:
-        """Which commits of the stream are still to be delivered: a mask, bool, as long as both arguments.
+        """Find the commits of the stream that are not done: a mask of bool, one element for each commit.
 
         `ends` (uint64) are their end positions in the WAL, `xids` (int64) their full xids, in the same order.
         """
@@ -159,11 +159,11 @@ class SinkProgress:
     # The stream
 
     def join(self, reached: Lsn) -> None:
-        """Start to follow the stream, which is buffered after the position `reached`."""
+        """Start to take the stream, which is buffered after the position `reached`."""
         self._streamed = Prefix(reached if self._polls else max(reached, self.position.applied_lsn))
 
     def stream(self, commit: SinkCommit) -> None:
-        """Start a commit of the stream. One without deliveries only notes how far the stream has been read."""
+        """Start a commit of the stream. One without deliveries only notes the position that was read."""
         self._begin(commit)
         self._streamed.add(commit)
         self.reach(Lsn(commit.position))
@@ -193,7 +193,7 @@ class SinkProgress:
 
     @property
     def reading(self) -> tuple[Snapshot, Snapshot, int] | None:
-        """The difference that is being polled: its two snapshots, and the position in it after which to go on."""
+        """The difference that is being polled: its two snapshots, and the position in it after which to continue."""
         if not self._differences or self._differences[-1].last is not None:
             return None
         before = self._differences[-2].end if len(self._differences) > 1 else self.position.snapshot
@@ -206,7 +206,7 @@ class SinkProgress:
         return sum(len(each.prefix) for each in self._differences)
 
     def poll(self, commit: SinkCommit) -> None:
-        """Start a commit of the difference. One without deliveries only notes how far the difference has been read."""
+        """Start a commit of the difference. One without deliveries only notes the position that was read."""
         if commit.deliveries:
             self._polled += 1
         self._begin(commit)
@@ -224,7 +224,7 @@ class SinkProgress:
         commit.is_begun = True
         if commit.deliveries:
             return
-        del self._under_way[commit]
+        del self._in_flight[commit]
         if commit.prefix is not self._streamed:
             self._polled -= 1
         if commit.xid in self._known:
@@ -235,7 +235,7 @@ class SinkProgress:
         self._advance()
 
     def to_store(self) -> tuple[Position, list[int]]:
-        """The position, and the xids done after it: those since the last call, or all if there is no snapshot."""
+        """The position to store, and the xids done after it: those since the last call, or all without a snapshot."""
         if self._position_suffices:
             reached = self._differences[0].prefix.reached
             self.position = replace(self.position, polled_offset=reached)
@@ -251,13 +251,13 @@ class SinkProgress:
             return
         self._number += 1
         commit.number = self._number
-        self._under_way[commit] = None
+        self._in_flight[commit] = None
         if commit.xid:
             self._known.add(commit.xid)
 
     def _advance(self) -> None:
         """Drop the differences that are read and done, and move to the end of the last of them."""
-        oldest = next(iter(self._under_way), None)
+        oldest = next(iter(self._in_flight), None)
         while self._differences:
             last = self._differences[0].last
             if last is None or (oldest is not None and oldest.number <= last):
@@ -276,12 +276,12 @@ class SinkProgress:
 
     @property
     def _position_suffices(self) -> bool:
-        """Whether a position in the first difference describes what of it is done.
+        """Whether a position in the first difference suffices to say which of its transactions are done.
 
         It does not while a commit is in flight that started before the difference was opened: polling skips that commit
         wherever it is in the difference.
         """
-        oldest = next(iter(self._under_way), None)
+        oldest = next(iter(self._in_flight), None)
         return bool(self._differences) and (
             oldest is None or oldest.number > self._differences[0].before
         )

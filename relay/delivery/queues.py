@@ -18,8 +18,8 @@ from relay.store.deferred_due import Due
 class Delivery:
     """A business transaction's events for the sink.
 
-    `rows` are what is written if it is deferred or dead-lettered. It comes from `commit` or, if it is a retry, from the
-    deferred row `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
+    `rows` are written if it is deferred or dead-lettered. It is of `commit` or, if it is a retry, of the deferred row
+    `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
     """
 
@@ -47,12 +47,12 @@ class Queues:
     """
 
     def __init__(self) -> None:
-        self._of: defaultdict[str, deque[Delivery]] = defaultdict(deque)
+        self._queues: defaultdict[str, deque[Delivery]] = defaultdict(deque)
 
     def add(self, delivery: Delivery) -> None:
         """Add a delivery that is not in flight."""
         for key in delivery.keys:
-            queue = self._of[key]
+            queue = self._queues[key]
             index = len(queue) if delivery.due is None else _earlier(queue)
             if index:
                 delivery.blockers += 1
@@ -64,23 +64,23 @@ class Queues:
         """Remove a delivery without blockers; returns those that are now first in the queue of one of its keys."""
         first: list[Delivery] = []
         for key in delivery.keys:
-            queue = self._of[key]
+            queue = self._queues[key]
             queue.popleft()
             if queue:
                 queue[0].blockers -= 1
                 first.append(queue[0])
             else:
-                del self._of[key]
+                del self._queues[key]
         return first
 
     def stop(self, delivery: Delivery) -> list[Delivery]:
-        """Put a delivery in flight back, after the retries; returns those that are now first in its place."""
+        """Queue a delivery in flight again, after the retries; returns those that are first instead of it."""
         delivery.is_running = False
         if delivery.due is not None:
             return []
         first: list[Delivery] = []
         for key in delivery.keys:
-            queue = self._of[key]
+            queue = self._queues[key]
             queue.popleft()
             index = _earlier(queue)
             queue.insert(index, delivery)

@@ -1,4 +1,4 @@
-"""Runs a sink that this process has claimed: decides whether it takes the stream or polls the outbox."""
+"""Runs a sink that this process has claimed, and decides whether it takes the stream or polls the outbox."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class SinkSession:
 
     @property
     def since(self) -> float | None:
-        """When the oldest unfinished commit came (monotonic clock, seconds); None without one. Safe in any thread."""
+        """When the oldest unfinished commit was read (monotonic, seconds); None without one. Safe in any thread."""
         times = (self._progress.since, self._feed.oldest)
         return min((each for each in times if each is not None), default=None)
 
@@ -153,7 +153,7 @@ class SinkSession:
         self.wake()
 
     def adopt(self, seen: SourcePosition) -> None:
-        """Take over a position of the source: the stream has brought everything up to it, and the sink has it."""
+        """Adopt a position of the source: the stream has brought everything up to it, and the sink has it."""
         self._checkpoint.adopt(seen)
 
     async def run(self, timeout: float) -> None:
@@ -177,7 +177,7 @@ class SinkSession:
                 for task in ended:
                     task.result()
             except psycopg.Error:
-                # The source alone may be unreachable: what is in flight can then still be stored.
+                # If only the source is unreachable, deliveries in flight can still be stored.
                 if not self._claim.conn.closed:
                     await self._finish(timeout)
                 raise
@@ -258,10 +258,10 @@ class SinkSession:
         return self._checkpoint.state == ATTACHED
 
     async def _take(self) -> None:
-        """Submit what the feed has; leave the sink if this process no longer reads the stream."""
-        taken = self._feed.take()
-        if taken is not None:
-            routed, commits = self._of_stream(taken)
+        """Submit the next commits of the feed; leave the sink if this process no longer reads the stream."""
+        streamed = self._feed.take()
+        if streamed is not None:
+            routed, commits = self._new_in(streamed)
             await self._submission.submit(routed, commits)
         elif self._stream.reads:
             await self._wait(CHECK_SECONDS)
@@ -275,7 +275,7 @@ class SinkSession:
         if self._feed.lower_bound is not None and self._is_old(
             self._checkpoint.at + 2 * STORE_SECONDS
         ):
-            # Even delivered commits hold back WAL while progress cannot be stored.
+            # While progress cannot be stored, delivered commits hold back WAL too.
             return True
         return self._is_old(self._progress.since or self._feed.oldest)
 
@@ -294,7 +294,7 @@ class SinkSession:
             self._leave_stream()
 
     async def _detach(self) -> None:
-        """Leave the stream and poll. Submitted deliveries go on; what is still in the feed is polled again."""
+        """Leave the stream and poll. Submitted deliveries continue; commits that are still in the feed are polled."""
         self._checkpoint.state = LAGGING
         has_more = self._feed.overflowed or self._feed.oldest is not None
         self._leave_stream()
@@ -310,8 +310,8 @@ class SinkSession:
 
     async def _has_others(self) -> bool:
         """Whether other instances of the group run, which may have less to do."""
-        found = await self._in_target(instances, self._claim.conn, self._settings.group)
-        return len(found) > 1
+        running = await self._in_target(instances, self._claim.conn, self._settings.group)
+        return len(running) > 1
 
     def _leave_stream(self) -> None:
         self._feed.close()
@@ -325,7 +325,7 @@ class SinkSession:
         sees them or not: their rows may have been deleted before they were polled.
         """
         async with self._checkpoint.storing:
-            # While nothing can be stored, the sink would hold back WAL again.
+            # Waits for a store in flight: while none succeeds, the sink would hold back WAL again.
             pass
         end = self._progress.end
         # Rows that are older than the column c_xid are done up to a position in a difference: the stream has none.
@@ -350,20 +350,20 @@ class SinkSession:
                 self._leave_stream()
         return self._attached
 
-    def _of_stream(self, taken: Streamed) -> tuple[Routed, list[SinkCommit]]:
+    def _new_in(self, streamed: Streamed) -> tuple[Routed, list[SinkCommit]]:
         """The transactions of a batch of the stream that are new to the sink, with the commit of each."""
-        routed = taken.routed
+        routed = streamed.routed
         facts = routed.transactions.facts
-        xids = full_xids(facts["xid"], taken.next_xid)
+        xids = full_xids(facts["xid"], streamed.next_xid)
         new = self._progress.is_new(facts["end_lsn"], xids)
         if not new.all():
-            chosen = np.flatnonzero(new)
-            routed = Routed(routed.transactions.take(chosen), routed.decoder)
-            xids = xids[chosen]
+            indices = np.flatnonzero(new)
+            routed = Routed(routed.transactions.take(indices), routed.decoder)
+            xids = xids[indices]
         ends = routed.transactions.facts["end_lsn"].tolist()
-        commits = list(commits_of(ends, xids.tolist(), taken.since, self._progress.stream))
-        # This notes the end of the batch, also if nothing in it was new.
-        self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, taken.since))
+        commits = list(commits_of(ends, xids.tolist(), streamed.since, self._progress.stream))
+        # Notes the end of the batch, even if nothing in it is new.
+        self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, streamed.since))
         return routed, commits
 
     async def _watch(self) -> None:
@@ -374,12 +374,12 @@ class SinkSession:
                 await self._lag()
 
     def _released(self) -> None:
-        """No deferred transaction holds a key any more: stop deferring new deliveries."""
+        """Stop deferring new deliveries, since no deferred transaction holds a key any more."""
         if not self._lags:
             self._dispatcher.spill(False)
 
     def _stored(self, paused: bool) -> None:
-        """Progress has been stored; `paused` is what the operator wants."""
+        """Confirm WAL after a store, and pause or resume as the operator wants (`paused`)."""
         self._stream.confirm()
         if paused == self._paused:
             return

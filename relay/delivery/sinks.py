@@ -1,4 +1,4 @@
-"""Runs all sinks of an instance: gives each its part of the stream, and confirms the WAL that none of them needs."""
+"""Runs all sinks of an instance: gives each its part of the stream, and confirms WAL that no sink needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sinks:
 
     The source calls `streaming`, `polling` or `on_standby` when its mode changes. The service offers each batch of the
     stream before it applies it to the target, so that sinks and target do not wait for each other. `confirm` is called
-    with the position up to which nobody needs the WAL, `failed` once a worker meets a fault that no retry can repair.
+    with the position up to which WAL may be confirmed, `failed` once a worker has a fault that no retry can repair.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Sinks:
         settings: Settings,
         confirm: Callable[[Lsn], None],
         failed: Callable[[], None],
-        around: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
+        wrap: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """`around` returns, for each sink, the sink that delivers in its stead."""
+        """`wrap` returns, for each sink, the sink that delivers instead of it."""
         meter = meter or Meter()
         self.heartbeat = Heartbeat()
         self._settings = settings
@@ -88,7 +88,7 @@ class Sinks:
         self._workers = {
             name: Worker(
                 name,
-                meter.watched(around(name, sink, configured) if around else sink),
+                meter.watched(wrap(name, sink, configured) if wrap else sink),
                 configured,
                 settings,
                 self,
@@ -111,7 +111,7 @@ class Sinks:
             spark.start(session)
 
     def streaming(self) -> None:
-        """This process reads the stream from now on: wait up to `sinks.attach_seconds` for the sinks to join it."""
+        """Let the sinks join the stream, which this process reads from now on; waits up to `sinks.attach_seconds`."""
         if not self._polls:
             self._log_left_out()
         if not self._workers:
@@ -126,21 +126,21 @@ class Sinks:
             worker.ready.wait(max(0.0, ends - time.monotonic()))
 
     def polling(self) -> None:
-        """This process polls from now on: the sinks poll too."""
+        """Let the sinks poll, since this process polls from now on."""
         with self._lock:
             self._mode = "poll"
             self._interrupt()
         self._claim()
 
     def on_standby(self) -> None:
-        """Another process reads the stream, and works the sinks that do not lag."""
+        """Leave the sinks that do not lag to the process that reads the stream."""
         with self._lock:
             self._mode = ""
             self._begun = None
         self._claim()
 
     def _interrupt(self) -> None:
-        """Interrupt the feeds: the stream does not bring what is polled now."""
+        """Interrupt the feeds: the stream does not bring the events that are polled now."""
         for worker in self._workers.values():
             worker.feed.interrupt()
 
@@ -182,7 +182,7 @@ class Sinks:
         return next((each.error for each in self._workers.values() if each.error), None)
 
     def _log_left_out(self) -> None:
-        """Log the sinks that are not configured now: without polling, nothing is kept for them."""
+        """Log the sinks that are not configured: in mode wal, no events are kept for them."""
         with suppress(psycopg.OperationalError), connect(self._settings.target_dsn) as conn:
             for name in sinks.leave_out(conn, self._settings.group, self._workers):
                 log.warning(
@@ -191,7 +191,7 @@ class Sinks:
                 )
 
     def _noted(self) -> Xids:
-        """The xids that were streamed and may not be visible yet, as a commit that waits for a synchronous standby."""
+        """The xids that were streamed and may not be visible yet, such as one that waits for a synchronous standby."""
         try:
             with connect(self._settings.target_dsn) as conn:
                 return snapshots.noted(conn, self._settings.group)
@@ -217,7 +217,7 @@ class Sinks:
         transactions = batch.transactions
         ends = transactions.facts["end_lsn"]
         if len(transactions) and int(ends[0]) <= self._end:
-            # The batch comes again, after a difference was polled.
+            # The batch is offered again, after a difference was polled.
             transactions = transactions.take(np.flatnonzero(ends > self._end))
         if not len(transactions):
             return
@@ -238,12 +238,12 @@ class Sinks:
         """Raise RelayError if the sinks have no position but an LSN."""
         if not self._polls:
             raise RelayError(
-                "source.mode: wal: the source has another history now, in which the sinks' positions mean nothing: "
-                "start relay again"
+                "source.mode: wal: the source is another server or timeline now, where the sinks' positions are not "
+                "valid: restart relay"
             )
 
     def _wait_for_room(self, names: Iterable[str]) -> None:
-        """Wait until the feeds of sinks are open and have room: without polling only the stream has the events."""
+        """Wait until the feeds of sinks are open and have room: in mode wal only the stream has the events."""
         limit = self._settings.sinks.attach_bytes
         for name in names:
             feed = self._workers[name].feed if name in self._workers else None
@@ -251,7 +251,7 @@ class Sinks:
                 self.heartbeat.update(f"waits for room in the buffer of sink {name}")
                 self._stopping.wait(_ROOM_SECONDS)
 
-    def taken(self) -> None:
+    def note_applied(self) -> None:
         """Note that the target has applied the batch."""
         with self._lock:
             self._begun = None
@@ -270,7 +270,7 @@ class Sinks:
         self._confirm(end)
 
     def adopt(self, seen: SourcePosition) -> None:
-        """Take over a position: everything up to it was streamed, and the target and the feeds have it."""
+        """Adopt a position: everything up to it was streamed, and the target and the feeds have it."""
         with self._lock:
             streamed = np.concatenate([np.zeros(0, np.int64), *self._streamed])
             self._streamed = [streamed[~seen.snapshot.sees(streamed)]]
@@ -278,7 +278,7 @@ class Sinks:
                 if worker.feed.is_open and not worker.feed.overflowed:
                     worker.adopt(seen)
 
-    # What workers ask for
+    # Called by the workers
 
     def join(self, feed: Feed) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
@@ -290,13 +290,13 @@ class Sinks:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the stream does not go on, since the target does not take what it has brought."""
+        """Whether the stream is stalled, since the target does not apply its last batch."""
         with self._lock:
             return self._is_stalled()
 
     @property
     def reads(self) -> bool:
-        """Whether this process reads the source, so that it works the sinks that do not lag."""
+        """Whether this process reads the source; it then works the sinks that do not lag."""
         return bool(self._mode)
 
     def _is_stalled(self) -> bool:
@@ -307,7 +307,7 @@ class Sinks:
 
 
 def _compact(routed: Routed, next_xid: int, now: float) -> Streamed:
-    """The part for one sink, copied out of the batch's buffer, so that it does not keep that in memory."""
+    """The part for one sink, copied, so that it does not keep the batch's buffer in memory."""
     transactions = routed.transactions
     compact = replace(transactions, rows=transactions.rows.compact())
     return Streamed(Routed(compact, routed.decoder), next_xid, now, transactions.held)

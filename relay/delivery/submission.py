@@ -1,4 +1,4 @@
-"""Turns transactions, from the log or deferred ones, into deliveries and submits them in order."""
+"""Makes deliveries of transactions, of the log or deferred ones, and submits them in order."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ class Submission:
             elif index in later:
                 self._checkpoint.record(delivery, Scheduled(later[index]))
             else:
-                await self._dispatcher.room()
+                await self._dispatcher.wait_for_room()
                 self._dispatcher.submit(delivery)
 
     def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
         return self._ordering.delivery_keys(self._name, hosts, [events])
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
-        """Tell the dispatcher which of the keys deferred transactions hold."""
+        """Pass to the dispatcher which of the keys deferred transactions hold."""
         if not self._checkpoint.held_any:
             return
         asked = frozenset[str]().union(*keys)
-        # Called first: a delivery that fails during the flush is missing from the query's answer.
-        self._dispatcher.asking()
+        # First, since the query misses a delivery that fails during the flush.
+        self._dispatcher.begin_query()
         await self._checkpoint.flush()
         if asked:
             held = await self._in_target(
@@ -128,7 +128,7 @@ class Submission:
         decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))
         for each, (rows, events) in zip(due, pairs, strict=True):
-            # Not after `room`: later deliveries with the same keys may fill it, and only be deferred.
+            # Not after `wait_for_room`: later deliveries with the same keys may fill it, and only be deferred.
             self._checkpoint.retried.add(each.id)
             history = AttemptHistory(each.attempts, each.first_failed_at)
             keys = frozenset(each.keys)
@@ -148,5 +148,5 @@ class Submission:
 
 
 def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:
-    """Each transaction twice: its undecoded rows, and its events for the handler."""
+    """Each transaction as a pair: its undecoded rows, and its events for the handler."""
     return zip(routed.transactions, routed, strict=True)

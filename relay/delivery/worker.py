@@ -1,4 +1,4 @@
-"""Runs one sink in a thread: claims it, works it, and starts again after an outage of a database."""
+"""Runs one sink in a thread: claims it, works it, and retries after an outage of a database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLAIM_SECONDS = 1.0
 
 
 class Worker:
-    """Works a sink from `start` to `close`. Calls `failed` once at a fault that no retry can repair (see `error`)."""
+    """Works a sink from `start` to `close`. Calls `failed` once after a fault that no retry can repair (`error`)."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class Worker:
             self._thread.join(timeout)
 
     def adopt(self, seen: SourcePosition) -> None:
-        """Take over a position of the source: the stream has brought everything up to it. Safe in any thread."""
+        """Adopt a position of the source: the stream has brought everything up to it. Safe in any thread."""
         self._call_in_loop(self._adopt, seen)
 
     def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        """Run a call in the event loop; without a loop, do nothing."""
+        """Run a call in the event loop, if there is one."""
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # the loop has just been closed
@@ -151,7 +151,7 @@ class Worker:
                 try:
                     if not await self._work():
                         self.ready.set()
-                        # Longer than other processes wait, so that these claim it first.
+                        # Longer than other processes, so that one of them claims it first.
                         await self._pause(2 * CLAIM_SECONDS)
                     wait, last_logged = FIRST_WAIT_SECONDS, ""
                 except Exception as error:
@@ -162,7 +162,9 @@ class Worker:
                     fault = describe(error)
                     if fault != last_logged:
                         last_logged = fault
-                        log.warning("a sink waits", extra={"handler": self.name, "fault": fault})
+                        log.warning(
+                            "a sink is interrupted", extra={"handler": self.name, "fault": fault}
+                        )
                     await self._pause(wait)
                     wait = min(wait * 2, LONGEST_WAIT_SECONDS)
         finally:
@@ -171,16 +173,16 @@ class Worker:
             await self._sink.close()
 
     def _require_polling(self, error: Exception | None) -> None:
-        """Raise RelayError without polling: only the slot has what was in flight, and only a new process gets it."""
+        """Raise RelayError in mode wal: only the slot has the events in flight, and only a restart gets them."""
         if not self._polls:
             why = describe(error) if error else "it was moved"
             raise RelayError(
-                f"handlers.{self.name}: interrupted ({why}), and with source.mode: wal only the slot can deliver again "
-                "what was in flight: start relay again"
+                f"handlers.{self.name}: interrupted ({why}), and with source.mode: wal only the slot can send the "
+                "events in flight again: restart relay"
             )
 
     async def _pause(self, seconds: float) -> None:
-        """Wait so many seconds, but no longer than until `claim` or `stop`."""
+        """Wait until `claim` or `stop`, at most `seconds`."""
         assert self._called is not None  # noqa: S101
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -235,7 +237,9 @@ class Worker:
                         return False
                 except Moved:
                     self._require_polling(None)
-                    log.info("a sink goes on from what is stored", extra={"handler": self.name})
+                    log.info(
+                        "a sink continues from its stored position", extra={"handler": self.name}
+                    )
                 finally:
                     self._session = None
                     self.feed.close()

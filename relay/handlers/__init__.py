@@ -7,6 +7,7 @@ from typing import LiteralString, Protocol
 
 from relay.config.handlers import (
     DeliveryHandler,
+    HandlerSettings,
     HttpHandler,
     KafkaHandler,
     NatsHandler,
@@ -15,7 +16,6 @@ from relay.config.handlers import (
     RedisHandler,
     SqlHandler,
 )
-from relay.config.handlers import HandlerSettings as Configured
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
@@ -24,7 +24,7 @@ from relay.store.connections import Connection
 
 
 class Handler(Protocol):
-    """A transactional handler: it acts inside the target's database transaction. Stateless: tasks share it."""
+    """A transactional handler: it runs in the target's database transaction. Stateless: tasks share it."""
 
     name: str
 
@@ -32,10 +32,10 @@ class Handler(Protocol):
         """Prepare a new connection of the target, once."""
 
     def check(self, conn: Connection) -> None:
-        """Raise ConfigurationError if the handler cannot work on this database at all."""
+        """Raise ConfigurationError if the handler cannot work on this database."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
-        """Apply transactions, in order. May raise anything: `relay.faults` decides what happens then."""
+        """Apply transactions, in order. May raise any error: `relay.faults` decides what it means."""
 
 
 class Sink(Protocol):
@@ -57,7 +57,7 @@ class Sink(Protocol):
 
 
 def build(
-    configured: Mapping[str, Configured],
+    configured: Mapping[str, HandlerSettings],
     types: Mapping[str, LiteralString],
     upcaster: Upcasting | None = None,
 ) -> dict[str, Handler]:
@@ -86,7 +86,7 @@ def build(
 
 
 def build_sinks(
-    configured: Mapping[str, Configured], upcaster: Upcasting | None = None
+    configured: Mapping[str, HandlerSettings], upcaster: Upcasting | None = None
 ) -> dict[str, tuple[Sink, DeliveryHandler]]:
     """Build the sinks; returns each with its settings, by name, in the configuration's order.
 

@@ -1,4 +1,4 @@
-"""TLS of sinks: how relay verifies the server, and which certificate it presents."""
+"""Builds the TLS contexts of sinks, which verify the server and present a client certificate."""
 
 from __future__ import annotations
 

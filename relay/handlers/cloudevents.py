@@ -43,7 +43,7 @@ def identity(event: Event) -> str:
 
 def attributes(event: Event, source: str) -> dict[str, str]:
     """The context attributes of an event, without those that have no value."""
-    found = {
+    values = {
         "specversion": "1.0",
         "id": identity(event),
         "source": source,
@@ -53,7 +53,7 @@ def attributes(event: Event, source: str) -> dict[str, str]:
         **{name: event.text(field) for name, field in _EXTENSIONS.items()},
         **{attribute(name): value for name, value in event.headers.items()},
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def structured(event: Event, source: str) -> bytes:
@@ -77,7 +77,7 @@ def headers(attributes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _envelope(event: Event, source: str) -> str:
-    # All values are texts, and json.dumps would take twice as long.
+    # All values are text, for which json.dumps takes twice as long.
     named = {**attributes(event, source), "datacontenttype": DATA}.items()
     head = ", ".join([f'"{name}": {encode_basestring(value)}' for name, value in named])
     payload = event.text("payload")

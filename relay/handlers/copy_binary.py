@@ -22,7 +22,7 @@ START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 END = b"\xff\xff"
 
 Encoded = NDArray[Any] | Sequence[bytes]
-"""Encoded values: an array if all have the same length, otherwise bytes for each."""
+"""Encoded values: an array for a type of fixed size, otherwise the bytes of each value."""
 Encoder = Callable[[Sequence[bytes]], Encoded]
 
 _SIZE = np.dtype(">i4")
@@ -35,45 +35,45 @@ _DASHES = (8, 13, 18, 23)
 def rows(
     numbers: Int64Array, columns: Mapping[str, Values], types: Mapping[str, str]
 ) -> tuple[list[str], bytes] | None:
-    """Encode rows, each with its number (bigint) and then the columns; returns the order of the columns and the bytes.
+    """Encode rows, each its number (bigint) and then the columns; returns the order of the columns, and the bytes.
 
     `numbers` is int64, one for each row; `columns` has a value as PostgreSQL's text, or None, for each row. Columns of
     fixed size come first in the result. Returns None if a value is not in PostgreSQL's own text form, which only the
     server can parse.
     """
-    even: dict[str, NDArray[Any]] = {}
-    uneven: dict[str, Sequence[Sequence[bytes]]] = {}
+    fixed: dict[str, NDArray[Any]] = {}
+    varying: dict[str, Sequence[Sequence[bytes]]] = {}
     try:
         for name, values in columns.items():
             encoded = _encoded(values, _ENCODERS[types[name]])
             if isinstance(encoded, np.ndarray):
-                even[name] = encoded
+                fixed[name] = encoded
             else:
-                uneven[name] = encoded
+                varying[name] = encoded
     except (ValueError, TypeError, OverflowError):
         return None
-    heads = _heads([numbers.astype(">i8"), *even.values()], len(columns))
-    pieces = zip(heads, *chain.from_iterable(uneven.values()), strict=True)
-    return [*even, *uneven], b"".join(chain.from_iterable(pieces))
+    heads = _heads([numbers.astype(">i8"), *fixed.values()], len(columns))
+    pieces = zip(heads, *chain.from_iterable(varying.values()), strict=True)
+    return [*fixed, *varying], b"".join(chain.from_iterable(pieces))
 
 
-def _heads(even: Sequence[NDArray[Any]], columns: int) -> list[bytes]:
+def _heads(fixed: Sequence[NDArray[Any]], columns: int) -> list[bytes]:
     """The start of each row: the number of its columns, then the sizes and values of the columns of fixed size.
 
-    `even` are arrays of one length, a value for each row; the result has bytes for each row.
+    `fixed` are arrays of one length, a value for each row; the result has bytes for each row.
     """
     fields = [
         field
-        for index, values in enumerate(even)
+        for index, values in enumerate(fixed)
         for field in ((f"size {index}", _SIZE), (f"value {index}", values.dtype))
     ]
-    heads = np.empty(len(even[0]), np.dtype([("columns", ">i2"), *fields]))
+    heads = np.empty(len(fixed[0]), np.dtype([("columns", ">i2"), *fields]))
     heads["columns"] = 1 + columns
-    for index, values in enumerate(even):
+    for index, values in enumerate(fixed):
         heads[f"size {index}"] = values.itemsize
         heads[f"value {index}"] = values
-    found: list[bytes] = heads.view(f"V{heads.itemsize}").tolist()
-    return found
+    rows: list[bytes] = heads.view(f"V{heads.itemsize}").tolist()
+    return rows
 
 
 def _encoded(values: Values, encode: Encoder) -> NDArray[Any] | Sequence[Sequence[bytes]]:

@@ -39,13 +39,13 @@ _SHOWN_BYTES = 1_000
 _READ_BYTES = 8_000
 """How much of a response is read to use its connection again; after a longer response it is closed."""
 _KEPT_SECONDS = 5.0
-"""How long an idle connection is kept: shorter than in most servers, which might just be closing it."""
+"""How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
 _SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
 class Http:
-    """Posts each event, or each transaction; any 2xx confirms it. Deliveries share kept connections."""
+    """Posts each event, or each transaction; any 2xx confirms it. Deliveries share connections."""
 
     def __init__(self, name: str, settings: HttpHandler) -> None:
         """Raises ConfigurationError where a certificate, the address or the environment's proxy cannot be used."""
@@ -123,7 +123,7 @@ class Http:
             if response is None or _is_success(response):
                 if isinstance(error, TimeoutError):
                     raise Undelivered(f"no complete response in {timeout:g} s") from None
-                detail = f"{self._target}: {_words(error)}"
+                detail = f"{self._target}: {_text_of(error)}"
                 raise Undelivered(_reason(error), detail=detail) from None
         finally:
             if response is not None:
@@ -159,15 +159,15 @@ async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
 
 
 def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
-    """A socket with a small receive buffer, so that a large response is not received beyond what is read."""
+    """Open a socket with a small receive buffer, so that the kernel does not buffer a large response."""
     family, kind, protocol, *_ = address
-    found = socket.socket(family, kind, protocol)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
-    return found
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
+    return opened
 
 
 def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str, str]:
-    """The headers by which an endpoint verifies who sent a body (before compression), and when (seconds since 1970)."""
+    """The headers by which an endpoint verifies who sent a body (uncompressed), and when (seconds since 1970)."""
     digest = hmac.digest(secret, b"%s.%d.%s" % (identity.encode(), clock, body), "sha256")
     return {
         "webhook-id": identity,
@@ -177,7 +177,7 @@ def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str
 
 
 def public_url(url: str) -> str:
-    """The address without secrets: no user and password, and only the names in the query."""
+    """The address without secrets: no user and password, and only the names of the query."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     query = "&".join(
@@ -193,12 +193,14 @@ def _address(name: str, url: str) -> URL:
     try:
         host = URL(url).raw_host
     except ValueError:
-        raise ConfigurationError(f"handlers.{name}.url: the host's name cannot be used") from None
+        raise ConfigurationError(
+            f"handlers.{name}.url: the host name is not valid: correct it"
+        ) from None
     return URL.build(
         scheme=parts.scheme,
         host=host or "",
         port=parts.port,
-        # Otherwise unchanged: it may be signed.
+        # Nothing else is changed, since the address may be signed.
         path=quote(parts.path or "/", safe=_SAFE_IN_PATH),
         query_string=quote(parts.query, safe=f"{_SAFE_IN_PATH}?"),
         encoded=True,
@@ -234,26 +236,26 @@ def _proxy(name: str, url: str) -> str | None:
 def _reason(error: Exception) -> str:
     """A description of a network fault that is safe in a log: no address, and nothing of the response."""
     kind = type(error).__name__
-    words: str | None = None
+    text: str | None = None
     if isinstance(error, aiohttp.ClientHttpProxyError):
-        words = f"the proxy answers {error.status}"
+        text = f"the proxy answers {error.status}"
     elif isinstance(error, aiohttp.ClientResponseError):
-        words = "the response is not valid HTTP"
+        text = "the response is not valid HTTP"
     elif isinstance(error, aiohttp.ClientConnectorCertificateError):
-        words = getattr(error.certificate_error, "verify_message", None)
+        text = getattr(error.certificate_error, "verify_message", None)
     else:
-        # aiohttp gives OpenSSL's errno as if it were the system's.
+        # aiohttp presents OpenSSL's errno as one of the system.
         cause = error.__cause__ or error
         if isinstance(cause, ssl.SSLError):
-            words = cause.reason
+            text = cause.reason
         elif isinstance(cause, socket.gaierror):
-            words = cause.strerror
+            text = cause.strerror
         elif isinstance(cause, OSError) and cause.errno is not None:
-            words = os.strerror(cause.errno)
-    return f"{kind}: {words}" if words else kind
+            text = os.strerror(cause.errno)
+    return f"{kind}: {text}" if text else kind
 
 
-def _words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """The text of an error, without the address, which may hold a secret."""
     return error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
 
@@ -263,6 +265,7 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
 
 
 def _judge(response: aiohttp.ClientResponse, start: bytes, target: str) -> None:
+    """Raise Undelivered or Rejected unless the status is a success."""
     if _is_success(response):
         return
     status = f"{response.status} {response.reason or ''}".rstrip()

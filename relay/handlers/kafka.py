@@ -32,9 +32,9 @@ _REFUSED = frozenset(
     }
 )
 _POLL_SECONDS = 0.1
-"""How long the poll thread blocks, and so how long closing takes at most."""
+"""How long the poll thread blocks, and how long closing waits for it at most."""
 _LINGER_MS = 0.5
-"""Short: concurrent deliveries share batches anyway, and a single one should not wait for others."""
+"""Short, since concurrent deliveries share batches without it, and a single one should not wait."""
 
 
 _Report = tuple[Sending, int, KafkaError | None]
@@ -61,7 +61,7 @@ class Kafka:
         self._window = SendWindow(settings.timeout * 2)
 
     async def close(self) -> None:
-        """Close the producers; messages in flight are given up."""
+        """Close the producers. Messages in flight fail."""
         await asyncio.gather(self._current.close(), *self._retired)
 
     async def send(self, messages: Sequence[Message]) -> None:
@@ -110,7 +110,7 @@ class _Producer:
         )
 
     async def close(self) -> None:
-        """Close the producer; messages in flight are answered with a fault."""
+        """Close the producer. Messages in flight are answered with a fault."""
         await asyncio.to_thread(self._producer.purge)
         self._is_closing = True
         if self._thread is not None:
@@ -134,7 +134,7 @@ class _Producer:
                 try:
                     loop.call_soon_threadsafe(_answer, reports)
                 except RuntimeError:
-                    # The loop was closed before the producer was.
+                    # The loop was closed before the producer.
                     return
 
     def _reported(

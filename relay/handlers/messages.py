@@ -13,9 +13,9 @@ from relay.handlers import cloudevents
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
 
-_PORTION = 500
+_PORTION_MESSAGES = 500
 _PORTION_BYTES = 4_000_000
-"""The most that one transaction has in memory at once; a sink has `concurrency` times that."""
+"""The limits of what one transaction has in memory at once; a sink has `concurrency` times that."""
 
 
 class Message(NamedTuple):
@@ -74,7 +74,7 @@ class Publishing:
             except (Undelivered, Rejected):
                 raise
             except Exception as error:
-                # An unexpected error is the client's fault, so no event is dead-lettered for it.
+                # An unexpected error is a fault of the client library, for which no event is dead-lettered.
                 raise Undelivered(type(error).__name__) from error
 
     def _portions(self, events: Iterable[Event]) -> Iterator[list[Message]]:
@@ -84,7 +84,7 @@ class Publishing:
             message = self._message(event)
             portion.append(message)
             size += len(message.body)
-            if len(portion) == _PORTION or size >= _PORTION_BYTES:
+            if len(portion) == _PORTION_MESSAGES or size >= _PORTION_BYTES:
                 yield portion
                 portion, size = [], 0
         if portion:
@@ -109,5 +109,5 @@ def _name(template: Template, event: Event) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise Rejected("a name is no valid Unicode") from None
+        raise Rejected("the topic or the key is not valid Unicode") from None
     return name

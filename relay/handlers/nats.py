@@ -26,9 +26,9 @@ from relay.handlers.shared import Shared
 from relay.handlers.window import Sending, SendWindow, Unanswered
 
 _TOO_LARGE = 10054
-"""The error code of JetStream for a message above what the stream takes."""
+"""The error code of JetStream for a message that is larger than the stream accepts."""
 _NO_RESPONDERS = "503"
-"""The status with which the server itself answers if no stream takes the subject."""
+"""The status with which the server answers if no stream has the subject."""
 _CLOSING_SECONDS = 2.0
 
 
@@ -37,21 +37,21 @@ class NoTls(Error):
 
 
 class _SecureClient(Client):
-    """A client that sends nothing in plain text where TLS is asked for.
+    """A client that sends nothing in plain text if TLS is configured.
 
-    The server's INFO comes in plain text, and nats-py goes on without TLS unless INFO demands it. Where TLS is asked
-    for, this client starts it if the server can, and refuses before CONNECT, which carries the password, otherwise.
-    So do nats.go and nats-core; source: nats-io/nats.py, pull request 912, "Enforce TLS intent against server
+    The server's INFO comes in plain text, and nats-py continues without TLS unless INFO demands it. If TLS is
+    configured, this client starts it if the server offers it, and otherwise refuses before CONNECT, which has the
+    password. So do nats.go and nats-core; source: nats-io/nats.py, pull request 912, "Enforce TLS intent against server
     capabilities".
     """
 
     def __init__(self, always_tls: bool) -> None:
-        """`always_tls` asks for TLS with `nats://` too; `tls://` always asks for it."""
+        """`always_tls` requires TLS for `nats://` too; `tls://` always requires it."""
         super().__init__()
         self._always_tls = always_tls
 
     def abandon(self) -> None:
-        """Close the socket at once; `close` waits for a server that is gone, or for a TLS handshake that failed."""
+        """Close the socket at once; `close` would wait for a server that is gone, or for a failed TLS handshake."""
         transport: Any = self._transport
         if not transport:
             return
@@ -62,13 +62,13 @@ class _SecureClient(Client):
             transport.close()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and self._asks_for_tls():
+        if initial_connection and self._requires_tls():
             if not (info.get("tls_required") or info.get("tls_available")):
                 raise NoTls("the server offers no TLS, which tls:// or the key tls asks for")
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
 
-    def _asks_for_tls(self) -> bool:
+    def _requires_tls(self) -> bool:
         server = self._current_server
         scheme = server.uri.scheme if server else None
         return scheme == "tls" or (scheme == "nats" and self._always_tls)
@@ -117,7 +117,7 @@ class Nats:
         link = _Link(client)
         options: dict[str, Any] = {
             "closed_cb": link.closed,
-            # The client tries each server twice, without a wait between.
+            # The client tries each server twice, without a wait in between.
             "connect_timeout": settings.timeout / len(settings.servers),
             "allow_reconnect": False,
             "max_reconnect_attempts": 1,
@@ -171,7 +171,7 @@ class _Link:
         self.unanswered.fail(ConnectionClosedError())
 
     async def closed(self) -> None:
-        """The client has closed the connection."""
+        """Fail the unanswered messages: the client has closed the connection."""
         self.unanswered.fail(ConnectionClosedError())
 
     async def _answered(self, msg: Msg) -> None:
@@ -188,10 +188,10 @@ def _fault(msg: Msg) -> Exception | None:
         answer = json.loads(msg.data)
         if "error" not in answer:
             # Other subscribers of the subject may answer too, but only a stream sends a sequence.
-            return None if "seq" in answer else Undelivered("the answer is none of JetStream's")
+            return None if "seq" in answer else Undelivered("the answer is not from JetStream")
         code = answer["error"].get("err_code")
     except (ValueError, TypeError, AttributeError):
-        return Undelivered("the answer is none of JetStream's")
+        return Undelivered("the answer is not from JetStream")
     return Rejected(f"JetStream {code}") if code == _TOO_LARGE else Undelivered(f"JetStream {code}")
 
 

@@ -24,15 +24,15 @@ class Python:
         self._function = load(f"handlers.{name}.callable", settings.callable)
 
     def configure(self, conn: Connection) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the function needs no preparation."""
 
     def check(self, conn: Connection) -> None:
-        """The callable was imported when the handler was built."""
+        """Do nothing: the callable was imported when the handler was built."""
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Call the function for each transaction, in order.
 
-        Raises what the function raises, TransactionAborted if it went on after a database error, and
+        Raises what the function raises, TransactionAborted if it continued after a database error, and
         ConfigurationError if it ended the database transaction. If it then began another one, the commit detects it.
         """
         factories = conn.row_factory, conn.cursor_factory
@@ -64,8 +64,8 @@ class Python:
             raise transaction_ended([self.name])
         if conn.info.transaction_status == TransactionStatus.INERROR:
             raise TransactionAborted(
-                "the function caught a database error and went on, but the error had aborted the transaction: let it "
-                "pass, or run what may fail inside `with cursor.connection.transaction():`"
+                "the function caught a database error and continued, but the error aborted the transaction: do not "
+                "catch it, or run what may fail inside `with cursor.connection.transaction():`"
             )
 
 

@@ -79,7 +79,7 @@ class Rabbitmq:
                 await self._publish(channel, sending)
                 return
             except ChannelClosedByBroker:
-                # The broker does not say for which message; it may be one of another transaction.
+                # The broker does not say which message caused it; it may be one of another transaction.
                 pass
             await self._send_alone(sending.unconfirmed)
         except (Undelivered, Rejected):
@@ -132,7 +132,7 @@ class Rabbitmq:
 
 
 class _Channel:
-    """A channel in confirm mode. `ready` is done when it is open; confirms number the published messages from 1."""
+    """A channel in confirm mode, which numbers published messages from 1. `ready` is done once it is open."""
 
     def __init__(self, connection: _Connection, exchange: str) -> None:
         self.connection = connection
@@ -179,7 +179,7 @@ class _Channel:
 
     def _on_select(self, _: Any) -> None:
         if self.ready.done():
-            # The caller has given up.
+            # The caller has timed out.
             self.close()
         else:
             self.ready.set_result(None)
@@ -221,6 +221,7 @@ def _fail(future: asyncio.Future[Any], _: object, error: BaseException) -> None:
 
 
 def _judged(error: Exception) -> Exception:
+    """The Rejected or Undelivered for an error of the client."""
     if isinstance(error, ShortStringTooLong):
         return Rejected(type(error).__name__)
     if isinstance(error, ChannelClosedByBroker):

@@ -19,9 +19,9 @@ from relay.config.handlers import RedisHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handlers.messages import Message
 
-_AT_ONCE = 1_000
-_AT_ONCE_BYTES = 4_000_000
-"""How much one round trip sends, about."""
+_SENT_AT_ONCE = 1_000
+_SENT_BYTES = 4_000_000
+"""About how many messages, and bytes, one round trip sends."""
 
 
 class Redis:
@@ -66,31 +66,31 @@ class Redis:
 
     async def _send(self) -> None:
         while self._pending:
-            taken = self._take()
+            appends = self._take()
             try:
                 async with asyncio.timeout(self._timeout):
-                    answers = await self._execute(taken)
-                for append in taken:
+                    answers = await self._execute(appends)
+                for append in appends:
                     append.complete(append.judge(answers))
             except asyncio.CancelledError:
-                for append in (*taken, *self._pending):
+                for append in (*appends, *self._pending):
                     append.complete(Undelivered("the sink is closed"))
                 raise
             except Exception as error:
-                for append in taken:
+                for append in appends:
                     append.complete(Undelivered(type(error).__name__))
 
     def _take(self) -> list[_Append]:
-        taken: list[_Append] = []
+        appends: list[_Append] = []
         count = size = 0
-        while self._pending and count < _AT_ONCE and size < _AT_ONCE_BYTES:
+        while self._pending and count < _SENT_AT_ONCE and size < _SENT_BYTES:
             append = self._pending.popleft()
             # A cancelled delivery is not sent.
             if not append.fault.done():
-                taken.append(append)
+                appends.append(append)
                 count += len(append.messages)
                 size += sum(len(message.body) for message in append.messages)
-        return taken
+        return appends
 
     async def _execute(self, appends: Sequence[_Append]) -> deque[Any]:
         pipeline = self._client.pipeline(transaction=False)
@@ -109,7 +109,7 @@ class Redis:
 
 
 class _Append:
-    """Messages that are appended together, in MULTI and EXEC. The result is `fault`, None if all are stored."""
+    """Messages that are appended together, in MULTI and EXEC. `fault` is the result: None if all are stored."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
@@ -125,7 +125,7 @@ class _Append:
         done = answers.popleft()
         for answer in (*queued, done):
             if isinstance(answer, Exception):
-                # The server did not queue the command, since it is full or a replica.
+                # The server did not queue the command: it is full, or a replica.
                 return Undelivered(type(answer).__name__)
         for answer in done:
             if isinstance(answer, Exception):

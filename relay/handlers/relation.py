@@ -1,4 +1,4 @@
-"""The relation `batch`: the events that a statement reads, in commit order, loaded by COPY.
+"""Loads the events that a statement reads into the relation `batch`, in commit order, by COPY.
 
 A temporary table holds the events. A table does not keep the order of its rows, so the table numbers them, and the
 temporary view `relay_batch` sorts them.
@@ -29,7 +29,7 @@ from relay.store.connections import Connection
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
-"""How much is encoded at once, which bounds the memory for a large transaction."""
+"""How many events, and bytes, are encoded at once, which bounds the memory for a large transaction."""
 
 RESERVED = ("relay_batch", "relay_batch_rows")
 """The names of relay's temporary relations."""
@@ -96,16 +96,16 @@ def create(conn: Connection, types: Types = SQL_TYPES) -> None:
 
 def require_reserved(conn: Connection) -> None:
     """Raise ConfigurationError if relay's temporary relations would hide a user's relation of the same name."""
-    found = conn.execute(
+    hidden = conn.execute(
         """
         select relnamespace::regnamespace::text, relname from pg_class
          where relname = any(%s) and relnamespace = any(current_schemas(false)::regnamespace[])
         """,
         (list(RESERVED),),
     ).fetchone()
-    if found:
+    if hidden:
         raise ConfigurationError(
-            f"target.dsn: relay's temporary relations would hide {'.'.join(found)}: rename it, or take its schema "
+            f"target.dsn: relay's temporary relations would hide {'.'.join(hidden)}: rename it, or take its schema "
             "out of the search_path of relay's role"
         )
 
@@ -113,12 +113,12 @@ def require_reserved(conn: Connection) -> None:
 def bound(statement: str) -> str:
     """The statement with `batch` added as a WITH query; a statement that cannot have one (CALL, DO) is unchanged."""
     start = _first_word(statement)
-    found = _WITH.match(statement, start)
-    if found is None:
+    clause = _WITH.match(statement, start)
+    if clause is None:
         if _MAY_HAVE_WITH.match(statement, start) is None:
             return statement
         return f"{statement[:start]}with{_QUERY} {statement[start:]}"
-    after = found.end()
+    after = clause.end()
     recursive = _RECURSIVE.match(statement, _first_word(statement, after))
     after = recursive.end() if recursive else after
     return f"{statement[:after]}{_QUERY},{statement[after:]}"
@@ -152,7 +152,7 @@ def _end_of_comment(statement: str, start: int) -> int:
 def columns_read(
     conn: Connection, statement: str, fields: Iterable[str] = EVENT_FIELDS
 ) -> tuple[str, ...]:
-    """The columns of `batch` that a statement reads, according to the server's parser.
+    """Determine the columns of `batch` that a statement reads, with the server's parser.
 
     Returns all `fields` if the statement reads a whole row, calls a function other than PostgreSQL's that may read
     them, or cannot be the body of a function.
@@ -162,7 +162,7 @@ def columns_read(
     try:
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
             # A view, since the server does not record which columns of a WITH query are read. Like the WITH query, it
-            # must hide a user's table, wherever the search_path has temporary relations.
+            # must hide a user's table, whatever the search_path says of temporary relations.
             cursor.execute(_PROBE_PATH)
             cursor.execute(_PROBE_VIEW)
             cursor.execute(_PROBE.format(sql.SQL(statement)))
@@ -170,7 +170,7 @@ def columns_read(
     except psycopg.Error as error:
         if is_transient(error):
             raise
-        return tuple(fields)  # the fault of the statement shows when it is run
+        return tuple(fields)  # the error is reported when the statement runs
 
 
 def chunks(routed: Routed) -> Iterator[Chunk]:
@@ -184,13 +184,13 @@ def chunks(routed: Routed) -> Iterator[Chunk]:
 
 def load(
     conn: Connection,
-    found: Iterable[Chunk],
+    parts: Iterable[Chunk],
     types: Types = SQL_TYPES,
     fields: Sequence[str] = EVENT_FIELDS,
 ) -> None:
     """Fill the empty relation with `fields` of the events; other fields stay null."""
     first = 0
-    for chunk in found:
+    for chunk in parts:
         columns = dict(zip(fields, _columns(chunk, fields), strict=True))
         fill(conn, columns, types, len(chunk.rows), first)
         first += len(chunk.rows)
@@ -212,12 +212,12 @@ def fill(
 def _copy(conn: Connection, fields: Iterable[str], form: str, *data: bytes) -> None:
     names = sql.SQL(", ").join(map(sql.Identifier, ("relay_order", *fields)))
     with conn.cursor() as cursor, cursor.copy(_COPY.format(names, sql.Identifier(form))) as copy:
-        for some in data:
-            copy.write(some)
+        for part in data:
+            copy.write(part)
 
 
 def clear(conn: Connection, truncate: bool = False) -> None:
-    """Empty the relation. `truncate` is for many rows, since scans read past deleted ones.
+    """Empty the relation. `truncate` is for many rows, since scans still read deleted ones.
 
     Raises ConfigurationError if the relation no longer exists.
     """
@@ -242,7 +242,7 @@ def _lines(numbers: Int64Array, columns: Iterable[Values]) -> bytes:
 
 
 def _escaped(column: Values) -> Sequence[bytes]:
-    """A column in COPY's text format. Most columns have nothing to escape, which one search finds out."""
+    """A column in COPY's text format. One search of all values shows that most columns need no escapes."""
     text = b"".join(filter(None, column))
     if not any(special in text for special in _ESCAPES):
         return [_NULL if value is None else value for value in column]
@@ -258,10 +258,10 @@ def _escape(value: bytes) -> bytes:
 def _columns(chunk: Chunk, fields: Sequence[str]) -> list[Values]:
     stored = [field for field in fields if field not in COMMIT_FIELDS]
     columns = chunk.routed.decoder.columns(chunk.rows, stored)
-    found: dict[str, Values] = dict(zip(stored, columns, strict=True))
+    by_field: dict[str, Values] = dict(zip(stored, columns, strict=True))
     of_commit = [field for field in fields if field in COMMIT_FIELDS]
-    found.update(zip(of_commit, _commit_columns(chunk, of_commit), strict=True))
-    return [found[field] for field in fields]
+    by_field.update(zip(of_commit, _commit_columns(chunk, of_commit), strict=True))
+    return [by_field[field] for field in fields]
 
 
 def _commit_columns(chunk: Chunk, fields: Sequence[str]) -> list[list[bytes | None]]:

@@ -23,7 +23,7 @@ class Shared(Generic[Link]):
         self._opening: asyncio.Task[Link] | None = None
 
     async def get(self) -> Link:
-        """The connection. Raises what opening it raises, and ConnectionAbortedError if `close` is called meanwhile."""
+        """Return the connection. Raises the errors of opening it, and ConnectionAbortedError if `close` is called."""
         task = self._opening
         if task is None or (task.done() and not self._holds(task)):
             task = self._opening = asyncio.create_task(self._open())

@@ -26,7 +26,7 @@ _ENDS_TRANSACTION = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 FEW_EVENTS = 50
-"""Up to so many events, sending the statements costs less than the round trips that load the events."""
+"""Up to this number of events, to send the statements costs less than the round trips that load the events."""
 _IN_FLIGHT = 1_000
 """How many statements are sent before their results are read."""
 
@@ -34,8 +34,8 @@ _IN_FLIGHT = 1_000
 class SqlEvent:
     """Runs its statement for each event, in order, with the event's fields as parameters.
 
-    Few events are sent one by one, in pipeline mode. Many are loaded into a temporary relation, and a temporary
-    function with the statement as its body is called for each row: the same statements, without a message for each.
+    A few statements are sent one by one, in pipeline mode. For many events, these are loaded into a temporary relation,
+    and a temporary function with the statement as its body is called for each row: without a message for each.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class SqlEvent:
         events = chain.from_iterable(transaction.events for transaction in routed)
         parameters = ({name: event.text(name) for name in names} for event in events)
         with conn.cursor() as cursor:
-            while some := list(islice(parameters, _IN_FLIGHT)):
-                cursor.executemany(self._statement, some)
+            while portion := list(islice(parameters, _IN_FLIGHT)):
+                cursor.executemany(self._statement, portion)
 
     def _call(self, conn: Connection, routed: Routed) -> None:
         call = sql.SQL("select {}({}) from pg_temp.relay_batch").format(
@@ -112,7 +112,7 @@ class SqlBatch:
         self._columns: tuple[str, ...] = tuple(types)
 
     def configure(self, conn: Connection) -> None:
-        """Create the relation, and find out which of its columns the statement reads: only these are loaded."""
+        """Create the relation, and determine which of its columns the statement reads: only these are loaded."""
         relation.create(conn, self._types)
         self._columns = relation.columns_read(conn, self._written, self._types)
 
@@ -130,36 +130,36 @@ class SqlBatch:
 
 
 def _require_no_end(name: str, statement: str) -> None:
-    """Raise ConfigurationError for a statement such as COMMIT; the server refuses those in functions it calls."""
-    if found := _ENDS_TRANSACTION.match(statement):
+    """Raise ConfigurationError for a statement such as COMMIT; in a function, the server refuses it by itself."""
+    if match := _ENDS_TRANSACTION.match(statement):
         raise ConfigurationError(
-            f"handlers.{name}.statement: {found[1].upper()}: a handler runs in relay's transaction, which commits its "
+            f"handlers.{name}.statement: {match[1].upper()}: a handler runs in relay's transaction, which commits its "
             "effects with offsets and dead letters: write a statement that changes data"
         )
 
 
 def _placeholders(name: str, statement: str, fields: Collection[str]) -> list[str]:
-    found = []
+    names = []
     for match in _PLACEHOLDER.finditer(statement):
         field, other = match.groups()
         if other is not None:
             raise ConfigurationError(
-                f"handlers.{name}.statement: {match.group()!r} is no placeholder: write %(field)s for a field and "
+                f"handlers.{name}.statement: {match.group()!r} is not a placeholder: write %(field)s for a field and "
                 "%% for a percent sign"
             )
         if field is None:
             continue
         if field not in fields:
             raise ConfigurationError(
-                f"handlers.{name}.statement: {match.group()} names no field of an event; the fields are "
+                f"handlers.{name}.statement: {match.group()} is not a field of an event; the fields are "
                 f"{', '.join(fields)}"
             )
-        found.append(field)
-    return found
+        names.append(field)
+    return names
 
 
 def _typed(statement: str, types: Mapping[str, LiteralString]) -> str:
-    """The statement, each placeholder with its field's type, so that `%(payload)s->>'amount'` means what it says."""
+    """The statement, each placeholder with its field's type, so that `%(payload)s->>'amount'` is resolved for jsonb."""
 
     def typed(match: re.Match[str]) -> str:
         field = match.group(1)
@@ -182,7 +182,7 @@ def _numbered(statement: str, names: tuple[str, ...], types: Mapping[str, Litera
 def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None:
     """Let the server parse and analyse a statement without running it.
 
-    Raises ConfigurationError if it refuses, or sees fewer parameters: those in quotes are none.
+    Raises ConfigurationError if it refuses the statement, or finds fewer parameters: inside quotes there are none.
     """
     with conn.transaction(force_rollback=True):
         result = conn.pgconn.prepare(b"", statement.encode())
@@ -196,8 +196,8 @@ def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None
             )
         if conn.pgconn.describe_prepared(b"").nparams < parameters:
             raise ConfigurationError(
-                f"handlers.{name}.statement: a field stands in quotes, also those of `do`, where the server knows no "
-                "parameters: write %(field)s without quotes, or call a procedure with it"
+                f"handlers.{name}.statement: a placeholder is inside quotes, such as those of `do`, where the server "
+                "accepts no parameters: write %(field)s without quotes, or call a procedure with it"
             )
 
 

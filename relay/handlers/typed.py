@@ -1,4 +1,4 @@
-"""Wraps handlers where the configuration has `events`: they get each event in the current version of its type."""
+"""Wraps handlers if the configuration has `events`: they get each event in the current version of its type."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CHANGED = ("payload", "metadata")
 _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
-_HELD_BYTES = 1024 * 1024
-"""Up to so many bytes, a transaction is upcast once and kept; a larger one is validated, and upcast again when read."""
+_KEPT_BYTES = 1024 * 1024
+"""Up to this size a transaction is upcast once and kept; a larger one is validated, and upcast again when read."""
 _VALIDATED_AT_ONCE = 100
 """How many events of a sink's transaction are validated before the event loop runs other deliveries."""
 
@@ -52,19 +52,21 @@ class _CurrentColumns(_CurrentDecoder):
 
         Validates every event, even if its payload is not among the fields.
         """
-        *found, kinds = self._columns.columns(rows, (*fields, "event_type"))
+        *columns, kinds = self._columns.columns(rows, (*fields, "event_type"))
         indices = self._upcaster.among(kinds)
-        changed = {field: list(found[fields.index(field)]) for field in _CHANGED if field in fields}
+        changed = {
+            field: list(columns[fields.index(field)]) for field in _CHANGED if field in fields
+        }
         for index, row in zip(indices, rows.take(np.array(indices, np.int64)), strict=True):
             event = self._upcaster.current(self._decoder.event(row, _NO_COMMIT))
             for field, column in changed.items():
                 text = event.text(field)
                 column[index] = None if text is None else text.encode()
-        return [changed.get(field, column) for field, column in zip(fields, found, strict=True)]
+        return [changed.get(field, column) for field, column in zip(fields, columns, strict=True)]
 
 
-class _Held(Events):
-    """Events that are all decoded, once."""
+class _DecodedEvents(Events):
+    """Events that are decoded once and kept."""
 
     __slots__ = ("_events",)
 
@@ -84,7 +86,7 @@ class _CurrentRouted(Routed):
     def __iter__(self) -> Iterator[Transaction]:
         for each in super().__iter__():
             if _is_small(each.events):
-                yield replace(each, events=_Held(each.events))
+                yield replace(each, events=_DecodedEvents(each.events))
             else:
                 for _ in each.events:
                     pass
@@ -104,21 +106,21 @@ class Typed:
         self._handler.configure(conn)
 
     def check(self, conn: Connection) -> None:
-        """Raise ConfigurationError if the handler cannot work on this database at all."""
+        """Raise ConfigurationError if the handler cannot work on this database."""
         self._handler.check(conn)
 
     def apply(self, conn: Connection, routed: Routed) -> None:
-        """Apply transactions, in order. Raises InvalidEvent, and what the handler or an upcaster raises."""
-        if self._touches(routed):
+        """Apply transactions, in order. Raises InvalidEvent, and the errors of the handler and of upcasters."""
+        if self._has_typed_events(routed):
             decoder = _CurrentColumns(routed.decoder, self._upcaster)
             routed = _CurrentRouted(routed.transactions, decoder)
         self._handler.apply(conn, routed)
 
-    def _touches(self, routed: Routed) -> bool:
-        some = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    def _has_typed_events(self, routed: Routed) -> bool:
+        portions = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
         return any(
             not self._upcaster.none_of(kinds)
-            for rows in some
+            for rows in portions
             for kinds in routed.decoder.columns(rows, ("event_type",))
         )
 
@@ -139,12 +141,12 @@ class TypedSink:
         await self._sink.close()
 
     async def deliver(self, transaction: Transaction) -> None:
-        """Deliver all events of a transaction. Raises InvalidEvent, and what the sink or an upcaster raises."""
+        """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
         published = transaction.events
         decoder = _CurrentDecoder(published.decoder, self._upcaster)
         events = Events(published.tuples, decoder, published.commit)
         if _is_small(events):
-            events = _Held(events)
+            events = _DecodedEvents(events)
         else:
             for number, _ in enumerate(events):
                 if number % _VALIDATED_AT_ONCE == 0:
@@ -153,4 +155,4 @@ class TypedSink:
 
 
 def _is_small(events: Events) -> bool:
-    return isinstance(events.tuples, Rows) and events.tuples.size <= _HELD_BYTES
+    return isinstance(events.tuples, Rows) and events.tuples.size <= _KEPT_BYTES

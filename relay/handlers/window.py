@@ -1,21 +1,22 @@
-"""Tracks messages that were sent to a broker and are not answered yet, across concurrent deliveries."""
+"""Tracks the messages of concurrent deliveries that were sent to a broker and are not answered yet."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 
 from relay.handlers.messages import Message
 
-_MOST = 1_000
-"""How many messages of a sink may be unanswered at once. Even a slow broker answers so many within `timeout`."""
+_MOST_UNANSWERED = 1_000
+"""How many messages of a sink may be unanswered at once. Even a slow broker answers that many within `timeout`."""
 
 
 class Sending:
     """The messages that one delivery sends, and the broker's answers to them."""
 
     __slots__ = (
-        "_confirmed", "_fault", "_heard", "_loop", "_room", "_unanswered", "_waiter", "is_over", "messages"
+        "_answered_at", "_confirmed", "_fault", "_loop", "_room", "_unanswered", "_waiter", "is_over", "messages"
     )  # fmt: skip
 
     def __init__(self, messages: Sequence[Message], room: asyncio.Semaphore) -> None:
@@ -27,7 +28,7 @@ class Sending:
         self._unanswered = 0
         self._room = room
         self._loop = asyncio.get_running_loop()
-        self._heard = 0.0
+        self._answered_at = 0.0
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -45,7 +46,7 @@ class Sending:
             return
         self._unanswered -= 1
         self._room.release()
-        self._heard = self._loop.time()
+        self._answered_at = self._loop.time()
         if fault is None:
             self._confirmed[index] = 1
         elif self._fault is None:
@@ -58,7 +59,7 @@ class Sending:
     ) -> None:
         """Send the messages, each when there is room for it, until the first fault is known.
 
-        Raises TimeoutError if for `timeout` seconds there is no room and none of the sent messages is answered.
+        Raises TimeoutError if there is no room for `timeout` seconds, and none of the sent messages is answered.
         """
         for index in range(len(self.messages)):
             await self._take_room(timeout)
@@ -66,26 +67,26 @@ class Sending:
             await publish(self, index)
             if self._fault is not None:
                 break
-        self._heard = self._loop.time()
+        self._answered_at = self._loop.time()
 
     async def _take_room(self, timeout: float) -> None:
         if self._room.locked():
-            self._heard = self._loop.time()
+            self._answered_at = self._loop.time()
         while True:
             # A delivery that has sent nothing waits for others, which have a deadline.
-            deadline = self._heard + timeout if self._unanswered else None
+            deadline = self._answered_at + timeout if self._unanswered else None
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._room.acquire()
                 return
             except TimeoutError:
-                if self._unanswered and self._loop.time() >= self._heard + timeout:
+                if self._unanswered and self._loop.time() >= self._answered_at + timeout:
                     raise
 
     async def wait(self, timeout: float) -> None:
-        """Wait for all answers. Raises the first fault, or TimeoutError if for `timeout` seconds no answer comes."""
+        """Wait for all answers. Raises the first fault, or TimeoutError if none comes for `timeout` seconds."""
         while self._fault is None and self._unanswered:
-            deadline = self._heard + timeout
+            deadline = self._answered_at + timeout
             if self._loop.time() >= deadline:
                 raise TimeoutError
             self._waiter = self._loop.create_future()
@@ -115,7 +116,7 @@ class SendWindow:
     def __init__(self, timeout: float) -> None:
         """`timeout` is in seconds."""
         self._timeout = timeout
-        self._room = asyncio.Semaphore(_MOST)
+        self._room = asyncio.Semaphore(_MOST_UNANSWERED)
 
     def sending(self, messages: Sequence[Message]) -> Sending:
         """A `Sending` of these messages that shares this window's room."""
@@ -126,8 +127,8 @@ class SendWindow:
     ) -> None:
         """Publish messages, in order, and wait until the broker has stored all of them.
 
-        `publish` sends one message, given by its index; its answer goes to `Sending.answer`. Raises what `publish`
-        raises, the first fault that is answered, or TimeoutError if no message is answered within the timeout.
+        `publish` sends one message, given by its index; its answer goes to `Sending.answer`. Raises the errors of
+        `publish`, the first fault that is answered, or TimeoutError if no message is answered within the timeout.
         """
         try:
             await sending.publish(publish, self._timeout)
@@ -142,12 +143,12 @@ class Unanswered:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, tuple[Sending, int]] = {}
-        self._heard = self._loop.time()
+        self._answered_at = self._loop.time()
 
     def add(self, number: int, sending: Sending, index: int) -> None:
         """Add a message that is being sent."""
         if not self._pending:
-            self._heard = self._loop.time()
+            self._answered_at = self._loop.time()
         self._pending[number] = sending, index
 
     def discard(self, number: int) -> None:
@@ -156,24 +157,19 @@ class Unanswered:
 
     def message(self, number: int) -> Message | None:
         """The unanswered message with a number; None if there is none."""
-        found = self._pending.get(number)
-        return found[0].messages[found[1]] if found else None
+        entry = self._pending.get(number)
+        return entry[0].messages[entry[1]] if entry else None
 
     def up_to(self, number: int) -> list[int]:
         """The numbers of the unanswered messages up to and including `number`."""
-        found = []
-        for each in self._pending:
-            if each > number:
-                break
-            found.append(each)
-        return found
+        return list(takewhile(lambda each: each <= number, self._pending))
 
     def answer(self, number: int, fault: Exception | None = None) -> None:
         """Record the broker's answer to a message."""
-        self._heard = self._loop.time()
-        found = self._pending.pop(number, None)
-        if found is not None:
-            sending, index = found
+        self._answered_at = self._loop.time()
+        entry = self._pending.pop(number, None)
+        if entry is not None:
+            sending, index = entry
             sending.answer(index, fault)
 
     def fail(self, fault: Exception) -> None:
@@ -186,6 +182,6 @@ class Unanswered:
 
         Also removes the messages of deliveries that have ended, whose answers may never come.
         """
-        silent = bool(self._pending) and self._loop.time() - self._heard >= seconds
+        silent = bool(self._pending) and self._loop.time() - self._answered_at >= seconds
         self._pending = {n: (s, i) for n, (s, i) in self._pending.items() if not s.is_over}
         return silent

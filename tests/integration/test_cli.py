@@ -404,8 +404,8 @@ def test_slot_of_another_database(
 def test_a_bad_statement_is_found_by_check(outbox: Outbox, tmp_path: Path) -> None:
     for statement, words in (
         ("insert into nowhere values (%(id)s)", 'relation "nowhere" does not exist'),
-        ("insert into projection (id) values (%(name)s)", "%(name)s names no field of an event"),
-        ("insert into projection (id) values (%s)", "'%s' is no placeholder"),
+        ("insert into projection (id) values (%(name)s)", "%(name)s is not a field of an event"),
+        ("insert into projection (id) values (%s)", "'%s' is not a placeholder"),
         (
             "insert into projection (id) values (%(payload)s)",
             'column "id" is of type uuid but expression is of type',

@@ -99,7 +99,7 @@ class Run:
 
     async def all(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
-            await self.dispatcher.room()
+            await self.dispatcher.wait_for_room()
             self.dispatcher.submit(each)
         await asyncio.wait_for(self.idle(), 10)
         await self.dispatcher.close()
@@ -265,7 +265,7 @@ def test_what_is_blocked_waits_in_memory_while_the_destination_is_down(
         await asyncio.sleep(0.02)
         assert len(run.dispositions) == 2
         monkeypatch.setattr(dispatch, "MOST_DELIVERIES", 100)
-        room = asyncio.create_task(run.dispatcher.room())
+        room = asyncio.create_task(run.dispatcher.wait_for_room())
         await asyncio.sleep(0.01)
         assert not room.done()
         monkeypatch.setattr(dispatch, "DEFER_BLOCKED_SECONDS", 0)

@@ -194,7 +194,7 @@ def test_statements_name_headers_where_there_are_any() -> None:
     ).handlers["a"]
     assert statement.type == "sql"
     SqlEvent("a", statement, source(headers=["region"]).sql_types)
-    with pytest.raises(ConfigurationError, match="names no field of an event"):
+    with pytest.raises(ConfigurationError, match="is not a field of an event"):
         SqlEvent("a", statement, source().sql_types)
     assert relation.RESERVED
 

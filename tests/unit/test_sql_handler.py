@@ -111,7 +111,7 @@ def test_a_bare_percent_sign_is_refused_with_what_to_write(statement: str, shown
     with pytest.raises(ConfigurationError) as raised:
         compiled(statement)
     line = str(raised.value)
-    assert line.startswith(f"handlers.h.statement: {shown} is no placeholder")
+    assert line.startswith(f"handlers.h.statement: {shown} is not a placeholder")
     assert "%(field)s" in line
     assert "%%" in line
     assert "\n" not in line
@@ -143,7 +143,7 @@ def test_an_unknown_field_is_refused_with_the_fields_there_are(field: str) -> No
     with pytest.raises(ConfigurationError) as raised:
         compiled(f"select %(id)s, %({field})s")
     line = str(raised.value)
-    assert line.startswith(f"handlers.h.statement: %({field})s names no field")
+    assert line.startswith(f"handlers.h.statement: %({field})s is not a field")
     assert all(re.search(rf"\b{name}\b", line) for name in EVENT_FIELDS)
 
 
