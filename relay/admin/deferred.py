@@ -76,7 +76,9 @@ class DeferredTransactions:
             if not selected.wanted.sink:
                 # A transaction that is being applied to the target must not become a dead letter, too.
                 deferred.lock(self._conn, self._group)
-            chosen = deferred_selection.some(self._conn, self._group, selected, _CANCELLED_AT_ONCE)
+            chosen = deferred_selection.oldest(
+                self._conn, self._group, selected, _CANCELLED_AT_ONCE
+            )
             if not chosen:
                 return None
             error = Cancelled(f"cancelled by {self._user()}: {reason or 'no reason given'}")

@@ -13,7 +13,7 @@ from relay.faults import ConfigurationError
 from relay.retention import floor
 from relay.store import actions
 from relay.store.connections import Connection
-from relay.store.suspects import within
+from relay.store.suspects import shortened
 
 _PAGES = 2_000
 """How many pages of a table are read in one database transaction."""
@@ -111,7 +111,7 @@ def _transactions_of(
         ).format(id=sql.Identifier(column), **_names(settings)),
         (host,),
     )
-    return [within(str(each)) for (each,) in rows]
+    return [shortened(str(each)) for (each,) in rows]
 
 
 def _erase_from_target(

@@ -1,1 +1,1 @@
-"""Every SQL statement on relay's own tables."""
+"""All SQL statements on relay's own tables."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def hold(conn: Connection, group: str, effects: Effects) -> None:
-    """Take the lock that shows which configuration this instance runs with, until the connection ends."""
+    """Lock the configuration that this instance runs with, shared, until the connection ends."""
     advisory_locks.lock_shared(conn, advisory_locks.configuration(group, effects.digest))
 
 
@@ -60,24 +60,24 @@ def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
 
 def require_current(conn: Connection, group: str, effects: Effects) -> None:
     """Raise ConfigurationError if another configuration has replaced this one."""
-    stored = _other(conn, group, effects)
+    stored = _replacement(conn, group, effects)
     if stored is not None:
         raise ConfigurationError(
-            f"group: another instance has given {group!r} another configuration: {effects.difference(stored[1])}: "
-            "start this one with the same, or with --accept-configuration"
+            f"group: another instance has replaced the configuration of {group!r}: {effects.difference(stored[1])}: "
+            "start this instance with the same configuration, or with --accept-configuration"
         )
 
 
 def difference_from_running(conn: Connection, group: str, effects: Effects) -> str | None:
-    """Say how the configuration differs from that of running instances; None if it does not, or none run."""
-    stored = _other(conn, group, effects)
+    """Describe how the configuration differs from that of running instances; None if it does not, or none run."""
+    stored = _replacement(conn, group, effects)
     if stored is None or not _runs(conn, group, stored[0]):
         return None
     return effects.difference(stored[1])
 
 
 def running_handlers(conn: Connection, group: str) -> set[str]:
-    """Return the handlers of the stored configuration; empty if no instance runs with it."""
+    """Return the names of the handlers of the stored configuration; empty if no instance runs with it."""
     stored = conn.execute(
         "select configuration_digest, configuration from relay.groups where group_id = %s", (group,)
     ).fetchone()
@@ -86,8 +86,10 @@ def running_handlers(conn: Connection, group: str) -> set[str]:
     return handlers_of(stored[1])
 
 
-def _other(conn: Connection, group: str, effects: Effects) -> tuple[str, dict[str, str]] | None:
-    """Return digest and values of the stored configuration if it differs from this one."""
+def _replacement(
+    conn: Connection, group: str, effects: Effects
+) -> tuple[str, dict[str, str]] | None:
+    """Return digest and values of the stored configuration if it differs from this one, otherwise None."""
     return conn.execute(
         "select configuration_digest, configuration from relay.groups"
         " where group_id = %s and configuration_digest <> %s",

@@ -1,4 +1,4 @@
-"""Takes advisory locks, and has all their keys. Every function raises psycopg.Error.
+"""Takes and releases advisory locks, and defines all their keys. Every function raises psycopg.Error.
 
 | key | database | held by |
 |---|---|---|
@@ -20,11 +20,11 @@ import psycopg
 from psycopg.rows import scalar_row
 
 INSTALLATION = 0x72656C6179  # "relay"
-"""A key of 64 bits; all others are of two times 32."""
+"""A key of 64 bits; all others have two parts of 32 bits."""
 
 
 class Key(NamedTuple):
-    """The key of a lock: `space` says what is locked, `name` which one; PostgreSQL hashes the name to 32 bits."""
+    """The key of a lock: `space` is the kind of the object, `name` its name, which PostgreSQL hashes to 32 bits."""
 
     space: int
     name: str
@@ -57,12 +57,12 @@ def retention(table: str) -> Key:
 
 def try_lock(conn: psycopg.Connection[Any], key: Key) -> bool:
     """Take the lock until the session ends, or `unlock`; returns False while another session holds it."""
-    return _found(conn, "select pg_try_advisory_lock(%s, hashtext(%s))", key)
+    return _boolean(conn, "select pg_try_advisory_lock(%s, hashtext(%s))", key)
 
 
 def try_lock_shared(conn: psycopg.Connection[Any], key: Key) -> bool:
     """Share the lock until the session ends; returns False while another session holds it exclusively."""
-    return _found(conn, "select pg_try_advisory_lock_shared(%s, hashtext(%s))", key)
+    return _boolean(conn, "select pg_try_advisory_lock_shared(%s, hashtext(%s))", key)
 
 
 def lock_shared(conn: psycopg.Connection[Any], key: Key) -> None:
@@ -71,13 +71,13 @@ def lock_shared(conn: psycopg.Connection[Any], key: Key) -> None:
 
 
 def unlock(conn: psycopg.Connection[Any], key: Key) -> None:
-    """Release what `try_lock` took."""
+    """Release a lock that `try_lock` took."""
     conn.execute("select pg_advisory_unlock(%s, hashtext(%s))", key)
 
 
 def try_lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> bool:
     """Take the lock until the database transaction ends; returns False while another session holds it."""
-    return _found(conn, "select pg_try_advisory_xact_lock(%s, hashtext(%s))", key)
+    return _boolean(conn, "select pg_try_advisory_xact_lock(%s, hashtext(%s))", key)
 
 
 def lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> None:
@@ -86,7 +86,7 @@ def lock_in_transaction(conn: psycopg.Connection[Any], key: Key) -> None:
 
 
 def sharing(conn: psycopg.Connection[Any], key: Key) -> list[str]:
-    """The application names of the sessions that share the lock, the oldest session first."""
+    """List the application names of the sessions that share the lock, the oldest session first."""
     rows = conn.execute(
         """
         select coalesce(a.application_name, '') from pg_locks l join pg_stat_activity a on a.pid = l.pid
@@ -100,6 +100,6 @@ def sharing(conn: psycopg.Connection[Any], key: Key) -> list[str]:
     return [name for (name,) in rows]
 
 
-def _found(conn: psycopg.Connection[Any], statement: LiteralString, key: Key) -> bool:
+def _boolean(conn: psycopg.Connection[Any], statement: LiteralString, key: Key) -> bool:
     with conn.cursor(row_factory=scalar_row) as cursor:
         return bool(cursor.execute(statement, key).fetchone())

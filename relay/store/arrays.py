@@ -1,4 +1,4 @@
-"""Writes literals of PostgreSQL arrays: psycopg dumps a list element by element, which is slow for large batches."""
+"""Formats literals of PostgreSQL arrays: psycopg dumps a list element by element, which is slow in large batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_numbers(numbers: Iterable[int]) -> str:
 
 
 def of_values(values: Iterable[object]) -> str:
-    """Return the literal of an array of values whose `str` PostgreSQL reads, such as numbers and times, or None."""
+    """Return the literal of an array of numbers, None, and values whose `str` PostgreSQL reads, such as times."""
     return f"{{{','.join(map(_element, values))}}}"
 
 

@@ -16,7 +16,7 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """How many transactions in a row were dead-lettered (`deaths`). `braked`: no more of them are."""
+    """How many transactions in a row were dead-lettered by one kind of fault. `braked`: the handler is stopped."""
 
     fault: str
     deaths: int
@@ -33,9 +33,9 @@ class BrakedHandler:
     braked_at: datetime
 
 
-def streaks_of(found: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
-    """Return streaks by handler, from what `relay.lock_partitions` returns."""
-    return {handler: Streak(*values) for handler, values in (found or {}).items()}
+def streaks_of(values: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
+    """Return streaks by handler, from the result of `relay.lock_partitions`."""
+    return {handler: Streak(*streak) for handler, streak in (values or {}).items()}
 
 
 def streaks(conn: Connection, group: str) -> dict[str, Streak]:
@@ -52,7 +52,7 @@ def add(
 ) -> int:
     """Count dead transactions, in the commit that writes them; returns how many there are in a row.
 
-    `begin` says that the handler succeeded before the first of them. The row stays locked until the database
+    `begin`: the handler succeeded before the first of them. The row stays locked until the database
     transaction ends, so that concurrent tasks count together.
     """
     row = conn.execute(
@@ -79,7 +79,7 @@ def add(
 
 
 def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> None:
-    """Store the streak of a handler that only one worker counts; None: it has succeeded."""
+    """Store the streak of a handler that only one worker counts; None deletes it, since the handler has succeeded."""
     if streak is None:
         forget(conn, group, handler)
         return
@@ -102,7 +102,7 @@ def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> 
 
 
 def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
-    """Stop the handler's progress."""
+    """Stop the handler: apply its brake."""
     conn.execute(
         """
         insert into relay.brakes as b (group_id, handler, fault, braked_at) values (%s, %s, %s, now())
@@ -113,7 +113,7 @@ def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
 
 
 def forget(conn: Connection, group: str, handler: str) -> None:
-    """Delete the streak of a handler that has succeeded, or has no brake any more."""
+    """Delete the streak of a handler that has succeeded, or that has no brake any more."""
     conn.execute("delete from relay.brakes where group_id = %s and handler = %s", (group, handler))
 
 

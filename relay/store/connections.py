@@ -53,7 +53,7 @@ KEEPALIVE: Mapping[str, str] = {
 }
 """After a minute without an answer the server ends the session and releases its locks."""
 LOCK_TIMEOUT = "30s"
-"""How long a statement waits for a lock, where the user has set nothing, before its task is retried."""
+"""How long a statement waits for a lock before its task is retried, unless the user has set a timeout."""
 
 _SESSION = "; ".join(f"set {name} = {value}" for name, value in KEEPALIVE.items())
 _DURABLE = """
@@ -78,11 +78,11 @@ _CREATE_LEFT_OVER = r"""
                           and refobjid = pg_my_temp_schema() and relname not like 'relay\_%');
     end $$
 """
-"""A function, since planning this query for each reset would cost more than the rest of it."""
+"""A function, since planning this query for each reset would cost more than the reset itself."""
 
 
 class _Pool(ConnectionPool[psycopg.Connection[Any]]):
-    """A pool whose PoolTimeout says why there is no connection, which psycopg only logs."""
+    """A pool whose PoolTimeout has the error of the last attempt to connect, which psycopg only logs."""
 
     def __init__(self, dsn: str, **options: Any) -> None:
         refusals: list[str] = []
@@ -113,7 +113,9 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
 
 Configure = Callable[[psycopg.Connection[Any]], None]
 
-_wanted: ContextVar[Mapping[str, str]] = ContextVar("wanted", default=MappingProxyType({}))
+_session_settings: ContextVar[Mapping[str, str]] = ContextVar(
+    "session_settings", default=MappingProxyType({})
+)
 
 
 class _LsnDumper(Dumper):
@@ -127,13 +129,13 @@ class _LsnDumper(Dumper):
 def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
     """Apply settings of PostgreSQL, such as statement_timeout, to sessions that `connect` opens in this block.
 
-    For callers of functions that connect by themselves. A thread that is started in the block does not inherit them.
+    For callers of functions that open connections. A thread that is started in the block does not inherit the settings.
     """
-    before = _wanted.set({**_wanted.get(), **settings})
+    before = _session_settings.set({**_session_settings.get(), **settings})
     try:
         yield
     finally:
-        _wanted.reset(before)
+        _session_settings.reset(before)
 
 
 def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
@@ -146,8 +148,8 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
     )
     try:
         conn.execute(f"{_SESSION}; {_DURABLE}".encode())
-        if wanted := _wanted.get():
-            _set(conn, wanted)
+        if settings := _session_settings.get():
+            _set(conn, settings)
     except BaseException:
         conn.close()
         raise
@@ -158,7 +160,7 @@ def pin_text_form(conn: psycopg.Connection[Any]) -> None:
     """Fix how the session prints values. Every connection that reads events needs it. Raises psycopg.Error.
 
     A SET in the session overrides the defaults of server, database and role, the `options` of the connection string,
-    and PGDATESTYLE and PGTZ, which libpq sends after those options. Handlers' connections keep what their user set.
+    and PGDATESTYLE and PGTZ, which libpq sends after those options. Handlers' connections keep what the user has set.
     """
     _set(conn, TEXT_FORM)
 
@@ -183,7 +185,7 @@ def open_pool(
 class HandlerPool:
     """A pool of at most `size` sessions of the target that run statements of the user.
 
-    What these change in a session is reset with the commit, in the same round trip. Unless `durable`, a crash of the
+    Settings and locks of a session are reset with the commit, in the same round trip. Unless `durable`, a crash of the
     server may lose commits. `code_of` names the Python handlers: their code cannot end a transaction, and a session in
     which it left temporary tables or prepared statements is closed.
     """
@@ -205,7 +207,7 @@ class HandlerPool:
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
         """Run a database transaction; it is committed at the end of the block, or rolled back by an exception.
 
-        Raises ConfigurationError if code of the user ended it, and psycopg.Error.
+        Raises ConfigurationError if user code ended it, and psycopg.Error.
         """
         with self._pool.connection() as conn:
             try:
@@ -219,7 +221,7 @@ class HandlerPool:
                 _close(conn)
 
     def _begin(self, conn: psycopg.Connection[Any]) -> None:
-        """Begin a transaction that code of the user must not end; without such code the first statement begins it."""
+        """Begin a transaction that user code must not end; without user code the first statement begins it."""
         if not self._code_of:
             return
         result = conn.pgconn.exec_(transaction_guard.BEGIN)
@@ -228,8 +230,8 @@ class HandlerPool:
         error = server_error(result)
         if isinstance(error, psycopg.errors.UndefinedFunction | psycopg.errors.InvalidSchemaName):
             raise ConfigurationError(
-                "target.dsn: what belongs to a session is gone in the next transaction, as with a pooler in "
-                "transaction mode: connect to PostgreSQL itself, or set the pooler to session mode"
+                "target.dsn: temporary objects of the session are missing in the next transaction, as with a pooler "
+                "in transaction mode: connect to PostgreSQL itself, or set the pooler to session mode"
             )
         raise error
 
@@ -246,7 +248,7 @@ class HandlerPool:
         self._pool.close()
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        # The reset has literals, since a query for each setting would cost as much as the rest of it.
+        # The reset has literals, since a query for each setting would double its cost.
         row = conn.execute(
             "select current_setting('synchronous_commit'), current_setting('lock_timeout')"
         ).fetchone()
@@ -280,7 +282,7 @@ def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:
 
 def _close(conn: psycopg.Connection[Any]) -> None:
     log.warning(
-        "a handler left temporary tables or prepared statements in its session, which is closed: drop them, or create "
+        "a handler left temporary tables or prepared statements in its session, which was closed: drop them, or create "
         "tables with `on commit drop`"
     )
     conn.close()
@@ -305,7 +307,7 @@ def _pool(
         max_size=size,
         open=True,
         timeout=POOL_TIMEOUT_SECONDS,
-        # The next task tries again after a failed attempt; the pool's own back-off would sleep through a recovery.
+        # The next task tries again after a failed attempt; the pool's own backoff would delay the recovery.
         reconnect_timeout=1.0,
         configure=prepare,
         kwargs={

@@ -39,7 +39,7 @@ def load(conn: Connection, file: Path) -> None:
 
 
 def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
-    """Load the payload of one event, as `load` does. Raises ConfigurationError for what is not JSON."""
+    """Load the payload of one event, as `load` does. Raises ConfigurationError if it is not JSON."""
     _create(conn)
     try:
         with conn.transaction():
@@ -48,7 +48,7 @@ def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
                 (dead_letter_id, payload),
             )
     except psycopg.DataError as error:
-        what = error.diag.message_primary or "is not text that PostgreSQL takes"
+        what = error.diag.message_primary or "is not text that PostgreSQL accepts"
         raise ConfigurationError(f"payload: is not JSON: {what}") from None
 
 
@@ -63,11 +63,11 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
             update relay.dead_letter_queue d
                set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload,
                    by_reference = false
-              from (select letter.id, last.payload
-                      from relay.dead_letter_queue letter
+              from (select q.id, last.payload
+                      from relay.dead_letter_queue q
                      cross join lateral (select payload from pg_temp.relay_edits e
-                                          where e.id = letter.id order by e.line desc limit 1) last
-                     where letter.dead_transaction = any(%(dead)s)) edit
+                                          where e.id = q.id order by e.line desc limit 1) last
+                     where q.dead_transaction = any(%(dead)s)) edit
              where d.id = edit.id and d.payload is distinct from edit.payload
             returning d.id, d.dead_transaction, d.transaction_id)
         insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
@@ -101,15 +101,15 @@ def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:
         malformed = conn.execute(
             """
             with edit as materialized (
-                select number, line::json as letter
+                select number, line::json as object
                   from unnest(%s::bigint[], %s::text[]) as given (number, line)
             ), stored as (
                 insert into pg_temp.relay_edits
-                select number, (letter ->> 'id')::bigint, (letter -> 'payload')::text::jsonb from edit
-                 where json_typeof(letter -> 'id') = 'number' and letter ->> 'id' ~ '^[0-9]{1,18}$')
+                select number, (object ->> 'id')::bigint, (object -> 'payload')::text::jsonb from edit
+                 where json_typeof(object -> 'id') = 'number' and object ->> 'id' ~ '^[0-9]{1,18}$')
             select min(number) from edit
-             where json_typeof(letter -> 'id') is distinct from 'number' or letter ->> 'id' !~ '^[0-9]{1,18}$'
-                   or letter -> 'payload' is null
+             where json_typeof(object -> 'id') is distinct from 'number' or object ->> 'id' !~ '^[0-9]{1,18}$'
+                   or object -> 'payload' is null
             """,
             ([number for number, _ in lines], [line for _, line in lines]),
         ).fetchall()[0][0]
@@ -121,5 +121,5 @@ def _store_one(conn: Connection, file: Path, line: Line) -> None:
     try:
         _store(conn, file, [line])
     except psycopg.DataError as error:
-        what = error.diag.message_primary or "is not text that PostgreSQL takes"
+        what = error.diag.message_primary or "is not text that PostgreSQL accepts"
         raise ConfigurationError(f"{file}:{line[0]}: is not JSON: {what}") from None

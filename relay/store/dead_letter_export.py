@@ -1,4 +1,4 @@
-"""Prints dead letters as JSON and as text, for commands and exports."""
+"""Reads dead letters as JSON and as text, for commands and exports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.dead_letters import DeadLetterRow
 
 if TYPE_CHECKING:
-    # Its module imports the pool, which `relay --help` does not need.
+    # The module imports the connection pool, which `relay --help` does not need.
     from relay.store.connections import Connection
 
 _SHOWN = (
@@ -37,7 +37,7 @@ def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Itera
     # The JSON is made after sorting, so that the sort moves stored values and not their text.
     query = sql.SQL(
         """
-        select row_to_json(letter)::text from (
+        select row_to_json(event)::text from (
             select {columns}
               from relay.dead_letter_queue d
               join (select d.dead_transaction, min(d.c_offset) as first_offset
@@ -45,7 +45,7 @@ def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Itera
                      where d.dead_transaction in (
                            select d.dead_transaction from relay.dead_letter_queue d where {where})
                      group by d.dead_transaction) whole using (dead_transaction)
-             order by whole.first_offset nulls last, d.dead_transaction, d.id) letter
+             order by whole.first_offset nulls last, d.dead_transaction, d.id) event
         """
     ).format(columns=_columns(_SHOWN), where=where)
     with conn.cursor(row_factory=scalar_row) as cursor:
@@ -56,8 +56,8 @@ def events_as_json(conn: Connection, number: int) -> Iterator[str]:
     """Yield every event of a dead transaction as the text of a JSON object, in order."""
     query = sql.SQL(
         """
-        select row_to_json(letter)::text from (
-            select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) letter
+        select row_to_json(event)::text from (
+            select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) event
         """
     ).format(columns=_columns(_SHOWN))
     with conn.cursor(row_factory=scalar_row) as cursor:
@@ -67,7 +67,7 @@ def events_as_json(conn: Connection, number: int) -> Iterator[str]:
 def events_as_text(conn: Connection, number: int, pretty: bool) -> Iterator[DeadLetterRow]:
     """Yield every event of a dead transaction in order, each field as PostgreSQL prints it; `pretty` indents JSON."""
     columns = [
-        _laid_out(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
+        _indented(name) if pretty and name in _JSON else sql.SQL("{}::text").format(_column(name))
         for name in (*_SHOWN, "refused")
     ]
     query = sql.SQL(
@@ -93,7 +93,7 @@ def _columns(names: Sequence[str]) -> sql.Composed:
     return sql.SQL(", ").join(map(_column, names))
 
 
-def _laid_out(name: str) -> sql.Composed:
+def _indented(name: str) -> sql.Composed:
     return sql.SQL(
         "case when length(jsonb_pretty({0})) <= {1} then jsonb_pretty({0}) else {0}::text end"
     ).format(_column(name), sql.Literal(_PRETTY_CHARACTERS))

@@ -114,9 +114,9 @@ def kinds(conn: Connection, group: str, limit: int) -> list[Kind]:
 
 
 def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[dict[str, Any]]:
-    """Events of a dead transaction in order, after the dead letter of that id, each with its columns.
+    """List events of a dead transaction in order, after the dead letter with the id `after`.
 
-    Of long values only the beginning; `payload_bytes` has the size of the whole.
+    Long values are cut; `payload_bytes` has the whole size.
     """
     with conn.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(
@@ -134,23 +134,23 @@ def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[di
                 """
             ).format(
                 most=SHOWN_CHARACTERS,
-                payload=_laid_out("payload"),
-                original=_laid_out("original_payload"),
-                metadata=_laid_out("metadata"),
+                payload=_indented("payload"),
+                original=_indented("original_payload"),
+                metadata=_indented("metadata"),
             ),
             (number, after, limit),
         ).fetchall()
 
 
-def _laid_out(column: str) -> sql.Composed:
-    """The beginning of a JSON value; indented where it is short, since deep nesting would indent to megabytes."""
+def _indented(column: str) -> sql.Composed:
+    """The beginning of a JSON value, indented only if it is short: deep nesting would indent to megabytes."""
     return sql.SQL(
         "left(case when length({0}::text) <= {1} then jsonb_pretty({0}) else {0}::text end, {1})"
     ).format(sql.Identifier("d", column), SHOWN_CHARACTERS)
 
 
 def payload(conn: Connection, group: str, dead_letter_id: int) -> str | None:
-    """Return the whole payload of a dead letter as JSON text; None where there is no such dead letter."""
+    """Return the whole payload of a dead letter as JSON text; None if there is no such dead letter."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select payload::text from relay.dead_letter_queue where group_id = %s and id = %s",

@@ -1,4 +1,4 @@
-"""Selects dead transactions of `relay.dead_letter_queue` for commands and the console: lists and counts them."""
+"""Selects, lists and counts dead transactions of `relay.dead_letter_queue`, for commands and the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 if TYPE_CHECKING:
-    # Its module imports the pool, which `relay --help` does not need.
+    # The module imports the connection pool, which `relay --help` does not need.
     from relay.store.connections import Connection
 
 
@@ -21,7 +21,7 @@ _CHUNK = 1_000
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterSelection:
-    """A selection of dead transactions: those with an event that meets every condition. None is no condition.
+    """A filter for dead transactions: it selects those with an event that meets every condition that is not None.
 
     `event_type`, `handler` and `sink` ('' for the target) match exactly, `exception` matches a part of the text, `kind`
     its beginning, such as `CheckViolation [23514]`. `since` and `until` bound the time of dead-lettering.
@@ -69,7 +69,7 @@ class DeadLetterSelection:
 class DeadTransaction:
     """A dead business transaction in a list. `id` is the dead letter of its first event, `letters` has those of all.
 
-    `sink` is empty where it could not be applied to the target.
+    `sink` is empty if it could not be applied to the target.
     """
 
     id: int
@@ -88,7 +88,7 @@ class DeadTransaction:
 
 @dataclass(frozen=True, slots=True)
 class FoundDeadLetters:
-    """The dead transactions of some statuses that a filter selected, none that are dead-lettered later."""
+    """The dead transactions that a filter selected at a moment, without those that are dead-lettered later."""
 
     wanted: DeadLetterSelection
     statuses: Sequence[str]
@@ -153,7 +153,7 @@ def find(
 ) -> FoundDeadLetters:
     """Count the dead transactions of some statuses that a filter selects."""
     where, parameters = wanted.where()
-    last_id, found, events = conn.execute(
+    last_id, transactions, events = conn.execute(
         sql.SQL(
             """
             select coalesce(max(d.id), 0), count(distinct d.dead_transaction), count(*)
@@ -164,7 +164,7 @@ def find(
         ).format(where=where),
         {**parameters, "group": group, "statuses": list(statuses)},
     ).fetchall()[0]
-    return FoundDeadLetters(wanted, tuple(statuses), last_id, found, events)
+    return FoundDeadLetters(wanted, tuple(statuses), last_id, transactions, events)
 
 
 def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[Dead]:

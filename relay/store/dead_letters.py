@@ -19,7 +19,7 @@ from relay.model.events import ID_FIELDS, SQL_TYPES, Event
 from relay.store.actions import Acted
 
 if TYPE_CHECKING:
-    # Its module imports the pool, which `relay --help` does not need.
+    # The module imports the connection pool, which `relay --help` does not need.
     from relay.store.connections import Connection
 
 _CHUNK = 1_000
@@ -91,9 +91,9 @@ def insert(
 ) -> int:
     """Write every event of one business transaction to the dead letters, in the current database transaction.
 
-    `handler` is the one that failed; None where no route matched. `sink` is the one that could not take the events;
-    they are replayed to it alone. It is '' where the events could not be applied to the target, and then `undelivered`
-    says that no sink has received them either. Returns the number of the dead transaction. A value that its column
+    `handler` is the one that failed; None if no route matched. `sink` is the one that could not deliver the events;
+    they are replayed to it alone. It is '' if the events could not be applied to the target; `undelivered` then says
+    that no sink has received them either. Returns the number of the dead transaction. A value that its column
     refuses is stored as text in `refused`: a dead letter that cannot be written would block everything after it.
     """
     number = _next_number(conn)
@@ -112,8 +112,8 @@ def insert(
 
 def _next_number(conn: Connection) -> int:
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute("select nextval('relay.dead_transactions')").fetchone()
-    return int(found or 0)
+        number = cursor.execute("select nextval('relay.dead_transactions')").fetchone()
+    return int(number or 0)
 
 
 def _write(conn: Connection, rows: Sequence[Sequence[Any]]) -> None:
@@ -123,21 +123,21 @@ def _write(conn: Connection, rows: Sequence[Sequence[Any]]) -> None:
 
 def _degraded(conn: Connection, rows: Sequence[ColumnValues]) -> Iterator[ColumnValues]:
     """Yield the rows with values that their columns accept, each after a JSON object of the values that they refuse."""
-    taken = [
+    by_column = [
         _accepted(conn, sql_type, values)
         for sql_type, values in zip(_TYPES, zip(*rows, strict=True), strict=True)
     ]
-    for row, takes in zip(rows, zip(*taken, strict=True), strict=True):
+    for row, accepted in zip(rows, zip(*by_column, strict=True), strict=True):
         refused = {
             name: value
-            for name, value, taken_as_is in zip(STORED, row, takes, strict=True)
-            if not taken_as_is
+            for name, value, is_accepted in zip(STORED, row, accepted, strict=True)
+            if not is_accepted
         }
         yield (
             json.dumps(refused) if refused else None,
             *(
-                value if taken_as_is else _nearest(sql_type, value or "")
-                for sql_type, value, taken_as_is in zip(_TYPES, row, takes, strict=True)
+                value if is_accepted else _nearest(sql_type, value or "")
+                for sql_type, value, is_accepted in zip(_TYPES, row, accepted, strict=True)
             ),
         )
 
@@ -145,7 +145,7 @@ def _degraded(conn: Connection, rows: Sequence[ColumnValues]) -> Iterator[Column
 def _accepted(
     conn: Connection, sql_type: LiteralString, values: Sequence[str | None]
 ) -> list[bool]:
-    """Say of each value whether PostgreSQL accepts it for a type. Refused values are found by bisection."""
+    """Return for each value whether PostgreSQL accepts it for a type. Refused values are found by bisection."""
     try:
         with conn.transaction():
             conn.execute(
@@ -164,7 +164,7 @@ def _accepted(
 
 
 def _nearest(sql_type: str, value: str) -> str | None:
-    """Return what a column accepts instead of a value that it refuses."""
+    """Return the value that a column stores instead of one that it refuses."""
     if sql_type == "text":
         return _ascii(value)
     # JSON that jsonb refuses, such as an escaped NUL, can be read as a JSON string of its text.
@@ -172,7 +172,7 @@ def _nearest(sql_type: str, value: str) -> str | None:
 
 
 def _writable(conn: Connection, text: str) -> str:
-    """Return the text, with escapes where the encoding of the target lacks its characters."""
+    """Return the text, escaped if the encoding of the target lacks one of its characters."""
     return text if all(_accepted(conn, "text", [text])) else _ascii(text)
 
 
@@ -189,11 +189,11 @@ class DeadLetterAction(Acted):
 def count(conn: Connection, group: str) -> int:
     """Count the dead events of the group."""
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute(
+        events = cursor.execute(
             "select count(*) from relay.dead_letter_queue where group_id = %s and status = 'dead'",
             (group,),
         ).fetchone()
-    return int(found or 0)
+    return int(events or 0)
 
 
 def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]:
@@ -209,7 +209,7 @@ def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]
 
 
 def transaction_of(conn: Connection, group: str, dead_letter_id: int) -> int | None:
-    """Return the number of the dead transaction of a dead letter; None where the group has no such dead letter."""
+    """Return the number of the dead transaction of a dead letter; None if the group has no such dead letter."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return cursor.execute(
             "select dead_transaction from relay.dead_letter_queue where group_id = %s and id = %s",
@@ -239,13 +239,13 @@ def stored(
             (list(dead),),
         )
         for number, refused, edited, *values in cursor:
-            letter = dict(zip(STORED, values, strict=True))
+            event = dict(zip(STORED, values, strict=True))
             if refused is not None:
                 as_published = json.loads(refused)
                 if edited:
                     as_published.pop("payload", None)
-                letter |= as_published
-            yield number, letter
+                event |= as_published
+            yield number, event
 
 
 def lock(conn: Connection, dead: Sequence[int], statuses: Sequence[str]) -> set[int]:
@@ -271,7 +271,7 @@ def mark(
     status: str,
     reason: str | None = None,
 ) -> None:
-    """Set the status of dead transactions, and record why."""
+    """Set the status of dead transactions, and record the action."""
     conn.execute(
         "update relay.dead_letter_queue set status = %s where dead_transaction = any(%s)",
         (status, list(dead)),
@@ -286,7 +286,7 @@ def mark_dead_again(
     handler: str | None,
     error: BaseException,
 ) -> None:
-    """Set a replayed transaction back to dead: it could not be applied again."""
+    """Set a replayed transaction to dead again, since it could not be applied."""
     exception = _writable(conn, exception_text(error))
     conn.execute(
         """

@@ -4,10 +4,11 @@ A deferred transaction belongs to a sink, or to the target, whose sink is ''. Th
 deferred transactions of one key: each key that is held is a row of `relay.deferred_keys`, and a transaction is not
 read again while the row of its `predecessor` exists.
 
-A predecessor is noted only where the session that deletes its row is certain to see the note: in the database
-transaction that inserts both, or under a lock on the predecessor's row. A trigger removes the note.
+A predecessor is noted only if the session that deletes its row is certain to see the note: in the database transaction
+that inserts both, or under a lock on the predecessor's row. A trigger removes the note.
 
-`deferred_due` finds the transactions that are due, `deferred_rows` has their rows, `deferred_counts` counts them.
+`deferred_due` finds the transactions that are due, `deferred_rows` reads and writes their rows, `deferred_counts`
+counts them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _DEFERRED_AT_ONCE = 5_000
 class Deferral:
     """Why a transaction is deferred, and until when.
 
-    It may be applied `after` so many seconds, or at the time `until`. It holds its `keys`, so that later transactions
-    are blocked, where `holds` says so. It has failed `attempts` times, first at `first_failed_at` (seconds since 1970).
+    It may be applied in `after` seconds, or at the time `until`. If it `holds` its `keys`, later transactions with them
+    are blocked. It has failed `attempts` times, first at `first_failed_at` (seconds since 1970).
     See the comments on the table's columns.
     """
 
@@ -52,7 +53,7 @@ class Deferral:
     undelivered: bool = False
 
 
-# These statements are never prepared: a plan that was made while the table was empty would read all of it later.
+# These statements are never prepared: a plan made while the table was empty would later read all of it.
 
 
 def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[str]:
@@ -60,8 +61,8 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
     codec = codec_of(conn)
     asked = {writable(key, codec): key for key in keys}
     with conn.cursor(row_factory=scalar_row) as cursor:
-        # ORDER BY forces the index: without it, the planner reads the whole table for a key that nobody holds where
-        # most rows have one key.
+        # ORDER BY forces the index: without it, the planner reads the whole table for a key that is not held if most
+        # rows have one key.
         cursor.execute(
             """
             select asked.key from unnest(%(asked)s::text[]) as asked (key)
@@ -81,50 +82,50 @@ _COPIED_AT_ONCE = 64 * 1024
 
 def any_held(conn: Connection, group: str, sink: str) -> bool:
     """Whether a deferred transaction holds any key."""
-    found = conn.execute(
+    rows = conn.execute(
         "select from relay.deferred_keys where group_id = %s and sink = %s limit 1",
         (group, sink),
         prepare=False,
     )
-    return found.rowcount > 0
+    return rows.rowcount > 0
 
 
 def defer(
     conn: Connection, group: str, entries: Iterable[tuple[Undecoded, Deferral]], sink: str = ""
 ) -> None:
-    """Defer transactions in this order, after all that are already deferred."""
+    """Defer transactions in this order, after all that are already deferred. Raises psycopg.Error."""
     rest = iter(entries)
     holders: dict[str, int] = {}
     with conn.cursor(row_factory=tuple_row) as cursor:
-        while some := list(islice(rest, _DEFERRED_AT_ONCE)):
+        while portion := list(islice(rest, _DEFERRED_AT_ONCE)):
             ids, now = cursor.execute(
                 """
                 select array_agg(nextval('relay.deferred_id_seq')),
                        (extract(epoch from clock_timestamp()) * 1000000)::bigint - 946684800000000
                   from generate_series(1, %s)
                 """,
-                (len(some),),
+                (len(portion),),
             ).fetchall()[0]
             encoder = DeferredEncoder(group, sink, conn.info.encoding, now, codec_of(conn))
             large: list[tuple[int, Tuples]] = []
             with cursor.copy(_COPY) as copy:
-                portion = bytearray(START)
-                for number, (transaction, deferral) in zip(ids, some, strict=True):
+                data = bytearray(START)
+                for number, (transaction, deferral) in zip(ids, portion, strict=True):
                     rows = inline(transaction)
                     if rows is None:
                         large.append((number, transaction.tuples))
                     predecessor = _predecessor(holders, number, deferral)
-                    portion += encoder.row(number, transaction, deferral, predecessor, rows)
-                    if len(portion) > _COPIED_AT_ONCE:
-                        copy.write(portion)
-                        portion = bytearray()
-                copy.write(portion + END)
+                    data += encoder.row(number, transaction, deferral, predecessor, rows)
+                    if len(data) > _COPIED_AT_ONCE:
+                        copy.write(data)
+                        data = bytearray()
+                copy.write(data + END)
             for number, tuples in large:
                 write_rows(conn, number, tuples)
 
 
 def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> int | None:
-    """Return the last row of this call that holds one of the keys, and enter row `number` as holder of them.
+    """Return the last row of this call that holds one of the keys, and set row `number` as their holder.
 
     `holders` maps each key to the last row that holds it.
     """
@@ -144,7 +145,7 @@ def lock(conn: Connection, group: str) -> None:
 
 
 def remove(conn: Connection, ids: Collection[int]) -> set[int]:
-    """Delete deferred transactions by id; returns the ids that still existed: others may have been cancelled."""
+    """Delete deferred transactions by id; returns the ids that still existed, since some may have been cancelled."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             "delete from relay.deferred where id = any(%s::bigint[]) returning id",
@@ -211,15 +212,15 @@ def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
 
 def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
     """Lock the rows of dead transactions that still hold their keys; returns the row id by dead transaction."""
-    found = conn.execute(
+    rows = conn.execute(
         "select dead_transaction, id from relay.deferred where blocked and dead_transaction = any(%s) for update",
         (list(dead),),
     )
-    return dict(found.fetchall())
+    return dict(rows.fetchall())
 
 
 def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
-    """Let a dead transaction that holds its keys be applied again, with these rows; it keeps its order."""
+    """Make a dead transaction that holds its keys due, with the rows of `transaction`; it keeps its order."""
     rows = inline(transaction)
     conn.execute(
         """
@@ -243,7 +244,7 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
 
 
 def forget(conn: Connection, group: str, sink: str) -> int:
-    """Delete all that is deferred for a sink; returns how many transactions."""
+    """Delete all deferred transactions of a sink; returns how many there were."""
     return conn.execute(
         "delete from relay.deferred where group_id = %s and sink = %s", (group, sink)
     ).rowcount

@@ -1,4 +1,4 @@
-"""Encodes rows of `relay.deferred` in COPY's binary format, which costs both sides half of what text does. No I/O.
+"""Encodes rows of `relay.deferred` in COPY's binary format, which costs both sides half as much as text. No I/O.
 
 Sources: PostgreSQL documentation, "COPY", Binary Format; each type's receive function in PostgreSQL's source.
 """
@@ -29,7 +29,7 @@ START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The signature, no flags, no extension."""
 END = b"\xff\xff"
 
-# How many columns there are, then those of even length, each after its length.
+# The number of columns, then the columns of fixed size, each after its size.
 _HEAD = Struct(">h" + "iq" + "i?" * 2 + "iq" + "ii" + "i?" + "iQ" * 2 + "iq" * 6)
 _NUMBER = Struct(">iq")
 _LENGTH = Struct(">i")
@@ -41,10 +41,9 @@ _EPOCH = POSTGRES_EPOCH.timestamp()
 
 
 class DeferredEncoder:
-    """Encodes transactions of one group and sink for a connection with this encoding (as Python names it).
+    """Encodes transactions of one group and sink, for a connection whose encoding Python calls `encoding`.
 
-    `now` is the server's time, in microseconds since POSTGRES_EPOCH, `codec` the encoding of its database where that
-    lacks characters.
+    `now` is the server's time, in microseconds since POSTGRES_EPOCH; `codec` is that of `encodings.codec_of`.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class DeferredEncoder:
         self._codec = codec
         self._now = now
         self._owner = self._text(group) + self._text(sink)
-        # Many rows have few different values.
+        # Cached, since many rows have few different values.
         self._known_texts: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._texts)
         self._known_names: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._names)
         self._known_text: Callable[[str | None], bytes] = lru_cache(1_000)(self._text)
@@ -67,7 +66,7 @@ class DeferredEncoder:
         predecessor: int | None,
         rows: Sequence[bytes] | None,
     ) -> bytes:
-        """The row with this id; `rows` are those of the transaction, None where they are stored elsewhere."""
+        """The row with the id `number`; `rows` are those of the transaction, None if they are stored elsewhere."""
         retry_at = self._now + round(deferral.after * 1_000_000)
         if deferral.until is not None:
             retry_at = microseconds(deferral.until)
@@ -117,7 +116,7 @@ class DeferredEncoder:
         return _array(_TEXT_OID, [self._text(value) for value in values])
 
     def _names(self, values: Sequence[str]) -> bytes:
-        """Names that must match exactly: raises UnicodeEncodeError for a character that the encoding lacks."""
+        """Encode names, which must match exactly. Raises UnicodeEncodeError for a character that the encoding lacks."""
         return _array(_TEXT_OID, [_bytes(value.encode(self._encoding)) for value in values])
 
 
@@ -142,7 +141,7 @@ def _sizes_and_data(rows: Sequence[bytes]) -> tuple[bytes, bytes]:
 
 
 def _array(oid: int, elements: Sequence[bytes]) -> bytes:
-    """An array of elements that come with their lengths: dimensions, no nulls, type, then length and lower bound."""
+    """An array of elements that begin with their sizes: dimensions, no nulls, type, length, lower bound, elements."""
     body = b"".join(elements)
     if not elements:
         return _LENGTH.pack(12) + _ARRAY.pack(0, 0, oid, 0, 0)[:12]

@@ -45,7 +45,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class DeferredSummary:
-    """How many transactions of a group are deferred, how many of these are dead letters, and the commonest reasons."""
+    """How many transactions of a group are deferred, how many of these are dead, and the most frequent reasons."""
 
     transactions: int
     holding: int
@@ -57,7 +57,7 @@ _REASONS = 20
 
 
 def deferred_for_others(conn: Connection, group: str, handlers: Collection[str]) -> dict[str, int]:
-    """Count the transactions of the target that are deferred for a handler that is not among these, by handler."""
+    """Count the deferred transactions of the target by the handler that failed, for handlers not among `handlers`."""
     return dict(
         conn.execute(
             """
@@ -70,7 +70,7 @@ def deferred_for_others(conn: Connection, group: str, handlers: Collection[str])
 
 
 def deferred_for_sinks(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, int]:
-    """Count the transactions that are deferred for a sink that is not among these, by sink."""
+    """Count the deferred transactions by sink, for sinks not among `sinks`."""
     return dict(
         conn.execute(
             """
@@ -125,9 +125,9 @@ def count_keys(conn: Connection, group: str) -> dict[str, int]:
 
 
 def count(conn: Connection, group: str) -> DeferredSummary:
-    """Count the deferred transactions of the group, with the commonest reasons. Reads all of them."""
+    """Count the deferred transactions of the group, with the most frequent reasons. Reads all of them."""
     with conn.cursor(row_factory=class_row(Reason)) as cursor:
-        found = cursor.execute(
+        reasons = cursor.execute(
             sql.SQL(
                 """
                 with reasons as (
@@ -144,7 +144,7 @@ def count(conn: Connection, group: str) -> DeferredSummary:
             (group,),
         ).fetchall()
     return DeferredSummary(
-        sum(each.transactions for each in found),
-        sum(each.transactions for each in found if each.kind == "holding"),
-        tuple(found[:_REASONS]),
+        sum(each.transactions for each in reasons),
+        sum(each.transactions for each in reasons if each.kind == "holding"),
+        tuple(reasons[:_REASONS]),
     )

@@ -1,6 +1,6 @@
 """Finds deferred business transactions that are due: their time has come and no earlier one holds their keys.
 
-The statements are never prepared: a plan that was made while a table was empty would read all of it later.
+The statements are never prepared: a plan made while a table was empty would later read all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relay.store import advisory_locks, arrays
 from relay.store.connections import Connection
 
 _ROUNDS = 20
-"""How often `heads` queries again where all transactions that it found are blocked by others."""
+"""How many times `heads` queries at most, while all transactions that it finds are blocked by others."""
 _EXAMINED_KEYS = 10_000
 """About how many rows of relay.deferred_keys a claim reads for the transactions that follow the first of each key."""
 
@@ -74,8 +74,8 @@ def heads(
     """Return at most `limit` transactions that are due, in the order in which they were deferred.
 
     A transaction is returned if its time has come and every earlier one that holds one of its keys is returned with it:
-    of each key, the first ones. All have one table layout. The limit takes those that are due longest. The transactions
-    `in_flight`, by id, are left out; they hold their keys.
+    of each key, the first ones. All have one table layout. The limit keeps those that have been due longest. The
+    transactions `in_flight`, by id, are left out; they hold their keys.
 
     Example: A and B hold key 1, C holds keys 1 and 2, D holds key 2; all are due. A, B, C and D are returned together.
     If B's time has not come, only A is: B blocks C, and C blocks D.
@@ -83,23 +83,25 @@ def heads(
     for _ in range(_ROUNDS):
         ready = _ready(conn, group, sink, limit, in_flight)
         chosen = _chosen(ready)
-        found = ready
+        candidates = ready
         if chosen and len(chosen) < limit:
             room = limit - len(chosen)
-            found = [*ready, *_following(conn, chosen, room, ready, in_flight)]
-            chosen = _chosen(found)
+            candidates = [*ready, *_following(conn, chosen, room, ready, in_flight)]
+            chosen = _chosen(candidates)
         _note_predecessors(conn, ready, chosen)
         if chosen or len(ready) < limit:
             break
     else:
         return []
     due = [
-        each.due for each in sorted(found, key=lambda each: each.due.id) if each.due.id in chosen
+        each.due
+        for each in sorted(candidates, key=lambda each: each.due.id)
+        if each.due.id in chosen
     ]
     return list(takewhile(lambda each: each.columns == due[0].columns, due[:limit]))
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key."""
 
     due: Due
@@ -107,7 +109,7 @@ class _Found(NamedTuple):
     earlier: list[int]
 
 
-_FOUND = sql.SQL(
+_CANDIDATE = sql.SQL(
     """
     select d.blocked or d.retry_at > now(),
            array(select distinct before.deferred_id
@@ -121,14 +123,14 @@ _FOUND = sql.SQL(
 ).format(due=DUE_COLUMNS)
 _READY = sql.SQL(
     """
-    {found}
+    {candidate}
       from relay.deferred as d
      where d.group_id = %(group)s and d.sink = %(sink)s and not d.blocked and d.predecessor is null
        and d.retry_at <= now() and d.id <> all(%(in_flight)s::bigint[])
      order by d.retry_at, d.id limit %(limit)s
     """
-).format(found=_FOUND)
-# As many of each key, so that a key with many transactions does not use up the limit.
+).format(candidate=_CANDIDATE)
+# The same number of each key, so that a key with many transactions does not use up the limit.
 _FOLLOWING = sql.SQL(
     """
     with following as (
@@ -143,16 +145,16 @@ _FOLLOWING = sql.SQL(
          where d.id = any(%(chosen)s::bigint[]) and next.deferred_id <> all(%(known)s::bigint[])
          group by next.deferred_id
          order by 2, 1 limit %(room)s)
-    {found}
+    {candidate}
       from following join relay.deferred as d on d.id = following.deferred_id
     """
-).format(found=_FOUND)
+).format(candidate=_CANDIDATE)
 
 
 def _ready(
     conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int]
-) -> list[_Found]:
-    return _found(
+) -> list[_Candidate]:
+    return _candidates(
         conn,
         _READY,
         {
@@ -168,15 +170,15 @@ def _following(
     conn: Connection,
     chosen: Collection[int],
     room: int,
-    ready: Sequence[_Found],
+    ready: Sequence[_Candidate],
     in_flight: Collection[int],
-) -> list[_Found]:
+) -> list[_Candidate]:
     """Return the transactions that follow the chosen ones and have a key of theirs."""
     keys = sum(len(each.due.keys) for each in ready if each.due.id in chosen)
     if not keys:
         return []
     known = (*(each.due.id for each in ready), *in_flight)
-    return _found(
+    return _candidates(
         conn,
         _FOLLOWING,
         {
@@ -188,21 +190,23 @@ def _following(
     )
 
 
-def _found(conn: Connection, query: sql.Composed, parameters: dict[str, Any]) -> list[_Found]:
+def _candidates(
+    conn: Connection, query: sql.Composed, parameters: dict[str, Any]
+) -> list[_Candidate]:
     rows = conn.execute(query, parameters, prepare=False)
-    return [_Found(Due(*due), is_early, earlier) for is_early, earlier, *due in rows]
+    return [_Candidate(Due(*due), is_early, earlier) for is_early, earlier, *due in rows]
 
 
-def _chosen(found: Iterable[_Found]) -> set[int]:
+def _chosen(candidates: Iterable[_Candidate]) -> set[int]:
     """Return the ids that may be applied together: every earlier holder of one of their keys is among them."""
     chosen: set[int] = set()
-    for each in sorted(found, key=lambda each: each.due.id):
+    for each in sorted(candidates, key=lambda each: each.due.id):
         if not each.is_early and chosen.issuperset(each.earlier):
             chosen.add(each.due.id)
     return chosen
 
 
-def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[int]) -> None:
+def _note_predecessors(conn: Connection, ready: Sequence[_Candidate], chosen: set[int]) -> None:
     """Note for each blocked transaction the last one that blocks it: it is not read again until that one is deleted.
 
     A predecessor whose row is locked is not noted: it may be deleted without its trigger seeing the note.
@@ -226,9 +230,9 @@ def _note_predecessors(conn: Connection, ready: Sequence[_Found], chosen: set[in
 
 
 def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | None:
-    """Return the seconds until the time of the next transaction comes; None if none is deferred to a time."""
+    """Return the seconds until the next transaction is due; None if none is deferred to a later time."""
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute(
+        seconds = cursor.execute(
             """
             select extract(epoch from retry_at - clock_timestamp())::float8 from relay.deferred
              where group_id = %s and sink = %s and not blocked and predecessor is null and retry_at > clock_timestamp()
@@ -237,4 +241,4 @@ def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | Non
             (group, sink),
             prepare=False,
         ).fetchone()
-    return None if found is None else float(found)
+    return None if seconds is None else float(seconds)

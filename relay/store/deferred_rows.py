@@ -1,6 +1,6 @@
 """Reads and writes the rows of deferred transactions: in `relay.deferred`, or in `relay.deferred_rows` for large ones.
 
-Rows are what the tuple codec of `model.tuples` makes: opaque bytes, one a row, in the order of the transaction.
+Rows have the encoding of `model.tuples`: opaque bytes, one object for each row, in the order of the transaction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PORTION_BYTES = 1024 * 1024
 
 
 def inline(transaction: Undecoded) -> list[bytes] | None:
-    """Return the rows of a transaction that fits into one portion and is in memory; None for others."""
+    """Return the rows of a transaction that is in memory and fits into one portion; None for others."""
     tuples = transaction.tuples
     if (
         isinstance(tuples, Rows)
@@ -46,24 +46,24 @@ def write_rows(conn: Connection, number: int, tuples: Tuples) -> None:
 
 
 def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
-    some: list[bytes] = []
+    portion: list[bytes] = []
     size = 0
     for row in tuples:
-        some.append(row)
+        portion.append(row)
         size += len(row)
-        if len(some) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+        if len(portion) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def transactions(
     conn: Connection, due: Sequence[Due], spool_above: int, spool_directory: Path | None
 ) -> Transactions:
-    """Read transactions of one table layout; above `spool_above` bytes in all, their rows go to a spool file.
+    """Read transactions of one table layout; above `spool_above` bytes in total, their rows go to a spool file.
 
-    The result has one element for each of `due`, in their order. Raises psycopg.Error, OSError.
+    The result has one element for each of `due`, in their order. Raises psycopg.Error and OSError.
     """
     facts = np.array(
         [
@@ -90,15 +90,15 @@ def transactions(
     ]
     hosts = [tuple(each.hosts) for each in due]
     columns = tuple(due[0].columns)
-    found = _rows(conn, [each.id for each in due])
+    stored = _rows(conn, [each.id for each in due])
     if sum(each.size for each in due) <= spool_above:
         rows: dict[int, list[bytes]] = {each.id: [] for each in due}
-        for deferred_id, row in found:
+        for deferred_id, row in stored:
             rows[deferred_id].append(row)
         return Transactions(columns, facts, ids, hosts, Rows.of([*chain(*rows.values())]))
     spool = Spool(spool_directory)
     spooled = {each.id: SpooledTuples(spool) for each in due}
-    for deferred_id, row in found:
+    for deferred_id, row in stored:
         spool.append(row, spooled[deferred_id])
     spool.seal()
     return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))

@@ -1,4 +1,4 @@
-"""Selects deferred transactions for commands and the console: lists, counts and makes them due."""
+"""Selects, lists and counts deferred transactions, and makes them due, for commands and the console."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 
 @dataclass(frozen=True, slots=True)
 class DeferredSelection:
-    """A selection of deferred transactions: those that meet every condition. None is no condition.
+    """A filter for deferred transactions: it selects those that meet every condition that is not None.
 
     `sink` is '' for the target. `kind` is as in `deferred_counts.Reason`, `handler` the one that failed last,
     `key` one of the ordering keys, `host` one of the host_ids.
@@ -58,7 +58,7 @@ class DeferredSelection:
 class Deferred:
     """A deferred transaction in a list; `sink` is empty for the target.
 
-    `kind` and `next`, when it may be tried, are as in `deferred_counts.Reason`. `since` is when it failed first,
+    `kind` and `next` (the time of the next attempt) are as in `deferred_counts.Reason`. `since` is when it first failed
     or was deferred.
     """
 
@@ -78,7 +78,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class FoundDeferred:
-    """The transactions that a filter selected, none that are deferred later; `holding` counts dead ones apart."""
+    """The transactions that a filter selected at a moment, without later ones; `holding` counts the dead ones."""
 
     wanted: DeferredSelection
     last_id: int
@@ -109,7 +109,7 @@ def listed(
 def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferred:
     """Count the transactions that a filter selects."""
     where, parameters = wanted.where()
-    last_id, found, events, holding = conn.execute(
+    last_id, transactions, events, holding = conn.execute(
         sql.SQL(
             """
             select coalesce(max(d.id), 0), count(*) filter (where not d.blocked),
@@ -119,11 +119,11 @@ def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferr
         ).format(where=where),
         {**parameters, "group": group},
     ).fetchall()[0]
-    return FoundDeferred(wanted, last_id, found, events, holding)
+    return FoundDeferred(wanted, last_id, transactions, events, holding)
 
 
-def some(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list[tuple[str, Due]]:
-    """Return the oldest of the found transactions that are still deferred, each with its sink."""
+def oldest(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list[tuple[str, Due]]:
+    """Return the oldest of the found transactions that are still deferred, at most `limit`, each with its sink."""
     where, parameters = found.wanted.where()
     rows = conn.execute(
         sql.SQL(

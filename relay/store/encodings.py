@@ -10,14 +10,14 @@ from typing import Any
 import psycopg
 from psycopg._encodings import pg2pyenc
 
-_ANYTHING = frozenset({"UTF8", "SQL_ASCII"})
+_COMPLETE = frozenset({"UTF8", "SQL_ASCII"})
 """Encodings that accept every text."""
 
 
 def codec_of(conn: psycopg.Connection[Any]) -> str | None:
-    """Return Python's name for the encoding of the database; None where that accepts every text."""
+    """Return Python's name for the encoding of the database; None if that accepts every text."""
     name = conn.info.parameter_status("server_encoding")
-    if name is None or name in _ANYTHING:
+    if name is None or name in _COMPLETE:
         return None
     try:
         return pg2pyenc(name.encode())

@@ -13,7 +13,7 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class EngineTotals:
-    """What an engine has applied since a time, of the batches for which it was chosen by one reason."""
+    """The batches, events and transactions that an engine has applied for one reason, since a time."""
 
     engine: str
     reason: str
@@ -26,8 +26,8 @@ class EngineTotals:
 def add(
     conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int, int]]
 ) -> None:
-    """Add batches, events and transactions, by engine and reason."""
-    # In order, so that two instances do not deadlock.
+    """Add counts (batches, events, transactions) by engine and reason."""
+    # Sorted, so that two instances do not deadlock.
     rows = [(group, *key, *counts[key]) for key in sorted(counts)]
     with conn.cursor() as cursor:
         cursor.executemany(
@@ -43,7 +43,7 @@ def add(
 
 
 def read(conn: Connection, group: str) -> list[EngineTotals]:
-    """List what the engines of a group have applied, by engine and reason."""
+    """List the totals of a group, by engine and reason."""
     with conn.cursor(row_factory=class_row(EngineTotals)) as cursor:
         return cursor.execute(
             "select engine, reason, batches, events, transactions, since from relay.engines"

@@ -23,9 +23,9 @@ APPLICATION_NAME = PREFIX + INSTANCE
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """How events come to a group, since when, why, and to which instance.
+    """The mode in which a group reads its source, why, since when, and in which instance.
 
-    `epoch` counts the histories of the source that it has followed, `timeline` is that of the current one.
+    `epoch` counts the servers and timelines that the group has followed, `timeline` is the current one.
     """
 
     source_mode: str | None
@@ -41,7 +41,7 @@ class GroupState:
 
 
 def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
-    """Read the group as its instances last stored it; None before the first run."""
+    """Read the stored state of the group; None before its first run."""
     with conn.cursor(row_factory=class_row(GroupState)) as cursor:
         return cursor.execute(
             """
@@ -52,8 +52,8 @@ def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
         ).fetchone()
 
 
-def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) -> bool:
-    """Enter this instance; returns whether another one died without ending. `living` are the others that run now."""
+def begin(conn: psycopg.Connection[Any], group: str, running_now: Collection[str]) -> bool:
+    """Register this instance; returns whether another one has died. `running_now` are the other instances that run."""
     with conn.transaction():
         conn.execute(
             "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
@@ -62,7 +62,7 @@ def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) ->
             "select running, instances from relay.groups where group_id = %s for update", (group,)
         ).fetchone()
         running, instances = row or (False, [])
-        kept = [name for name in instances if name in living]
+        kept = [name for name in instances if name in running_now]
         conn.execute(
             "update relay.groups set running = true, instances = %s where group_id = %s",
             ([*kept, INSTANCE], group),
@@ -71,7 +71,7 @@ def begin(conn: psycopg.Connection[Any], group: str, living: Collection[str]) ->
 
 
 def end(conn: psycopg.Connection[Any], group: str) -> None:
-    """Remove this instance: it was stopped, or a fault ended it that it could report."""
+    """Remove this instance, which ends in order: it was stopped, or reports a fault."""
     conn.execute(
         """
         update relay.groups
@@ -99,14 +99,14 @@ def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str 
 def recreations(conn: psycopg.Connection[Any], group: str) -> int:
     """Count how often the slot was recreated within the last hour."""
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute(
+        count = cursor.execute(
             """
             select count(*) from relay.groups, unnest(slot_recreations) as recreated
              where group_id = %s and recreated > now() - interval '1 hour'
             """,
             (group,),
         ).fetchone()
-    return int(found or 0)
+    return int(count or 0)
 
 
 def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
@@ -124,12 +124,12 @@ def note_recreation(conn: psycopg.Connection[Any], group: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SourceOrigin:
-    """The source that the LSNs of a group belong to, None until one was read, and how far they have come.
+    """The source that the LSNs of a group belong to, None before one was read, and the group's positions in it.
 
     `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
-    `polled` a position that the commits which were polled, or delivered to sinks, lie below. `xmax` is that of the
+    `polled` a position at or after the end of all commits that were polled or delivered to sinks. `xmax` is that of the
     newest snapshot, 0 without one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may
-    lack commits, None while it is read, or where nobody knows.
+    lack commits, None while it is read, or if that is unknown.
     """
 
     identifier: str | None
@@ -159,7 +159,7 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Sou
         conn.execute(
             "select from relay.sinks where group_id = %s order by sink for update", (group,)
         )
-    (found,) = conn.execute(
+    (row,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
                coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
@@ -175,7 +175,7 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Sou
         """,
         {"group": group},
     )
-    identifier, timeline, history, epoch, applied, polled, xmax, confirmed = found
+    identifier, timeline, history, epoch, applied, polled, xmax, confirmed = row
     return SourceOrigin(
         identifier,
         timeline,
@@ -189,7 +189,7 @@ def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> Sou
 
 
 def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
-    """Forget the source of the group's LSNs, which has a new position; the next run stores it again."""
+    """Forget the source of the group's LSNs, since the group has a new position; the next run stores it again."""
     conn.execute(
         """
         update relay.groups
@@ -201,7 +201,7 @@ def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn | None) -> None:
-    """Store how far a slot is confirmed that is no longer read; None: it is read from now on."""
+    """Store how far the slot is confirmed when it is left; None when it is read from now on."""
     conn.execute(
         """
         insert into relay.groups (group_id, confirmed_lsn) values (%s, %s)
@@ -221,8 +221,8 @@ def follow(
 ) -> int:
     """Store that the group's LSNs belong to this server and timeline from now on; returns the new epoch.
 
-    `reset` discards earlier LSNs, which mean nothing there: the snapshots decide what is new. Running sinks continue
-    from what they have stored, which is what the new server was compared with.
+    `reset` discards earlier LSNs, which are not valid there: the snapshots decide what is new. Running sinks continue
+    from their stored positions, which the new server was compared with.
     """
     if reset:
         conn.execute(
@@ -242,7 +242,7 @@ def follow(
         """,
         {"group": group},
     )
-    # A batch that Spark writes has the same rows on the new server: it goes on, unlike after a move of the sink.
+    # A batch that Spark writes has the same rows on the new server, so it continues, unlike after a move of the sink.
     conn.execute(
         """
         update relay.spark_batches as b set epoch = s.epoch from relay.sinks as s

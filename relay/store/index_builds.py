@@ -1,4 +1,4 @@
-"""Reports the progress of an index build, which the server shows to another session.
+"""Reports the progress of an index build, which the server shows in another session.
 
 Source: PostgreSQL documentation, "CREATE INDEX Progress Reporting".
 """
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.5
 
 @contextmanager
 def reported(conn: psycopg.Connection[Any], what: str, report: ProgressReport) -> Iterator[None]:
-    """Report, from another thread, the blocks that are read while `conn` builds an index; no thread for `silent`."""
+    """Report the blocks read while `conn` builds an index, from another thread; `silent` needs no thread."""
     if report is silent:
         yield
         return
@@ -54,4 +54,4 @@ def _watch(dsn: str, pid: int, what: str, report: ProgressReport, ended: Event) 
                 if row is not None and row[1]:
                     report(what, row[0], row[1])
     except psycopg.Error as error:
-        log.debug("cannot tell how far the index is", extra={"fault": describe(error)})
+        log.debug("cannot read the progress of the index build", extra={"fault": describe(error)})

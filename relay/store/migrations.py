@@ -78,7 +78,7 @@ def recorded(conn: psycopg.Connection[Any]) -> dict[str, str | None]:
 
 
 def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
-    """Raise ConfigurationError, with what to run, unless the database has this program's schema.
+    """Raise ConfigurationError, with the command to run, unless the database has this program's schema.
 
     `key` is the configuration key of the database. Two small queries.
     """
@@ -145,10 +145,10 @@ def _require_compatible(
 def alone(conn: psycopg.Connection[Any], on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of installation: no other session installs or uninstalls in the database meanwhile.
 
-    `on_wait` is called once if another session has the lock. Raises psycopg.Error.
+    `on_wait` is called once if another session holds the lock. Raises psycopg.Error.
     """
     waited = False
-    # Polled, since CREATE INDEX CONCURRENTLY waits for a session that waits for the lock inside the server.
+    # Polled: CREATE INDEX CONCURRENTLY would wait for a session that waits for the lock in the server.
     while not _try_lock(conn):
         if not waited:
             waited = True
@@ -167,7 +167,7 @@ def _try_lock(conn: psycopg.Connection[Any]) -> bool:
 
 
 def lock(conn: psycopg.Connection[Any]) -> None:
-    """Wait for the lock of installation, and hold it until the database transaction ends."""
+    """Wait for the lock of installation; it is held until the database transaction ends."""
     conn.execute("select pg_advisory_xact_lock(%s)", (INSTALLATION,))
 
 

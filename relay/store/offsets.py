@@ -1,4 +1,4 @@
-"""Progress of a consumer group: `relay.consumer_offsets`."""
+"""Stores the positions of a group's partitions: `relay.consumer_offsets`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOPIC = 1
 
 
 FIRST = np.iinfo(np.int64).min
-"""The `polled_offset` of a difference of which nothing is applied."""
+"""The `polled_offset` before the first transaction of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class PartitionPosition:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """What a task finds under the lock of its partitions.
+    """The state that a task reads under the lock of its partitions.
 
     `last` is the newest snapshot of the group, None where only the WAL is read. `holding` are those of the task's hosts
-    of which a deferred transaction holds a key, `streaks` the handlers that fail, and `source_epoch` is that of
-    `relay.groups`, None for a group that has never run.
+    that have a held key, `streaks` are those of failing handlers, and `source_epoch` is that of `relay.groups`, None
+    for a group that has never run.
     """
 
     positions: Mapping[int, PartitionPosition]
@@ -56,7 +56,7 @@ class Locked:
 
     @property
     def has_no_open_difference(self) -> bool:
-        """Whether no difference is open: what the partitions lack is in the WAL."""
+        """Whether no difference is open: events that are not applied are in the WAL."""
         newest = self.last.id if self.last else None
         return all(each.snapshot_id == newest for each in self.positions.values())
 
@@ -135,7 +135,7 @@ def lock(
 ) -> Locked:
     """Lock the partitions' rows in order, until the database transaction ends.
 
-    Raises ConfigurationError if a row is not there: the group was not initialised, or has another number of partitions.
+    Raises ConfigurationError if a row is missing: the group is not initialised, or has another number of partitions.
     """
     codec = codec_of(conn)
     asked = {writable(host_part(host), codec): host for host in hosts}
@@ -143,8 +143,8 @@ def lock(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(asked)),
     )
-    found = {each.partition_id: each for each in _positions(rows)}
-    missing = [partition for partition in partitions if partition not in found]
+    positions = {each.partition_id: each for each in _positions(rows)}
+    missing = [partition for partition in partitions if partition not in positions]
     if missing:
         raise ConfigurationError(
             f"group {group!r} has no offsets for partition {missing[0]}: run `relay init`, "
@@ -152,7 +152,7 @@ def lock(
         )
     newest = None if last is None else ChainLink(last, Snapshot.parse(snapshot))
     return Locked(
-        found, newest, {asked[host] for host in holding or ()}, streaks_of(streaks), epoch
+        positions, newest, {asked[host] for host in holding or ()}, streaks_of(streaks), epoch
     )
 
 
@@ -178,8 +178,8 @@ def advance(
 ) -> None:
     """Move the partitions forward in the WAL; they must be locked. No position moves back.
 
-    `xids` are the transactions that were applied in them, noted for polling; None where nothing is polled. `durable`
-    commits wait for the disk, whatever a handler has set for its transaction.
+    `xids` are the transactions that were applied in them (full xids, int64), noted for polling; None in mode wal. With
+    `durable` the commit waits for the disk, whatever a handler has set for its transaction.
     """
     conn.execute(
         _ADVANCED if xids is None else _ADVANCED_AND_NOTED,
@@ -202,7 +202,7 @@ def polled(
     upto: int,
     durable: bool = True,
 ) -> None:
-    """Store that everything up to a position in the difference of some partitions is applied; they must be locked.
+    """Store that partitions have applied everything up to a position in a difference; they must be locked.
 
     `ends` has the greatest c_offset that was applied in each of them; `durable` is as in `advance`.
     """
@@ -260,7 +260,7 @@ def move(
     polled_offset: int = FIRST,
     applied_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> None:
-    """Set partitions to a snapshot, or to a position in the WAL, wherever they were."""
+    """Set partitions to a snapshot, or to a position in the WAL, forward or backward."""
     conn.execute(
         """
         update relay.consumer_offsets
@@ -304,7 +304,7 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
 def positions_and_chain(
     conn: psycopg.Connection[Any], group: str
 ) -> tuple[list[PartitionPosition], list[ChainLink]]:
-    """Read every partition and every snapshot of the group, both in order, at one moment."""
+    """Read every partition and every snapshot of the group, both in order, in one statement."""
     rows = conn.execute(
         """
         select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
@@ -321,10 +321,10 @@ def positions_and_chain(
 
 def initialised(conn: psycopg.Connection[Any], group: str) -> list[PartitionPosition]:
     """Read every partition of the group, in order. Raises ConfigurationError if it has none."""
-    found = _positions(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
-    if not found:
+    positions = _positions(conn.execute(_SELECT + " order by partition_id", (group, TOPIC)))
+    if not positions:
         raise not_initialised(group)
-    return found
+    return positions
 
 
 def not_initialised(group: str) -> ConfigurationError:
@@ -335,7 +335,7 @@ def not_initialised(group: str) -> ConfigurationError:
 def with_wal_position(
     conn: psycopg.Connection[Any], group: str
 ) -> tuple[Mapping[int, PartitionPosition], str]:
-    """Read every partition of the group, and a position of the target's WAL that their commits lie below."""
+    """Read every partition of the group, and a position of the target's WAL at or after the end of their commits."""
     rows = conn.execute(
         """
         select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset,
@@ -349,7 +349,7 @@ def with_wal_position(
 
 
 def is_flushed(conn: psycopg.Connection[Any], position: str) -> bool:
-    """Say whether the target's WAL is flushed up to a position."""
+    """Whether the target's WAL is flushed up to a position."""
     row = conn.execute("select pg_current_wal_flush_lsn() >= %s::pg_lsn", (position,)).fetchone()
     return bool(row and row[0])
 
@@ -361,7 +361,7 @@ def create(
     snapshot: int | None,
     polled_offset: int = FIRST,
 ) -> int:
-    """Create the offsets of a new group; returns how many were missing. Existing ones stay as they are."""
+    """Create the offsets of a new group; returns how many were missing. Existing ones are not changed."""
     return conn.execute(
         """
         insert into relay.consumer_offsets (group_id, topic_id, partition_id, snapshot_id, polled_offset)
@@ -381,13 +381,13 @@ def remove(conn: psycopg.Connection[Any], group: str) -> None:
 
 
 def partition_count(conn: psycopg.Connection[Any], group: str) -> int:
-    """Count the partitions that the group began with; 0 if it is not initialised."""
+    """Count the group's partitions; 0 if it is not initialised."""
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute(
+        count = cursor.execute(
             "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s",
             (group, TOPIC),
         ).fetchone()
-    return int(found or 0)
+    return int(count or 0)
 
 
 def require_partition_count(stored: int, group: str, partitions: int) -> None:

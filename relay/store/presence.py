@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 CHECK_SECONDS = 5.0
-"""How often the connection that holds the lock is checked."""
+"""How often the connection that holds the locks is checked."""
 
 
 class Presence:
     """Holds this instance's shared locks on its group and its configuration, on a connection of its own.
 
     `accept` lets its configuration replace that of running instances. `replaced` is called from a thread once another
-    instance's configuration has replaced this one's; then `error` says so.
+    instance's configuration has replaced this one's; `error` is set then.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Presence:
         self._thread = Thread(target=self._keep, name="presence", daemon=True)
 
     def start(self) -> None:
-        """Take the lock, and take it again whenever the connection was lost.
+        """Take the locks, again whenever the connection was lost.
 
         Raises ConfigurationError if instances run with another configuration.
         """
@@ -75,7 +75,7 @@ class Presence:
         try:
             if self._conn is None:
                 self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
-                self._show(self._conn)
+                self._lock_instance(self._conn)
                 # Before the stored configuration is read: of two that start at once, the second sees the first.
                 admission.hold(self._conn, self._group, self._effects)
             if self._admitted:
@@ -84,16 +84,16 @@ class Presence:
                 admission.admit(self._conn, self._group, self._effects, self._accept)
                 self._admitted = True
         except psycopg.Error as error:
-            # The task that applies a batch decides what an outage of the target means.
-            log.debug("cannot show this instance", extra={"fault": describe(error)})
+            # Not raised: the task that applies a batch handles an outage of the target.
+            log.debug("cannot hold the locks of this instance", extra={"fault": describe(error)})
             self._drop()
 
-    def _show(self, conn: Connection) -> None:
+    def _lock_instance(self, conn: Connection) -> None:
         key = advisory_locks.instance(self._group)
         if advisory_locks.try_lock_shared(conn, key):
             return
         log.warning(
-            "waiting for a session of the target that holds the group's advisory lock: `relay offsets`, as a rule",
+            "waiting for a session of the target that holds the group's advisory lock, usually `relay offsets`",
             extra={"group": self._group},
         )
         advisory_locks.lock_shared(conn, key)

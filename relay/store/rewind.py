@@ -12,7 +12,7 @@ from psycopg.rows import scalar_row
 from relay.model.snapshots import Snapshot
 from relay.store import dead_letters
 
-# The table has only the low 32 bits of the xid, as the WAL has; 2 is the xid of a row without c_xid.
+# The tables have only the low 32 bits of the xid, as the WAL has; 2 stands for a row without c_xid.
 _AGAIN = sql.SQL(
     """
     not pg_visible_in_snapshot(
@@ -42,7 +42,7 @@ _DEFERRED = sql.SQL(
 
 
 class GivenUp(NamedTuple):
-    """How many dead transactions were discarded, and how many deferred ones are forgotten."""
+    """How many dead transactions were discarded, and how many deferred ones were deleted."""
 
     dead: int
     deferred: int
@@ -63,7 +63,7 @@ def give_up(
     chosen: Collection[int],
     sink: str = "",
 ) -> GivenUp:
-    """Discard what a seek to a snapshot and a c_offset delivers again in some of the partitions; returns how much.
+    """Discard the transactions of partitions that a seek to a snapshot and a c_offset delivers again; returns how many.
 
     `sink` is the one that seeks, '' for the target. `split` are the 32-bit xids of transactions that have rows on both
     sides of the c_offset, and `next_xid` is the next full xid of the source. Raises psycopg.Error.

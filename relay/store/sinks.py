@@ -1,7 +1,7 @@
 """Stores the position, the claim and the pause of each sink: `relay.sinks`.
 
-All statements on `relay.sinks` and `relay.sink_commits` are here, above 400 lines: a claim, `read` and `move` share how
-a position is stored.
+All statements on `relay.sinks` and `relay.sink_commits` are here, in more than 400 lines, since a claim, `read` and
+`move` share the form of a position.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from relay.store.snapshots import xids_of
 BEFORE_FIRST = -(1 << 63)
 """The position before the first transaction of a difference."""
 ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
-"""States of a sink: it is fed from the stream, it polls the outbox, or it has polled all and is not attached."""
+"""States of a sink: fed from the stream; polling the outbox; or it has polled everything and is not attached."""
 
 
 class Moved(Exception):
-    """An operator has moved or removed the sink: what is in memory is void."""
+    """The sink was moved or removed meanwhile: the state in memory is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Position:
 class SinkState:
     """The stored state of a sink.
 
-    `done` are the transactions (full xids) that are delivered and not part of `position`. `paused` is what an operator
-    wants. `lags`: the process that worked the sink last had not read all of the outbox. `epoch` counts how often an
-    operator has moved it. `left_out_since` is since when the WAL is read without it, None if it is not.
+    `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
+    paused it. `lags`: the last process that worked it had not read all of the outbox. `epoch` counts its moves.
+    `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
 
     position: Position
@@ -84,7 +84,7 @@ class Claim:
         return self._conn
 
     def take(self) -> bool:
-        """Claim the sink; returns False while another process works it, and keeps the session for the next attempt."""
+        """Claim the sink; returns False while another process works it. Keeps the session for the next attempt."""
         if self._conn is None:
             self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
@@ -124,7 +124,7 @@ class Claim:
         )
 
     def store(self, position: Position, epoch: int, done: Sequence[int], state: str) -> bool | None:
-        """Store the sink's position; returns whether it is to be paused, None if an operator has moved it meanwhile.
+        """Store the sink's position; returns whether it is to be paused, None if it was moved or removed meanwhile.
 
         `done` are delivered transactions (full xids) that are not part of the position: all of them without a snapshot,
         otherwise those that are not stored yet. Stored ones that the snapshot sees are deleted.
@@ -164,7 +164,7 @@ class Claim:
         return bool(paused)
 
     def is_paused(self, epoch: int) -> bool | None:
-        """Say whether the sink is to be paused; None if an operator has moved or removed it."""
+        """Whether the sink is to be paused; None if it was moved or removed."""
         row = self.conn.execute(
             """
             select paused_at is not null from relay.sinks
@@ -175,7 +175,7 @@ class Claim:
         return None if row is None else bool(row[0])
 
     def note_fault(self, fault: str | None) -> None:
-        """Store why nothing is delivered, for `relay sink list` and `relay status`; None: the sink delivers again."""
+        """Store why nothing is delivered, for `relay sink list` and `relay status`; None if the sink delivers."""
         self.conn.execute(
             """
             update relay.sinks
@@ -188,7 +188,7 @@ class Claim:
 
 
 def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Position) -> None:
-    """Delete the transactions that a snapshot sees; store the others again as one row."""
+    """Delete the transactions that a snapshot sees; store the others as one row."""
     cursor.execute(
         """
         with gone as (
@@ -204,7 +204,7 @@ def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Positi
 def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
     """Store the first position of a sink; returns whether it had none yet.
 
-    `start` is `beginning`, all that the outbox has, or `now`: what the group has not applied yet.
+    `start` is `beginning` (every event of the outbox) or `now` (events that the group has not applied yet).
     """
     with conn.transaction():
         links = snapshots.chain(conn, group)
@@ -244,7 +244,7 @@ def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
 
 
 def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list[str]:
-    """Store that the WAL is read without the sinks that are not configured from now on; returns their names."""
+    """Store that the WAL is read without the sinks that are not `configured`; returns their names."""
     rows = conn.execute(
         """
         update relay.sinks
@@ -257,9 +257,9 @@ def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list
 
 
 def give_snapshot(conn: Connection, group: str, sink: str) -> None:
-    """Give a sink that has only a position in the WAL the group's snapshot, if there is one.
+    """Set the snapshot of a sink that has only a position in the WAL to the group's, if there is one.
 
-    This loses nothing: the sink was never older than the slot, which the group reads.
+    This loses no event: the sink was never older than the slot, which the group reads.
     """
     conn.execute(
         """
@@ -272,12 +272,12 @@ def give_snapshot(conn: Connection, group: str, sink: str) -> None:
 
 
 def why_not_wal(sink: str, position: Position, lags: bool) -> str | None:
-    """Say why the WAL alone cannot feed a sink, and what to do; None if it can."""
+    """Explain why a sink cannot run in mode wal, and what to do; None if it can."""
     if not lags or position.snapshot is None:
         return None
     return (
-        f"handlers.{sink}: lags, and what it has still to deliver only the outbox has: run relay with source.mode: "
-        "auto until `relay sink list` says that it is attached"
+        f"handlers.{sink}: lags, and only the outbox has the events that it has not delivered: run relay with "
+        "source.mode: auto until `relay sink list` says that it is attached"
     )
 
 
@@ -291,7 +291,7 @@ GONE = "not configured"
 class StoredSink:
     """A sink as commands show it. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
 
-    `lags` is that of `SinkState`, whatever `state` is.
+    `lags` is as in `SinkState`, independent of `state`.
     """
 
     sink: str
@@ -306,7 +306,7 @@ class StoredSink:
     lags: bool
 
     def is_fed(self, running: Collection[str]) -> bool:
-        """Say whether a running instance feeds the sink from the stream."""
+        """Whether a running instance feeds the sink from the stream."""
         return self.state == ATTACHED and self.fault is None and self.instance in running
 
 
@@ -321,27 +321,27 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
         """,
         (list(configured), GONE, group),
     )
-    found = [StoredSink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
-    begun = {each.sink for each in found}
-    nowhere = (Position(None), None, None, None, None, None, None, False)
-    found += [StoredSink(name, NEW, *nowhere) for name in configured if name not in begun]
-    return sorted(found, key=lambda each: each.sink)
+    stored = [StoredSink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
+    begun = {each.sink for each in stored}
+    nothing = (Position(None), None, None, None, None, None, None, False)
+    stored += [StoredSink(name, NEW, *nothing) for name in configured if name not in begun]
+    return sorted(stored, key=lambda each: each.sink)
 
 
 def done(conn: Connection, group: str, sink: str) -> Xids:
-    """Return the full xids that a sink has delivered and that are not part of its position: int64, in no order."""
-    (found,) = conn.execute(
+    """Return the full xids that a sink has delivered and that are not part of its position: int64, unordered."""
+    (row,) = conn.execute(
         """
         select string_agg(xid8send(xid), '') from relay.sink_commits, unnest(xids) as xid
          where group_id = %s and sink = %s
         """,
         (group, sink),
     )
-    return xids_of(found[0])
+    return xids_of(row[0])
 
 
 def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
-    """Set the position of a sink, while relay runs or not; returns whether there is such a sink."""
+    """Set the position of a sink, even while relay runs; returns whether the sink exists."""
     with conn.transaction():
         moved = conn.execute(
             """

@@ -1,4 +1,4 @@
-"""Stores the chain of a group's snapshots, and the transactions that were applied from the WAL since the last one.
+"""Stores the chain of a group's snapshots, and notes the transactions applied from the WAL since the last one.
 
 The tables are `relay.snapshots` and `relay.applied_commits`. A session locks the chain before it changes it.
 """
@@ -39,7 +39,7 @@ def begin(
 ) -> list[ChainLink]:
     """Begin a new chain in place of the former one; the noted transactions stay.
 
-    All polled commits lie below the position `polled_lsn`; 0/0 where none were polled.
+    All polled commits end at or before the position `polled_lsn`; 0/0 if none were polled.
     """
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
     return [_insert(conn, group, snapshot, polled_lsn) for snapshot in snapshots]
@@ -56,7 +56,7 @@ def append(
 ) -> ChainLink | None:
     """Add a snapshot after the last one; None if another session has changed the chain.
 
-    The difference is to be polled. Everything that the snapshot sees lies below the position `polled_lsn`.
+    The difference is to be polled. Every commit that the snapshot sees ends at or before the position `polled_lsn`.
     """
     with conn.transaction():
         if _locked(conn, group) != last:
@@ -130,16 +130,16 @@ def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None
 
 
 def noted(conn: Connection, group: str) -> Xids:
-    """Return the full xids that are noted in any partition: int64, in no order."""
-    (found,) = conn.execute(
+    """Return the full xids that are noted in any partition: int64, unordered."""
+    (row,) = conn.execute(
         "select string_agg(xid8send(xid), '') from relay.applied_commits, unnest(xids) as xid where group_id = %s",
         (group,),
     )
-    return xids_of(found[0])
+    return xids_of(row[0])
 
 
 def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[int, Xids]:
-    """Return the full xids that are noted in some partitions, int64 in no order, for each partition that has any."""
+    """Return the full xids that are noted in partitions, int64, unordered, for each partition that has any."""
     rows = conn.execute(
         """
         select partition_id, string_agg(xid8send(xid), '')
@@ -148,7 +148,7 @@ def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[
         """,
         (group, list(partitions)),
     )
-    return {partition: xids_of(found) for partition, found in rows}
+    return {partition: xids_of(sent) for partition, sent in rows}
 
 
 def xids_of(sent: bytes | None) -> Xids:
@@ -157,27 +157,27 @@ def xids_of(sent: bytes | None) -> Xids:
 
 
 def _insert(conn: Connection, group: str, snapshot: Snapshot, polled_lsn: Lsn) -> ChainLink:
-    (found,) = conn.execute(
+    (row,) = conn.execute(
         """
         insert into relay.snapshots (group_id, id, snapshot, polled_lsn)
         values (%s, nextval('relay.snapshot_ids'), %s::pg_snapshot, %s) returning id
         """,
         (group, str(snapshot), str(polled_lsn)),
     )
-    return ChainLink(found[0], snapshot)
+    return ChainLink(row[0], snapshot)
 
 
 def _locked(conn: Connection, group: str) -> ChainLink | None:
     """Lock the chain until the database transaction ends; returns the last snapshot."""
     conn.execute("select from relay.snapshots where group_id = %s order by id for update", (group,))
-    # Another session may have added one while this waited for the lock.
+    # Read after the lock: another session may have added a snapshot before it.
     links = chain(conn, group)
     return links[-1] if links else None
 
 
 def _is_reached(conn: Connection, group: str, last: ChainLink) -> bool:
-    found = conn.execute(
+    others = conn.execute(
         "select from relay.consumer_offsets where group_id = %s and snapshot_id is distinct from %s limit 1",
         (group, last.id),
     )
-    return not found.rowcount
+    return not others.rowcount

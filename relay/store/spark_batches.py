@@ -1,6 +1,6 @@
 """Stores the batches that Spark writes for sinks: `relay.spark_batches`, a row for each sink and destination.
 
-An open batch stays when the sink is given another destination, until a batch of the sink ends.
+If the sink gets another destination, an open batch stays until the next batch of the sink ends.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from relay.store.sinks import BEFORE_FIRST
 class Contents:
     """The contents of a batch: rows of a difference, and transactions that were deferred for the sink.
 
-    Transactions of the difference whose greatest c_offset is not above `polled_offset` are left out, and so are those
-    of `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
+    Left out are transactions of the difference whose greatest c_offset is at most `polled_offset`, and those of
+    `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
     `data` are the events of the rows `deferred` (ids) of relay.deferred, as an Arrow stream.
     """
 
@@ -36,7 +36,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that is stored and not finished: the same rows and the same layout, however often it is written.
+    """A batch that is stored and not finished. It has the same rows and layout each time it is written.
 
     `application` and `number` identify it at its destination, and so does `id` alone.
     """
@@ -89,10 +89,9 @@ def begin(
 ) -> None:
     """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
 
-    Numbers continue, unless the server differs from that of the destination's last batch, has another timeline or was
-    restarted since: it may have been restored from a backup, such as a copy of its files, and later numbers mean other
-    rows there. The timeline is read from the name of the WAL file, since pg_control_checkpoint() shows the former one
-    for minutes after a promotion.
+    Numbers continue from the destination's last batch, unless the server is another one, has another timeline or was
+    restarted since: it may have been restored from a backup, where later numbers stand for other rows. The timeline is
+    read from the name of the WAL file: after a promotion, pg_control_checkpoint() shows the former one for minutes.
     """
     conn.execute(
         """
@@ -136,7 +135,7 @@ def begin(
 def lay_out(
     conn: Connection, group: str, sink: str, batch: str, partition_by: Sequence[str]
 ) -> None:
-    """Set the partitioning of a batch of which nothing is written yet. Raises psycopg.Error."""
+    """Set the partitioning of a batch before any of it is written. Raises psycopg.Error."""
     conn.execute(
         """
         update relay.spark_batches set partition_by = %s where group_id = %s and sink = %s and batch = %s::uuid
@@ -146,7 +145,7 @@ def lay_out(
 
 
 def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
-    """End a batch that is written or given up, and those for other destinations, which the sink's position passes.
+    """End a batch that is written or given up, and the sink's batches for other destinations.
 
     Returns whether it was still open. Raises psycopg.Error.
     """

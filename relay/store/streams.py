@@ -12,7 +12,7 @@ from relay.store.connections import Connection
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """A slot, its group, and its publication if relay created it."""
+    """A slot, its group, and its publication if relay created that."""
 
     slot: str
     group_id: str
@@ -20,7 +20,7 @@ class StreamRecord:
 
 
 def all_streams(conn: Connection) -> list[StreamRecord] | None:
-    """List every stream of this source; None where an early edition of the schema did not record them."""
+    """List every stream of this source; None if the schema is an early edition that does not record them."""
     row = conn.execute("select to_regclass('relay.streams') is not null").fetchone()
     if not row or not row[0]:
         return None
@@ -31,7 +31,7 @@ def all_streams(conn: Connection) -> list[StreamRecord] | None:
 
 
 def slots_of(conn: Connection, group: str) -> list[str]:
-    """List the slots that the group has, or had; none where the schema does not record them. Raises psycopg.Error."""
+    """List the slots that the group has, or had; empty if the schema does not record them. Raises psycopg.Error."""
     return [each.slot for each in all_streams(conn) or () if each.group_id == group]
 
 
@@ -44,7 +44,7 @@ def record(conn: Connection, slot: str, group: str, publication: str | None = No
         "insert into relay.streams (slot, group_id, publication) values (%s, %s, %s) on conflict do nothing",
         (slot, group, publication),
     ).rowcount
-    # The role of the service may only insert; it creates no publication.
+    # Not part of the insert: the role of the service may only insert, and creates no publication.
     if publication is not None:
         conn.execute(
             "update relay.streams set publication = %s where slot = %s", (publication, slot)

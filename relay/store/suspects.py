@@ -21,26 +21,27 @@ from relay.store.connections import open_pool
 
 
 def name_of(transaction: Undecoded) -> str:
-    """Return the name of a business transaction in every attempt: by c_offset, or by its commit where there is none.
+    """Return a name of a business transaction that is the same in every attempt.
 
-    Where it has no transaction_id either, its first row distinguishes it from others of that commit.
+    It has the c_offset or, without one, the end of the commit, and the transaction_id. Without these two, a checksum of
+    the first row distinguishes it from others of the commit.
     """
-    location, name = transaction.last_offset, within(transaction.transaction_id or "")
+    location, name = transaction.last_offset, shortened(transaction.transaction_id or "")
     if not location:
         location = transaction.commit.end_lsn
         name = name or f"{crc32(next(iter(transaction.tuples))):08x}"
     return f"{location:d}/{name}"
 
 
-def within(transaction_id: str) -> str:
-    """Return the transaction_id as the name has it: a digest where it is long, or not ASCII."""
+def shortened(transaction_id: str) -> str:
+    """Return the transaction_id as names have it: a digest if it is long or not ASCII."""
     if transaction_id.isascii() and len(transaction_id) <= LONGEST:
         return transaction_id
     return sha256(transaction_id.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Suspects:
-    """Notes each transaction before it is handled, so that the note shows which one killed the process."""
+    """Notes each transaction before it is handled; a note that is left shows which one killed the process."""
 
     def __init__(self, settings: Settings, connections: int) -> None:
         self._group = settings.group
@@ -56,13 +57,13 @@ class Suspects:
 
     @contextmanager
     def in_flight(self, name: str) -> Iterator[None]:
-        """Handle a noted transaction. A fault takes the note back: only a death leaves it."""
+        """Handle a noted transaction in the block. An exception takes the note back: only a death leaves it."""
         self._in_flight.add(name)
         try:
             yield
         except BaseException:
             self._survived.add(name)
-            # An outage of the target must not count as a death: `note_next` takes the note back before it counts.
+            # During an outage of the target, `note_next` takes the note back before it counts.
             with suppress(psycopg.Error):
                 self.take_back(name)
             raise
@@ -70,7 +71,7 @@ class Suspects:
             self._in_flight.discard(name)
 
     def note_orderly_exit(self) -> None:
-        """Take back the notes of what is in flight: an orderly exit is no death. Raises psycopg.Error."""
+        """Take back the notes of transactions in flight: an orderly exit is not a death. Raises psycopg.Error."""
         for name in tuple(self._in_flight):
             self.take_back(name)
 
@@ -94,14 +95,14 @@ class Suspects:
             )
 
     def note_next(self, former: str | None, name: str, limit: int) -> bool:
-        """Delete the count of the former transaction, which has another name, and count one of the next in advance.
+        """Delete the count of the former transaction, and count a death of the next one, `name`, in advance.
 
-        Returns whether it was counted: it is not where there are `limit` deaths already.
+        Returns whether it was counted: not if it has `limit` deaths already.
         """
         if name in self._survived:
             self.take_back(name)
         with self._pool.connection() as conn:
-            found = conn.execute(
+            noted = conn.execute(
                 """
                 with forgotten as (
                     delete from relay.suspects where group_id = %(group)s and suspect = %(former)s
@@ -112,10 +113,10 @@ class Suspects:
                 """,
                 {"group": self._group, "former": former, "name": name, "limit": limit},
             )
-            return found.rowcount == 1
+            return noted.rowcount == 1
 
     def take_back(self, name: str) -> None:
-        """Take one death back: the attempt ended without one."""
+        """Take back a death that was counted in advance, since the attempt ended without one."""
         with self._pool.connection() as conn:
             conn.execute(
                 "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
@@ -125,5 +126,5 @@ class Suspects:
 
 
 def _without_sync(conn: psycopg.Connection[Any]) -> None:
-    # A note must survive this process, not the server.
+    # A note must survive a crash of this process, not of the server.
     conn.execute("set synchronous_commit = off")

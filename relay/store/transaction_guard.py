@@ -1,8 +1,8 @@
-"""Keeps code of the user's from ending the database transaction that relay runs it in.
+"""Prevents user code from ending the database transaction in which relay runs it.
 
-A cursor WITH HOLD is open until relay commits. PostgreSQL runs its query when the transaction is committed, and the
-query refuses that, so that nothing becomes visible. The cursor is gone when the transaction was rolled back. A
-transaction with such a cursor cannot be prepared.
+A cursor WITH HOLD is open until relay commits. If user code commits, PostgreSQL runs the cursor's query, which raises
+an error, so that nothing becomes visible. After a rollback the cursor no longer exists. A transaction with such a
+cursor cannot be prepared.
 
 Source: PostgreSQL documentation, "DECLARE" (WITH HOLD).
 """
@@ -20,15 +20,15 @@ CREATE = r"""
               using errcode = 'invalid_transaction_termination';
     end $$
 """
-"""Run once in each session."""
+"""Creates the function of the cursor. Run once in each session."""
 BEGIN = (
     b"begin; declare relay_transaction cursor with hold for select pg_temp.relay_refuse_commit()"
 )
 CLOSE = b"close relay_transaction; "
-"""Run before the commit, in its round trip. Raises InvalidCursorName if the open transaction is not the one begun."""
+"""Run before the commit, in its round trip. Raises InvalidCursorName if the open transaction is not relay's."""
 
 
 def is_open(conn: psycopg.Connection[Any]) -> bool:
-    """Whether the open transaction is still the one that was begun."""
-    found = conn.execute("select from pg_cursors where name = 'relay_transaction'")
-    return found.rowcount == 1
+    """Whether the open transaction is still the one that relay began."""
+    cursor = conn.execute("select from pg_cursors where name = 'relay_transaction'")
+    return cursor.rowcount == 1

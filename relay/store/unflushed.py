@@ -1,8 +1,8 @@
 """Confirms commits of a target with `synchronous_commit: off` once they are flushed to its disk.
 
 Until then a commit must not be confirmed to the source. A thread checks in one session: the positions that it reads are
-durable when everything that was in the WAL at that moment is flushed, since a crash would have ended the session. Until
-then each task checks, under the lock of its partitions, that no position is older than this process left it at.
+durable once the WAL of that moment is flushed, since a crash would have ended the session. Until then each task checks,
+under the lock of its partitions, that no position is older than the one that this process stored last.
 
 Source: PostgreSQL documentation, "Asynchronous Commit" and "Subscription" (`synchronous_commit`).
 """
@@ -35,13 +35,13 @@ CLOSE_SECONDS = 2.0
 def require_kept(
     lower_bounds: Mapping[int, Lsn], positions: Mapping[int, offsets.PartitionPosition]
 ) -> None:
-    """Raise RelayError if a partition has an older position than this process left it at."""
+    """Raise RelayError if a partition has an older position than this process stored last."""
     for partition, lower_bound in lower_bounds.items():
         position = positions.get(partition)
         if position is None or position.applied_lsn < lower_bound:
             raise RelayError(
-                "target.synchronous_commit: off: the target has crashed and lost commits that were not on its disk "
-                "yet; nothing of them was confirmed: start relay again, and the slot delivers them again"
+                "target.synchronous_commit: off: the target has crashed and lost commits that were not flushed; "
+                "none of them was confirmed: restart relay, and the slot sends their events again"
             )
 
 
@@ -86,7 +86,7 @@ class Unflushed:
             self._changed.notify_all()
 
     def lower_bounds(self, partitions: Iterable[int]) -> dict[int, Lsn]:
-        """Return the least position that each partition must have, for those that a crash could have set back."""
+        """Return the least position that partitions must have, for those that a crash could have set back."""
         with self._changed:
             last: dict[int, Lsn] = {}
             for _, reached in self._pending:
@@ -95,7 +95,7 @@ class Unflushed:
 
     def _run(self) -> None:
         retrying = retry_until_success(
-            self._stopping, log_first(log, "cannot see yet what the target has on its disk")
+            self._stopping, log_first(log, "cannot read yet what the target has flushed")
         )
         try:
             while self._wait_for_work():

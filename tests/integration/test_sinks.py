@@ -402,9 +402,9 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
     sinks.set_paused(settings, "hook0", True, None)
     outbox.conn.execute("update relay.sinks set state = 'lagging'")
     require(settings)
-    with pytest.raises(ConfigurationError, match="hook0: lags, and what it has still to deliver"):
+    with pytest.raises(ConfigurationError, match="hook0: lags, and only the outbox has the events"):
         require(only_wal)
-    assert "hook0: lags, and what it has still to deliver" in run_until_fault(only_wal)
+    assert "hook0: lags, and only the outbox has the events" in run_until_fault(only_wal)
 
 
 def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list[Webhook]) -> None:
