@@ -34,7 +34,7 @@ class ProcessorShare:
         self._at, self._used = time.monotonic(), time.thread_time()
 
     def wait(self) -> float:
-        """Seconds that the calling thread has to wait; 0 means that it may go on now."""
+        """Seconds that the calling thread has to wait; 0 means that it may run now."""
         at, used = time.monotonic(), time.thread_time()
         self._left += (at - self._at) * self._share - (used - self._used)
         self._left = min(self._left, _BURST_SECONDS)

@@ -32,7 +32,7 @@ class Python:
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Call the function for each transaction, in order.
 
-        Raises what the function raises, TransactionAborted if it continued after a database error, and
+        Raises the errors of the function, TransactionAborted if it continued after a database error, and
         ConfigurationError if it ended the database transaction. If it then began another one, the commit detects it.
         """
         factories = conn.row_factory, conn.cursor_factory

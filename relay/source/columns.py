@@ -73,12 +73,12 @@ def columns(conn: Connection, table: tuple[str, str]) -> dict[str, OutboxColumn]
 
 def is_partitioned(conn: Connection, source: SourceSettings) -> bool:
     """Whether the outbox is a partitioned table. Raises psycopg.Error."""
-    found = conn.execute(
+    table = conn.execute(
         "select from pg_class c join pg_namespace n on n.oid = c.relnamespace"
         " where n.nspname = %s and c.relname = %s and c.relkind = 'p'",
         source.table_name,
     )
-    return found.rowcount > 0
+    return table.rowcount > 0
 
 
 def mapped(conn: Connection, source: SourceSettings) -> dict[str, OutboxColumn]:

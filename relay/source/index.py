@@ -16,14 +16,14 @@ _SUFFIX = "_relay_c_xid"
 
 def has_index(conn: Connection, settings: Settings) -> bool:
     """Whether the outbox has a valid index that begins with c_xid and is not partial."""
-    found = conn.execute(
+    index = conn.execute(
         """
         select from pg_index i join pg_attribute a on a.attrelid = i.indrelid and a.attnum = i.indkey[0]
          where i.indrelid = to_regclass(%s) and a.attname = %s and i.indisvalid and i.indpred is null
         """,
         (sql.Identifier(*settings.source.table_name).as_string(conn), INSERTED_BY),
     )
-    return found.rowcount > 0
+    return index.rowcount > 0
 
 
 def ensure_index(conn: Connection, settings: Settings) -> bool:
@@ -70,7 +70,7 @@ def drop_index(conn: Connection, settings: Settings) -> bool:
 
 def drop_all_indexes(conn: Connection) -> None:
     """Drop the indexes that relay created on all outboxes of the database. Raises psycopg.Error."""
-    found = conn.execute(
+    indexes = conn.execute(
         """
         select n.nspname, i.relname
           from pg_index as x join pg_class as i on i.oid = x.indexrelid join pg_class as t on t.oid = x.indrelid
@@ -80,7 +80,7 @@ def drop_all_indexes(conn: Connection) -> None:
         """,
         (INSERTED_BY, _SUFFIX),
     ).fetchall()
-    for names in found:
+    for names in indexes:
         conn.execute(sql.SQL("drop index {}").format(sql.Identifier(*names)))
 
 

@@ -95,7 +95,7 @@ class OutboxTable:
 
     def _require_order(self, conn: Connection) -> None:
         """Raise ConfigurationError if c_offset does not follow the order of insertion."""
-        found = conn.execute(
+        sequence = conn.execute(
             """
             select s.seqrelid::regclass::text
               from pg_sequence as s
@@ -108,11 +108,11 @@ class OutboxTable:
             """,
             (self._table.as_string(conn), self._mapping["c_offset"]),
         ).fetchone()
-        if found:
+        if sequence:
             raise ConfigurationError(
-                f"source.table: the sequence {found[0]} does not number the rows of "
+                f"source.table: the sequence {sequence[0]} does not number the rows of "
                 f"{self._settings.source.table} in the order in which they are inserted, which polling needs: "
-                f"run `alter sequence {found[0]} increment 1 cache 1`, or set source.mode: wal"
+                f"run `alter sequence {sequence[0]} increment 1 cache 1`, or set source.mode: wal"
             )
 
     def require_offsets(self, conn: Connection, then: str) -> None:
@@ -121,10 +121,10 @@ class OutboxTable:
         `then` says what to do once they have one.
         """
         column = self._mapping["c_offset"]
-        found = conn.execute(
+        unnumbered = conn.execute(
             sql.SQL("select from {} where {} is null limit 1").format(self._table, self._offset)
         )
-        if found.rowcount:
+        if unnumbered.rowcount:
             raise ConfigurationError(
                 f"source.table: {self._settings.source.table} has rows without {column}, which polling would skip: "
                 f"number them in the order in which they are to be relayed, and {then}"
@@ -168,13 +168,13 @@ class OutboxTable:
         distance = sql.SQL(
             "(mod({}::text::numeric, 4294967296)::bigint - xmin::text::bigint)"
         ).format(xid)
-        found = conn.execute(
+        restored = conn.execute(
             sql.SQL(
                 "select from {} where {} is not null and xmin::text::bigint > 2"
                 " and mod({} + 4294967296, 4294967296) between 1 and 2147483647 limit 1"
             ).format(self._table, xid, distance)
         )
-        return found.rowcount > 0
+        return restored.rowcount > 0
 
     def _or_null(self, conn: Connection, field: str, null: LiteralString) -> sql.Composable:
         column = self._mapping[field]

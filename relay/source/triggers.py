@@ -17,7 +17,7 @@ def fires(
     conn: psycopg.Connection[Any], source: SourceSettings, trigger: str, function: str
 ) -> bool:
     """Whether a trigger with that function of the schema `relay` is on the outbox and fires. Raises psycopg.Error."""
-    found = conn.execute(
+    rows = conn.execute(
         """
         select from pg_trigger join pg_proc as p on p.oid = tgfoid
          where tgrelid = to_regclass(%s) and tgname = %s and tgenabled in ('O', 'A')
@@ -25,4 +25,4 @@ def fires(
         """,
         (sql.Identifier(*source.table_name).as_string(conn), trigger, function),
     )
-    return found.rowcount > 0
+    return rows.rowcount > 0

@@ -83,53 +83,55 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
     `key` is the configuration key of the database. Two small queries.
     """
     try:
-        found = recorded(conn)
+        applied = recorded(conn)
     except psycopg.errors.InsufficientPrivilege as error:
         raise ConfigurationError(
             f"{key}: {error.diag.message_primary}: connect as the role relay or a member of it, "
             f"or run `grant relay to {conn.info.user}`"
         ) from None
-    _require_compatible(found, side, key, conn.info.dbname)
-    missing = _missing(found, side)
+    _require_compatible(applied, side, key, conn.info.dbname)
+    missing = _missing(applied, side)
     if not missing:
         return
-    if found.keys().isdisjoint(map(name_of, files(side))):
+    if applied.keys().isdisjoint(map(name_of, files(side))):
         raise ConfigurationError(
             f"{key}: relay is not installed in the database {conn.info.dbname!r} ({missing[0]}): run `relay init`"
         )
     raise ConfigurationError(
         f"{key}: relay's schema in the database {conn.info.dbname!r} is older than this program, relay {__version__} "
-        f"({_lacking(found, missing[0])}): stop relay and run `relay init`"
+        f"({_lacking(applied, missing[0])}): stop relay and run `relay init`"
     )
 
 
-def _missing(found: Mapping[str, str | None], side: Side) -> list[str]:
+def _missing(applied: Mapping[str, str | None], side: Side) -> list[str]:
     """List the files to apply, for the first time or to migrate a former edition."""
     names = map(name_of, files(side))
-    return [name for name in names if name not in found or found[name] in FORMER.get(name, ())]
+    return [name for name in names if name not in applied or applied[name] in FORMER.get(name, ())]
 
 
-def _lacking(found: Mapping[str, str | None], name: str) -> str:
-    return f"{name} is of a former edition" if name in found else f"{name} is missing"
+def _lacking(applied: Mapping[str, str | None], name: str) -> str:
+    return f"{name} is of a former edition" if name in applied else f"{name} is missing"
 
 
 def _require_compatible(
-    found: Mapping[str, str | None], side: Side, key: str, database: str
+    applied: Mapping[str, str | None], side: Side, key: str, database: str
 ) -> None:
     """Raise ConfigurationError if the schema is one that `relay init` cannot turn into this program's."""
     digests = {name_of(file): digest_of(file) for file in files(side)}
     altered = [
         name
         for name, digest in digests.items()
-        if found.get(name) not in (None, digest, *FORMER.get(name, ()))
+        if applied.get(name) not in (None, digest, *FORMER.get(name, ()))
     ]
-    unknown = sorted(name for name in found if name.startswith(f"{side}/") and name not in digests)
+    unknown = sorted(
+        name for name in applied if name.startswith(f"{side}/") and name not in digests
+    )
     if altered:
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} has an edition of {altered[0]} that this program, "
             f"relay {__version__}, does not know: go back to the relay that installed it, or install a later one"
         )
-    if unknown and _missing(found, side):
+    if unknown and _missing(applied, side):
         raise ConfigurationError(
             f"{key}: relay's schema in the database {database!r} comes from an unreleased edition of relay "
             f"({unknown[0]}), which `relay init` does not migrate: see docs/how-to/upgrade.md"
@@ -179,9 +181,9 @@ def install(conn: psycopg.Connection[Any], side: Side, key: str) -> list[str]:
     """
     with conn.transaction():
         lock(conn)
-        found = recorded(conn)
-        _require_compatible(found, side, key, conn.info.dbname)
-        installed = _missing(found, side)
+        applied = recorded(conn)
+        _require_compatible(applied, side, key, conn.info.dbname)
+        installed = _missing(applied, side)
         for file in files(side):
             if name_of(file) in installed:
                 conn.execute(file.read_bytes())

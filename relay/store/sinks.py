@@ -191,10 +191,10 @@ def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Positi
     """Delete the transactions that a snapshot sees; store the others as one row."""
     cursor.execute(
         """
-        with gone as (
+        with deleted as (
             delete from relay.sink_commits where group_id = %(group)s and sink = %(sink)s returning xids)
         insert into relay.sink_commits (group_id, sink, xids)
-        select %(group)s, %(sink)s, array_agg(xid) from gone, unnest(xids) as xid
+        select %(group)s, %(sink)s, array_agg(xid) from deleted, unnest(xids) as xid
          where not pg_visible_in_snapshot(xid, %(snapshot)s::pg_snapshot) having count(*) > 0
         """,
         {**of, "snapshot": _columns(position)["snapshot"]},
