@@ -286,7 +286,7 @@ class StreamSource:
         if not self._polls:
             raise RelayError(
                 f"the slot {self._settings.source.slot!r} does not have all events that group {self._settings.group!r} "
-                "needs: set source.mode to auto, which polls the others, or skip them with `relay offsets seek`"
+                "needs: set source.mode to auto, which polls the missing ones, or skip them with `relay offsets seek`"
             )
 
     def _windows(self, opening: bool) -> Iterator[Batch]:
