@@ -42,8 +42,8 @@ class Dispatcher:
     """Runs deliveries in the current event loop, and calls `complete` with each delivery that ends and its disposition.
 
     The calls are in order for each key. A delivery is `Blocked` and not tried if an earlier one with the same key is
-    deferred, or a deferred transaction holds one of its keys (`hold`). While the destination is down, blocked deliveries stay in memory: reading stops, and the log is not copied into the
-    table of deferred transactions.
+    deferred, or a deferred transaction holds one of its keys (`hold`). While the destination is down, blocked
+    deliveries stay in memory: reading stops, and the log is not copied into the table of deferred transactions.
     """
 
     def __init__(

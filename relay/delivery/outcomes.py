@@ -32,7 +32,7 @@ class Scheduled:
 
 
 Outcome = Disposition | Scheduled
-"""What became of a delivery."""
+"""The outcome of a delivery."""
 
 
 class Recorder:
