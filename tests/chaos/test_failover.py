@@ -348,7 +348,7 @@ def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> N
         pair.replicate()
         pair.fail_over()
         pair.copy.fill(1)
-        assert "only a replication connection can tell" in wait_for_fault(running)
+        assert "only a replication connection shows" in wait_for_fault(running)
     assert target.handled() == 100
 
 
