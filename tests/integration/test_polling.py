@@ -353,7 +353,9 @@ def test_rows_of_another_cluster_are_refused_and_found_by_check(outbox: Outbox, 
     (found,) = (each for each in examine(settings) if each.level is Severity.ERROR)
     assert found.subject == "positions"
     assert "has rows whose c_xid this server has not assigned yet" in found.text
-    with pytest.raises(ConfigurationError, match="has rows whose c_xid this server has not assigned"):
+    with pytest.raises(
+        ConfigurationError, match="has rows whose c_xid this server has not assigned"
+    ):
         poll_all(settings)
 
 
