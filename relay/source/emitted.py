@@ -196,7 +196,7 @@ class _InvalidField(ValueError):
 
 def _uuid(value: Any) -> str:
     if not isinstance(value, str):
-        raise _InvalidField("is not a uuid")
+        raise _InvalidField("is not of type uuid")
     return str(UUID(value))
 
 

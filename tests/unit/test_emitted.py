@@ -160,14 +160,14 @@ def test_any_bytes_are_events_or_a_dead_letter(content: bytes) -> None:
     ("said", "says"),
     [
         ({"host_id": None}, "host_id is missing"),
-        ({"host_id": "nobody"}, "host_id is not a uuid"),
+        ({"host_id": "nobody"}, "host_id is not of type uuid"),
         ({"event_type": None}, "event_type is missing"),
         ({"event_type": {"a": 1}}, "event_type is not text"),
         ({"aggregate_version": 1.5}, "aggregate_version is not a whole number"),
         ({"aggregate_version": "s3cret"}, "aggregate_version is not of type bigint"),
         ({"aggregate_version": 2**63}, "aggregate_version is out of range"),
         ({"event_ts": "2026-11-21T11:00:00"}, "event_ts has no time zone"),
-        ({"event_ts": "s3cret", "id": 7}, "id is not a uuid; event_ts is not a time such as"),
+        ({"event_ts": "s3cret", "id": 7}, "id is not of type uuid; event_ts is not a time such as"),
     ],
 )
 def test_a_field_that_is_wrong_is_named_without_its_value(said: dict[str, Any], says: str) -> None:
@@ -189,13 +189,13 @@ def test_a_field_that_is_wrong_is_named_without_its_value(said: dict[str, Any], 
         (b"7", "it is not a JSON object", "7"),
         (
             b'{"host_id": "x"}',
-            "host_id is not a uuid; event_type is missing; payload is missing",
+            "host_id is not of type uuid; event_type is missing; payload is missing",
             '{"host_id": "x"}',
         ),
         (b"[" * 100_000, "it is not JSON", "[" * 100_000),
         (
             json.dumps({**EVENT, "payload": "HALF"}).replace("HALF", "\\ud800").encode(),
-            "payload is no jsonb",
+            "payload is not of type jsonb",
             json.dumps({**EVENT, "payload": "HALF"}).replace("HALF", "\\ud800"),
         ),
     ],

@@ -119,7 +119,7 @@ def test_without_a_declared_type_a_handler_gets_what_it_got_before() -> None:
 def test_nothing_of_a_transaction_is_read_before_all_of_it_is_valid(
     held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(typed, "_HELD_BYTES", held)
+    monkeypatch.setattr(typed, "_KEPT_BYTES", held)
     valid: Row = ("order.placed", '{"amount": 1}', None)
     assert len(apply([valid] * 3, Reads()).events) == 3
     handler, sink = Reads(), Reads()

@@ -21,7 +21,7 @@ def messages(count: int) -> list[Message]:
 
 @pytest.fixture(autouse=True)
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_MOST", 10)
+    monkeypatch.setattr(window, "_MOST_UNANSWERED", 10)
 
 
 class Broker:
