@@ -69,6 +69,19 @@ def test_the_file_of_every_key_has_every_key_and_no_other() -> None:
     assert {key for key in optional if not is_named(key.rpartition(".")[2], EVERY_KEY)} == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_generates_events_only_where_all_of_them_have_a_route(page: Path) -> None:
+    text = page.read_text()
+    if "relay publish --generate" in text:
+        assert "- match:" not in text or "unrouted: ignore" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_installs_the_wheel(page: Path) -> None:
+    """The package is on no index."""
+    assert not re.search(r"pip install '?relay-outbox", page.read_text())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     missing = [
