@@ -1,4 +1,4 @@
-"""The command line: registers the commands in the order of `relay --help`, and prints errors.
+"""The command line: registers the commands, puts them in the order of `relay --help`, and prints errors.
 
 A command imports the modules that it needs when it is called, so that `relay --help` answers at once.
 """
@@ -6,10 +6,11 @@ A command imports the modules that it needs when it is called, so that `relay --
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import psycopg
 import typer
+from typer.core import TyperGroup
 
 from relay import __version__
 from relay.cli.deferred import deferred
@@ -27,7 +28,33 @@ from relay.cli.status import status
 from relay.cli.top import top
 from relay.faults import RelayError, first_line
 
+_ORDER = (
+    *(
+        "init",
+        "check",
+        "run",
+        "status",
+        "top",
+        "publish",
+        "dlq",
+        "deferred",
+        "sink",
+        "offsets",
+        "console",
+    ),
+    *("partition", "erase", "restore", "schema", "spark", "demo", "uninstall"),
+)
+
+
+class _InOrder(TyperGroup):
+    """Typer lists the groups of commands after all commands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     help="Carries committed outbox events from PostgreSQL's WAL to handlers, in order and effectively once.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,16 +68,16 @@ app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.add_typer(offsets, name="offsets")
 for command in (
-    console,
-    partition,
-    restore,
-    erase,
-    top,
     init,
     check,
     run,
     status,
+    top,
     publish,
+    console,
+    partition,
+    erase,
+    restore,
     demo,
     uninstall,
 ):

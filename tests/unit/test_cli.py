@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from relay.cli.app import app
 from relay.cli.deferred import deferred
 from relay.store.deferred_selection import KINDS
 from tests.process import ROOT
@@ -20,6 +21,13 @@ def test_the_command_line_is_light() -> None:
     )
     heavy = {"numpy", "pandas", "psycopg_pool", "pyarrow", "pyspark", "aiohttp", "fastapi"}
     assert not heavy & set(found.stdout.split())
+
+
+def test_help_lists_the_commands_in_the_order_of_their_use() -> None:
+    group = getattr(typer.main, "get_command")(app)  # noqa: B009
+    listed = group.list_commands(None)
+    assert listed[:7] == ["init", "check", "run", "status", "top", "publish", "dlq"]
+    assert listed[-1] == "uninstall"
 
 
 def test_help_names_every_kind_of_deferral() -> None:
