@@ -34,11 +34,17 @@ _PUBLIC = {
 if not TYPE_CHECKING:
     # With a `__getattr__`, type checkers accept any attribute of the module.
     def __getattr__(name: str) -> Any:
-        """Import a public name. Raises AttributeError for any other."""
+        """Import a public name. Raises AttributeError for any other, and ImportError if it needs an extra."""
         if name not in _PUBLIC:
             raise AttributeError(f"module 'relay' has no attribute {name!r}")
         module, attribute = _PUBLIC[name]
-        return getattr(import_module(module), attribute)
+        try:
+            return getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == "relay":
+                raise
+            needed = f"relay.{name} needs {error.name}: pip install 'relay-outbox[service]'"
+            raise ModuleNotFoundError(needed, name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from relay import __version__
+
 
 def run() -> None:
-    """Run the command. Exits with status 2 if a package of the extra `service` is not installed."""
+    """Run the command. Exits with status 2 if a package of the extra `service` is not installed.
+
+    `--version` needs none of them.
+    """
+    if sys.argv[1:] == ["--version"]:
+        print(f"relay {__version__}")
+        return
     try:
         from relay.cli.app import main
     except ModuleNotFoundError as error:

@@ -103,7 +103,8 @@ def test_the_wheel_alone_publishes_and_says_what_the_service_needs(environment: 
     version, _, file = found.stdout.strip().partition(" ")
     assert version == relay.__version__, found.stderr
     assert Path(file).is_relative_to(environment.parent)
-    refused = run(environment / "relay", "--version")
+    assert run(environment / "relay", "--version").stdout == f"relay {relay.__version__}\n"
+    refused = run(environment / "relay", "--help")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.endswith(": pip install 'relay-outbox[service]'\n")
 

@@ -56,6 +56,20 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
     assert heavy == []
 
 
+def test_what_needs_the_service_names_the_extra() -> None:
+    """Without the installed packages: `relay --version` answers, and a name that needs one says how to get it."""
+
+    def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert bare("-m", "relay", "--version").stdout == f"relay {relay.__version__}\n"
+    hint = "pip install 'relay-outbox[service]'"
+    refused = bare("-m", "relay", "status")
+    assert (refused.returncode, hint in refused.stderr) == (2, True)
+    assert hint in bare("-c", "from relay import EventTypes").stderr
+
+
 def test_the_block_of_the_reference_is_a_handler() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
     names: dict[str, object] = {}
