@@ -212,7 +212,11 @@ def _published(
     user_id: Id | None,
     transaction_id: uuid.UUID | None,
 ) -> Published:
-    listed = (events,) if isinstance(events, Event) else tuple(events)
+    """Return the arguments of a call. Raises EventInvalid for what is no Event."""
+    listed = tuple(events) if isinstance(events, Iterable) else (events,)
+    for number, event in enumerate(listed):
+        if not isinstance(event, Event):
+            raise EventInvalid(f"events[{number}]: is not a relay.client.Event")
     return Published(listed, host_id, user_id, transaction_id or uuid.uuid4())
 
 

@@ -19,6 +19,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+import relay
 from relay.client import Event, EventInvalid, Outbox
 from relay.client import testing as recording
 from relay.client.payloads import encode
@@ -113,6 +114,15 @@ def test_what_json_cannot_hold_is_named(given: object, message: str) -> None:
 def test_a_bad_event_is_refused(event: Event, message: str) -> None:
     with recording.collect(Outbox()), pytest.raises(EventInvalid, match=message):
         Outbox().publish(object(), event, host_id=HOST)
+
+
+@pytest.mark.parametrize(
+    ("events", "number"),
+    [({"event_type": "x"}, 0), (Event, 0), (relay.Event, 0), ([Event("a", payload=1), "b"], 1)],
+)
+def test_what_is_no_event_is_refused(events: Any, number: int) -> None:
+    with pytest.raises(EventInvalid, match=rf"events\[{number}\]: is not a relay\.client\.Event"):
+        Outbox().publish(object(), events, host_id=HOST)
 
 
 def test_a_field_that_does_not_exist_is_refused() -> None:
