@@ -68,7 +68,8 @@ class Summary:
             # 0 for windows: only the instances that read their rows know the transactions.
             transactions = sums["transactions"] or None
             redelivered = sums["redelivered"] or None
-            known = {"transactions": transactions, "redelivered": redelivered}
+            # The sums belong to no batch, not even to the one that this thread works on when relay ends with a fault.
+            known = {"transactions": transactions, "redelivered": redelivered, "batch": None}
             log.info("relayed", extra={**sums, **known, **lag})
 
 

@@ -9,6 +9,7 @@ from threading import Event
 import numpy as np
 import pytest
 
+from relay.logs import BATCH, _Text
 from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome, Window
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
@@ -44,6 +45,20 @@ def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) 
     sums = {"batches": 2, "events": 6, "transactions": 2, "applied": 2, "deferred": 0, "dead": 4}
     assert {name: line[name] for name in sums} == sums
     assert line["lag_seconds"] == pytest.approx(60, abs=5)
+
+
+def test_the_sums_do_not_name_the_batch_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    summary = Summary()
+    summary.note(batch(1, seconds_ago=0), OUTCOME)
+    token = BATCH.set(2)
+    try:
+        summary.close()
+        text = "\n".join(map(_Text().format, caplog.records))
+    finally:
+        BATCH.reset(token)
+    assert " batches=1 " in text
+    assert "batch=2" not in text
 
 
 def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
