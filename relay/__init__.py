@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relay.event_types.registry import EventTypes
-    from relay.faults import TransientFault as RetryLater
+    from relay.faults import RetryLater
     from relay.model.events import Event, Events, Lsn, Transaction
     from relay.spark.writers import BatchId
 
@@ -26,7 +26,7 @@ _PUBLIC = {
     "EventTypes": ("relay.event_types.registry", "EventTypes"),
     "Events": ("relay.model.events", "Events"),
     "Lsn": ("relay.model.events", "Lsn"),
-    "RetryLater": ("relay.faults", "TransientFault"),
+    "RetryLater": ("relay.faults", "RetryLater"),
     "Transaction": ("relay.model.events", "Transaction"),
 }
 

@@ -4,7 +4,8 @@
         ConfigurationError      exit status 2
             Unreachable         a service that starts retries
         Unrouted
-    TransientFault              retry; users raise it as relay.RetryLater
+    TransientFault              retry
+        RetryLater              raised by users' code
         Undelivered, StatementTimeout, Braked
     Rejected, NotRouted, InvalidEvent, ProcessDied,
     Undecodable, NotReceived, Cancelled, TransactionAborted
@@ -61,7 +62,7 @@ class Unrouted(RelayError):
 
 
 class TransientFault(Exception):
-    """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
+    """An outage, and no fault of the event: the transaction is retried.
 
     `after` is the wait in seconds; None leaves it to the retry settings.
     """
@@ -69,6 +70,13 @@ class TransientFault(Exception):
     def __init__(self, *reasons: object, after: float | None = None) -> None:
         super().__init__(*reasons)
         self.after = after
+
+
+class RetryLater(TransientFault):
+    """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
+
+    `after` is the wait in seconds; None leaves it to the retry settings.
+    """
 
 
 class Undelivered(TransientFault):

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from relay.faults import TransientFault
+from relay.faults import RetryLater
 from relay.model.events import Transaction
 
 
@@ -64,7 +64,7 @@ def unless_busy(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     for event in transaction.events:
         cursor.execute("select from busy where amount = %s", (event.payload["amount"],))
         if cursor.rowcount:
-            raise TransientFault("busy")
+            raise RetryLater("busy")
 
 
 def refused_at_first(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
@@ -80,7 +80,7 @@ def refuse_or_ask_again(transaction: Transaction, cursor: psycopg.Cursor[Any]) -
     cursor.execute("select from broken")
     if cursor.rowcount:
         negative = any(event.payload["amount"] < 0 for event in transaction.events)
-        raise ValueError if negative else TransientFault
+        raise ValueError if negative else RetryLater
     record(transaction, cursor)
 
 

@@ -11,7 +11,7 @@ import psycopg
 from pydantic import BaseModel
 
 import relay
-from relay.faults import TransientFault
+from relay.faults import RetryLater
 from relay.model.events import Transaction
 
 registry = relay.EventTypes()
@@ -54,7 +54,7 @@ EVENTS = {
 def need_file(payload: dict[str, Any]) -> dict[str, Any]:
     """Upcast if the file that the payload names exists; raise a transient fault otherwise."""
     if not Path(payload["file"]).exists():
-        raise TransientFault("the file is not there yet")
+        raise RetryLater("the file is not there yet")
     return payload
 
 

@@ -310,7 +310,7 @@ def test_a_transient_fault_of_an_upcaster_is_retried_for_a_statement(
     outbox.publish(host(1), event(2))
     projection = {"type": "sql", "statement": APPEND}
     with relaying(outbox.settings(**overrides(events, projection=projection))):
-        wait_until(lambda: any("TransientFault" in str(vars(each)) for each in caplog.records))
+        wait_until(lambda: any("RetryLater" in str(vars(each)) for each in caplog.records))
         assert not outbox.column("select 1 from projection")
         file.touch()
         outbox.wait_handled()

@@ -241,6 +241,13 @@ def test_the_description_of_any_other_fault_is_its_kind(error: Exception) -> Non
     assert describe(error) == type(error).__name__
 
 
+def test_what_a_handler_raises_keeps_its_public_name() -> None:
+    error = relay.RetryLater("not enough in stock", after=2)
+    assert describe(error) == "RetryLater"
+    assert exception_text(error) == "RetryLater: not enough in stock"
+    assert action_for(error) is Action.RETRY
+
+
 def test_a_value_that_psycopg_cannot_read_is_not_shown() -> None:
     loader = TimestamptzLoader(1184)
     with pytest.raises(psycopg.DataError) as raised:
