@@ -33,7 +33,7 @@ import psycopg
 from psycopg.pq.abc import PGresult
 
 
-class Action(Enum):
+class FaultAction(Enum):
     """What relay does after a fault."""
 
     RETRY = "retry"
@@ -210,7 +210,7 @@ _OUTAGE_NAMES = frozenset({ConnectionError.__name__, TimeoutError.__name__})
 _CHAIN_LENGTH = 10
 
 
-def action_for(error: BaseException) -> Action:
+def action_for(error: BaseException) -> FaultAction:
     """Return the action for a fault.
 
     Outages are retried: connections, name resolution, locks, resources, timeouts, also if another error wraps them.
@@ -219,29 +219,29 @@ def action_for(error: BaseException) -> Action:
     Source: PostgreSQL documentation, appendix A "PostgreSQL Error Codes".
     """
     if isinstance(error, RelayError):
-        return Action.STOP
+        return FaultAction.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
     if isinstance(error, Rejected | NotRouted | ProcessDied | InvalidEvent):
-        return Action.DEAD_LETTER
+        return FaultAction.DEAD_LETTER
     if isinstance(error, TransientFault | MemoryError) or _names_outage(error):
-        return Action.RETRY
+        return FaultAction.RETRY
     if isinstance(error, Exception):
-        return Action.DEAD_LETTER
-    return Action.STOP
+        return FaultAction.DEAD_LETTER
+    return FaultAction.STOP
 
 
 def is_transient(error: BaseException) -> bool:
     """Return whether a fault outside handlers, which no event has caused, may pass by itself."""
     if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
         return True
-    return action_for(error) is Action.RETRY
+    return action_for(error) is FaultAction.RETRY
 
 
 def _names_outage(error: BaseException, depth: int = 0) -> bool:
     """Return whether an error, or one that it wraps, is about the network, a connection or an exhausted resource."""
     if isinstance(error, psycopg.Error):
-        return _database_action(error) is Action.RETRY
+        return _database_action(error) is FaultAction.RETRY
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return True
     if any(each.__name__ in _OUTAGE_NAMES for each in type(error).__mro__):
@@ -269,15 +269,15 @@ def _wrapped(error: BaseException) -> list[BaseException]:
     return [inner for inner in candidates if isinstance(inner, BaseException)]
 
 
-def _database_action(error: psycopg.Error) -> Action:
+def _database_action(error: psycopg.Error) -> FaultAction:
     state = error.sqlstate
     if state is None:
-        return Action.RETRY if _lost_connection(error) else Action.DEAD_LETTER
+        return FaultAction.RETRY if _lost_connection(error) else FaultAction.DEAD_LETTER
     if _permission_denied(error):
-        return Action.STOP
+        return FaultAction.STOP
     if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES):
-        return Action.RETRY
-    return Action.DEAD_LETTER
+        return FaultAction.RETRY
+    return FaultAction.DEAD_LETTER
 
 
 def _lost_connection(error: psycopg.Error) -> bool:
@@ -363,7 +363,7 @@ def describe(error: BaseException) -> str:
     parts = [name]
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
-    if _database_action(error) is Action.RETRY and not (error.sqlstate or "").startswith("XX"):
+    if _database_action(error) is FaultAction.RETRY and not (error.sqlstate or "").startswith("XX"):
         # Messages about connections hold hosts and ports, and no values.
         parts.append(first_line(error, "connection lost"))
     elif _permission_denied(error):
@@ -430,7 +430,7 @@ class TaskFault(Exception):
 
     def __init__(
         self,
-        action: Action,
+        action: FaultAction,
         text: str,
         status: int = 1,
         died: bool = False,
@@ -450,10 +450,10 @@ class TaskFault(Exception):
         `apply` dead-letters transactions itself, so any other fault of the data is a defect, and stops relay.
         """
         if is_transient(error):
-            return cls(Action.RETRY, describe(error), braked=isinstance(error, Braked))
+            return cls(FaultAction.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
-            return cls(Action.STOP, describe(error), error.exit_status)
-        return cls(Action.STOP, f"{describe(error)}{_raised_at(error)}")
+            return cls(FaultAction.STOP, describe(error), error.exit_status)
+        return cls(FaultAction.STOP, f"{describe(error)}{_raised_at(error)}")
 
     def as_error(self) -> RelayError:
         """Return the error with which relay ends."""

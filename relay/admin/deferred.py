@@ -20,7 +20,7 @@ from relay.store import (
     sinks,
 )
 from relay.store.connections import Connection
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 from relay.store.deferred_selection import DeferredSelection, FoundDeferred
 
 _CANCELLED_AT_ONCE = 500
@@ -88,7 +88,9 @@ class DeferredTransactions:
             self._record("deferred cancel", cancelled, selected, reason)
         return cancelled.total()
 
-    def _dead_letter(self, sink: str, due: list[Due], error: Cancelled, reason: str | None) -> int:
+    def _dead_letter(
+        self, sink: str, due: list[DueTransaction], error: Cancelled, reason: str | None
+    ) -> int:
         """Dead-letter transactions with the same columns that are still deferred; returns how many."""
         transactions = deferred_rows.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
@@ -108,7 +110,7 @@ class DeferredTransactions:
         return len(removed)
 
     def _dead_letter_one(
-        self, sink: str, due: Due, transaction: Undecoded, error: Cancelled
+        self, sink: str, due: DueTransaction, transaction: Undecoded, error: Cancelled
     ) -> int:
         return dead_letters.insert(
             self._conn,

@@ -44,7 +44,7 @@ _KEYS_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class SelectionOptions:
+class DeferredSelectionOptions:
     """The configuration, and the filter of a command on the deferred transactions of its group."""
 
     config: ConfigOption = None
@@ -65,7 +65,7 @@ class SelectionOptions:
         return DeferredSelection(ids, self.sink, self.handler, self.kind, self.key, self.host)
 
 
-class _Opened(NamedTuple):
+class _OpenedDeferred(NamedTuple):
     conn: psycopg.Connection[Any]
     group: str
     deferrals: Any
@@ -82,16 +82,16 @@ class _Opened(NamedTuple):
 
 
 @contextmanager
-def _opened(options: SelectionOptions) -> Iterator[_Opened]:
+def _opened(options: DeferredSelectionOptions) -> Iterator[_OpenedDeferred]:
     from relay.admin.connections import reach_target
     from relay.admin.deferred import DeferredTransactions
 
     wanted, settings = options.selection(), load(options.config)
     with reach_target(settings) as conn:
-        yield _Opened(conn, settings.group, DeferredTransactions(settings, conn), wanted)
+        yield _OpenedDeferred(conn, settings.group, DeferredTransactions(settings, conn), wanted)
 
 
-def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferred | None:
+def _approved(opened: _OpenedDeferred, what: str, action: ActionOptions) -> FoundDeferred | None:
     """Find the transactions that a command acts on, and print what will be done; None if it must not be done.
 
     Raises ConfigurationError without a filter and `--all`: a forgotten filter must not select all.
@@ -118,7 +118,7 @@ def _approved(opened: _Opened, what: str, action: ActionOptions) -> FoundDeferre
     )
 
 
-def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
+def _warn_of_idle(opened: _OpenedDeferred, due: dict[str, int]) -> None:
     """Warn of due transactions, counted by sink, that no instance retries now."""
     missing = opened.deferrals.missing_sinks(due)
     paused = [name for name in opened.deferrals.paused_sinks() if name in due]
@@ -136,7 +136,7 @@ def _warn_of_idle(opened: _Opened, due: dict[str, int]) -> None:
         warn(f"no instance of group {opened.group!r} is running: they are tried when one starts")
 
 
-def _print_none(opened: _Opened) -> None:
+def _print_none(opened: _OpenedDeferred) -> None:
     """Print on standard error that no transaction was found, and whether there were filters."""
     narrowed = " that matches the filters" if opened.is_filtered else ""
     print(f"there is no deferred transaction in group {opened.group!r}{narrowed}", file=sys.stderr)
@@ -175,7 +175,7 @@ def _shortened(keys: Sequence[str]) -> str:
 @deferred.command("list")
 @with_groups
 def deferred_list(
-    options: SelectionOptions,
+    options: DeferredSelectionOptions,
     limit: Annotated[int, typer.Option(min=1, help="The largest number of transactions.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
@@ -194,7 +194,7 @@ def deferred_list(
 
 @deferred.command("run")
 @with_groups
-def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
+def deferred_run(options: DeferredSelectionOptions, action: ActionOptions) -> None:
     """Retry deferred transactions now instead of at their time; their attempts and their order stay the same."""
     with _opened(options) as opened:
         selected = _approved(opened, "will be tried now", action)
@@ -207,7 +207,7 @@ def deferred_run(options: SelectionOptions, action: ActionOptions) -> None:
 
 @deferred.command("cancel")
 @with_groups
-def deferred_cancel(options: SelectionOptions, action: ActionOptions) -> None:
+def deferred_cancel(options: DeferredSelectionOptions, action: ActionOptions) -> None:
     """Give deferred transactions up: they become dead letters, which `relay dlq replay` replays."""
     with _opened(options) as opened:
         selected = _approved(opened, "will be dead letters", action)

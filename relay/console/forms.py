@@ -57,7 +57,7 @@ FormDep = Annotated[Form, Depends(form_of)]
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class SubmittedForm:
     """A form of the caller's own pages that asks for an action on a group; `operator` names the caller."""
 
     group: GroupView
@@ -75,12 +75,12 @@ class Submission:
         return reason
 
 
-def submission_of(group: GroupDep, caller: CallerDep, form: FormDep) -> Submission:
+def submission_of(group: GroupDep, caller: CallerDep, form: FormDep) -> SubmittedForm:
     """Return the form with its group and its caller."""
-    return Submission(group, caller.name, form)
+    return SubmittedForm(group, caller.name, form)
 
 
-SubmissionDep = Annotated[Submission, Depends(submission_of)]
+SubmissionDep = Annotated[SubmittedForm, Depends(submission_of)]
 
 
 def number(text: str) -> int | None:

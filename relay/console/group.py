@@ -88,7 +88,7 @@ class Partitions:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class QueuedReplay:
     """How many dead transactions are queued, and warnings for the operator."""
 
     queued: int
@@ -299,7 +299,7 @@ class GroupView:
         with reading(), reach_target(self._settings) as target:
             return DeadLetters(self._settings, target).find(self._printed(selection))
 
-    def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> Replayed:
+    def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> QueuedReplay:
         """Queue dead transactions to be applied or delivered again."""
         with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
@@ -312,7 +312,7 @@ class GroupView:
             queued = len(dead.replay(found, reason))
             if queued and not dead.instances():
                 warnings.append("no instance is running: they are tried when one starts")
-        return Replayed(queued, warnings)
+        return QueuedReplay(queued, warnings)
 
     def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
         """Discard dead transactions; return how many."""

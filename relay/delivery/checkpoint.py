@@ -21,7 +21,7 @@ from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disp
 from relay.pipeline.brake import Brake
 from relay.source.server import SourcePosition
 from relay.store import brakes
-from relay.store.sinks import ATTACHED, LAGGING, Claim, Moved, Position, SinkState
+from relay.store.sinks import ATTACHED, LAGGING, Claim, Position, SinkMoved, SinkState
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Checkpoint:
             await self.store()
 
     async def store(self) -> None:
-        """Store the recorded outcomes and the position. Raises Moved and psycopg.Error."""
+        """Store the recorded outcomes and the position. Raises SinkMoved and psycopg.Error."""
         async with self.storing:
             self._move_to_adopted()
             self._recorded.clear()
@@ -196,7 +196,7 @@ class Checkpoint:
         position: Position,
         done: Sequence[int],
     ) -> bool:
-        """Write outcomes and position in one database transaction; returns whether to pause. Raises Moved."""
+        """Write outcomes and position in one database transaction; returns whether to pause. Raises SinkMoved."""
         changed = (position, self.state) != self._written or bool(done)
         with self._claim.conn.transaction():
             self._recorder.write(self._claim.conn, outcomes)
@@ -206,7 +206,7 @@ class Checkpoint:
                 else self._claim.is_paused(self._epoch)
             )
             if paused is None:
-                raise Moved
+                raise SinkMoved
             self._write_streak()
             fault = self._fault()
             if fault != self._reported_fault:

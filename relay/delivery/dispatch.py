@@ -12,7 +12,7 @@ from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
-from relay.faults import Action, action_for, describe
+from relay.faults import FaultAction, action_for, describe
 from relay.handlers import Sink
 from relay.model.dispositions import (
     APPLIED,
@@ -305,16 +305,16 @@ class Dispatcher:
         retry = self._settings.retry
         self._last_fault = describe(error)
         action = action_for(error)
-        if action is Action.STOP:
+        if action is FaultAction.STOP:
             raise error
-        if action is not Action.RETRY:
+        if action is not FaultAction.RETRY:
             self.breaker.succeeded(_key(delivery))
         elif self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
             return None
         wait = retry_delay(retry, error, attempts)
         if (
-            action is Action.RETRY
+            action is FaultAction.RETRY
             and time.monotonic() - started + wait <= retry.defer_after
             and not self._paused
             and self._settings.reliable

@@ -11,7 +11,7 @@ from relay.delivery.progress import SinkCommit
 from relay.model.dispositions import NEW, AttemptHistory
 from relay.model.events import Transaction
 from relay.model.transactions import Undecoded
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Delivery:
     events: Transaction
     keys: frozenset[str]
     commit: SinkCommit | None = None
-    due: Due | None = None
+    due: DueTransaction | None = None
     history: AttemptHistory = NEW
     blockers: int = 0
     is_blocked: bool = False

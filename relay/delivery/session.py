@@ -48,7 +48,7 @@ class SinkSession:
     """Runs one claimed sink in one event loop. Blocking calls run in two threads, one for each database.
 
     A session ends itself and sets `left` when another process should have the sink: the one that reads the stream, or
-    one with less to do. Raises Moved, psycopg.Error, and RelayError for a fault that no retry can repair.
+    one with less to do. Raises SinkMoved, psycopg.Error, and RelayError for a fault that no retry can repair.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import SourcePosition
 from relay.store import sinks
-from relay.store.sinks import Claim, Moved, SinkState
+from relay.store.sinks import Claim, SinkMoved, SinkState
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class Worker:
                     await self._session.run(settings.shutdown_timeout / 2)
                     if self._session.left:
                         return False
-                except Moved:
+                except SinkMoved:
                     self._require_polling(None)
                     log.info(
                         "a sink continues from its stored position", extra={"handler": self.name}

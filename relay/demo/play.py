@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from relay.demo.process import Batch, DemoFailed, Log, Relay, initialise, settings
+from relay.demo.process import DemoFailed, Log, LoggedBatch, Relay, initialise, settings
 from relay.demo.screen import Screen
 from relay.demo.shop import Poison, Scale, Shop
 from relay.store.connections import Connection, connect
@@ -39,7 +39,7 @@ class Performance:
     first_live_offset: int
     end: str
     exit_status: int
-    batches: list[Batch]
+    batches: list[LoggedBatch]
 
 
 def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:

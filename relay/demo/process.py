@@ -73,7 +73,7 @@ def initialise(dsn: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LoggedBatch:
     """A batch that relay has logged."""
 
     number: int
@@ -91,10 +91,10 @@ class Log:
         """Return whether the log has a line with this message."""
         return any(entry.get("message") == message for entry in self._entries())
 
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[LoggedBatch]:
         """Return the logged batches, in order."""
         return [
-            Batch(entry["batch"], entry["engine"], entry["events"])
+            LoggedBatch(entry["batch"], entry["engine"], entry["events"])
             for entry in self._entries()
             if entry.get("message") == "batch"
         ]

@@ -8,7 +8,7 @@ from typing import Any
 from psycopg.rows import dict_row
 
 from relay.demo.play import Performance
-from relay.demo.process import Batch
+from relay.demo.process import LoggedBatch
 from relay.demo.verify import Check, verify
 from relay.store.connections import connect
 
@@ -95,11 +95,11 @@ def facts(dsn: str, performance: Performance) -> list[tuple[str, str]]:
     ]
 
 
-def _events(batches: Sequence[Batch], engine: str) -> int:
+def _events(batches: Sequence[LoggedBatch], engine: str) -> int:
     return sum(batch.events for batch in batches if batch.engine == engine)
 
 
-def _share(batches: Sequence[Batch], engine: str) -> str:
+def _share(batches: Sequence[LoggedBatch], engine: str) -> str:
     """Format how many batches and events an engine ran, with the numbers of the batches."""
     numbers = [batch.number for batch in batches if batch.engine == engine]
     if not numbers:

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails, PydanticKnownError
 from relay.config.fields import dig, safe_key
 from relay.event_types import exact_json
 from relay.event_types.registry import EventType
-from relay.faults import Action, InvalidEvent, action_for
+from relay.faults import FaultAction, InvalidEvent, action_for
 from relay.model.events import Event, Row, TypedEvent
 from relay.model.transactions import Values
 
@@ -169,7 +169,7 @@ def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
 
 def _raise_unless_of_event(error: BaseException) -> None:
     """Raise an error of the user's code again unless the event is its cause."""
-    if isinstance(error, Exception) and action_for(error) is not Action.DEAD_LETTER:
+    if isinstance(error, Exception) and action_for(error) is not FaultAction.DEAD_LETTER:
         raise error
 
 

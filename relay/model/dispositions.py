@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from tenacity import RetryCallState, wait_exponential, wait_random
 
-from relay.faults import Action, TransientFault, action_for
+from relay.faults import FaultAction, TransientFault, action_for
 
 if TYPE_CHECKING:
     from relay.config.handlers import RetrySettings
@@ -100,7 +100,9 @@ def judge(
 ) -> Failed:
     """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
     after = retry_delay(retry, error, attempts)
-    if action_for(error) is not Action.RETRY or _exhausted(retry, attempts, before.since, after):
+    if action_for(error) is not FaultAction.RETRY or _exhausted(
+        retry, attempts, before.since, after
+    ):
         return DeadLetter(handler, error, attempts, holds=blocks)
     return RetryLater(handler, error, after, attempts)
 

@@ -100,7 +100,7 @@ class Counted:
 
     target: Unread | None = None
     sinks: Mapping[str, Unread] = field(default_factory=dict)
-    deferred: list[deferred_counts.Count] | None = None
+    deferred: list[deferred_counts.DeferredCount] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
 

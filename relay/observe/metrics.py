@@ -18,7 +18,7 @@ from relay.handlers import Sink
 from relay.meter import Meter
 from relay.model.batch import Batch, DeadLettered, Outcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
-from relay.observe.series import SERIES, Series
+from relay.observe.series import SERIES, MetricFamily
 
 GROUP = "group"
 NOT_CONFIGURED = "(not configured)"
@@ -204,7 +204,7 @@ class Metrics(Meter):
             family_of_series = counted.get(each.name.removesuffix("_total"))
             yield family_of_series or self._supplied(each, values.get(each.name, {}))
 
-    def _supplied(self, series: Series, values: Mapping[tuple[str, ...], float]) -> Metric:
+    def _supplied(self, series: MetricFamily, values: Mapping[tuple[str, ...], float]) -> Metric:
         labels = (GROUP, *series.labels)
         if series.kind == "gauge":
             gauge = GaugeMetricFamily(series.name, series.text, labels=labels)

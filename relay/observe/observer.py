@@ -15,7 +15,7 @@ from relay.observe.gauges import ServiceGauges
 from relay.observe.liveness import Liveness
 from relay.observe.metrics import Metrics
 from relay.observe.parts import Parts
-from relay.observe.server import Listener, listen
+from relay.observe.server import HttpListener, listen
 from relay.source.state import POLLS, STREAMS
 from relay.threads import Thread
 
@@ -36,7 +36,7 @@ class Observer:
         self._metrics = Metrics(settings)
         self.meter: Meter = self._metrics
         self._closing = Event()
-        self._listener: Listener | None = None
+        self._listener: HttpListener | None = None
         self._next_sample = 0.0
         self._thread = Thread(target=self._run, name="observe", daemon=True)
 

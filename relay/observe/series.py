@@ -29,7 +29,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class MetricFamily:
     """A family of series. `labels` are those other than `group`, which every family has."""
 
     name: str
@@ -39,21 +39,21 @@ class Series:
     buckets: tuple[float, ...] = ()
 
 
-def _counter(name: str, text: str, *labels: str) -> Series:
-    return Series(name, "counter", text, labels)
+def _counter(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, "counter", text, labels)
 
 
-def _gauge(name: str, text: str, *labels: str) -> Series:
-    return Series(name, "gauge", text, labels)
+def _gauge(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, "gauge", text, labels)
 
 
 def _histogram(
     name: str, text: str, *labels: str, buckets: tuple[float, ...] = _DURATION
-) -> Series:
-    return Series(name, "histogram", text, labels, buckets)
+) -> MetricFamily:
+    return MetricFamily(name, "histogram", text, labels, buckets)
 
 
-SERIES: Sequence[Series] = (
+SERIES: Sequence[MetricFamily] = (
     # Throughput
     _counter(
         "relay_events_total",

@@ -34,7 +34,7 @@ Check = Callable[[], Health]
 TEXT = "text/plain; charset=utf-8"
 
 
-class Listener:
+class HttpListener:
     """The server of one address, in daemon threads."""
 
     def __init__(self, address: Address) -> None:
@@ -76,7 +76,7 @@ class Listener:
         Thread(target=self._server.shutdown, daemon=True).start()
         self._server.socket.close()
 
-    def add_user(self) -> Listener:
+    def add_user(self) -> HttpListener:
         """Add a user, and return the server."""
         self._users += 1
         return self
@@ -100,23 +100,23 @@ class Listener:
         return status, TEXT, _as_text(path, good, healths).encode()
 
 
-_listeners: dict[Address, Listener] = {}
+_listeners: dict[Address, HttpListener] = {}
 _lock = Lock()
 
 
-def listen(address: Address) -> Listener:
+def listen(address: Address) -> HttpListener:
     """Return the server of an address; the caller closes it once for each call. Port 0 opens a new one on a free port.
 
     Raises ConfigurationError if relay cannot listen at the address.
     """
     with _lock:
-        listener = _listeners.get(address) or Listener(address)
+        listener = _listeners.get(address) or HttpListener(address)
         if address.port:
             _listeners[address] = listener
         return listener.add_user()
 
 
-def _server(listener: Listener, address: Address) -> ThreadingHTTPServer:
+def _server(listener: HttpListener, address: Address) -> ThreadingHTTPServer:
     (family, *_, resolved), *_ = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -175,7 +175,7 @@ def _end(connection: socket.socket) -> None:
 class _Requests(BaseHTTPRequestHandler):
     """Answers GET and HEAD; other methods are refused."""
 
-    answers: Listener
+    answers: HttpListener
     timeout = CLIENT_SECONDS
     server_version = "relay"
     sys_version = ""

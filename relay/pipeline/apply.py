@@ -60,7 +60,7 @@ from relay.store import (
 )
 from relay.store.connections import Connection, HandlerPool
 from relay.store.deferred import Deferral
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 from relay.store.unflushed import require_kept
 
 log = logging.getLogger(__name__)
@@ -318,7 +318,11 @@ class Applier:
             return self._redeliver(conn, due, transactions, mode)
 
     def _redeliver(
-        self, conn: Connection, due: Sequence[Due], transactions: Transactions, mode: HandlingMode
+        self,
+        conn: Connection,
+        due: Sequence[DueTransaction],
+        transactions: Transactions,
+        mode: HandlingMode,
     ) -> Redelivery:
         histories = {
             index: AttemptHistory(each.attempts, each.first_failed_at)

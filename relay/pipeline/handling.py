@@ -20,7 +20,7 @@ from relay.config.settings import Settings
 from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
-    Action,
+    FaultAction,
     ProcessDied,
     StatementTimeout,
     TransientFault,
@@ -126,7 +126,7 @@ class HandlerRunner:
     def can_isolate(self, error: BaseException) -> bool:
         """Whether another mode than TOGETHER can find the transactions that have caused `error`."""
         reason = reason_of(error)
-        if action_for(reason) is Action.DEAD_LETTER or self._is_deferred(error):
+        if action_for(reason) is FaultAction.DEAD_LETTER or self._is_deferred(error):
             return True
         # Fewer transactions may not time out.
         return isinstance(error, HandlerFailed) and timed_out(reason)
@@ -347,8 +347,8 @@ class HandlerRunner:
         except Exception as error:
             reason = _cause(conn, error)
             action = action_for(reason)
-            of_target = isinstance(reason, psycopg.Error) and action is Action.RETRY
-            if action is Action.STOP or of_target:
+            of_target = isinstance(reason, psycopg.Error) and action is FaultAction.RETRY
+            if action is FaultAction.STOP or of_target:
                 raise HandlerFailed(handler) from reason
             if last:
                 self._losses[handler.name] += 1
@@ -377,7 +377,9 @@ def reason_of(error: BaseException) -> BaseException:
 
 def _cause(conn: Connection, error: Exception) -> Exception:
     """The cause of a handler's fault: the loss of the connection, if it is lost; otherwise `error`."""
-    if not conn.broken or (isinstance(error, psycopg.Error) and action_for(error) is Action.RETRY):
+    if not conn.broken or (
+        isinstance(error, psycopg.Error) and action_for(error) is FaultAction.RETRY
+    ):
         return error
     lost = psycopg.OperationalError("the connection to the target is lost")
     lost.__cause__ = error

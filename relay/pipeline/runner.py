@@ -21,8 +21,8 @@ from tenacity import RetryCallState
 
 from relay.config.settings import Settings
 from relay.faults import (
-    Action,
     Braked,
+    FaultAction,
     Interrupted,
     TaskFault,
     TransientFault,
@@ -360,7 +360,7 @@ def _sort(
     for task, result in zip(tasks, results, strict=True):
         if isinstance(result, TaskOutcome):
             done.append(result)
-        elif result.action is Action.STOP:
+        elif result.action is FaultAction.STOP:
             raise result.as_error()
         else:
             todo.append(task)

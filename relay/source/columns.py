@@ -36,7 +36,7 @@ class OutboxColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ColumnProblem:
     """Why relay cannot read a column or, if `readable`, on which condition it can."""
 
     text: str
@@ -94,12 +94,12 @@ def require_readable(conn: Connection, source: SourceSettings) -> None:
         raise ConfigurationError("\n".join(lines))
 
 
-def problems(conn: Connection, source: SourceSettings) -> Iterator[Problem]:
+def problems(conn: Connection, source: SourceSettings) -> Iterator[ColumnProblem]:
     """Find the mapped columns that relay cannot read, or only on a condition. Raises psycopg.Error."""
     version = conn.info.server_version
     own = columns(conn, source.table_name).get(INSERTED_BY)
     if own is not None and own.base != "xid8":
-        yield Problem(
+        yield ColumnProblem(
             f"source.table: {source.table} has a column {INSERTED_BY!r} of type {own.type}, relay needs one of that "
             "name for itself (xid8): rename the column",
             readable=False,
@@ -116,12 +116,14 @@ def problems(conn: Connection, source: SourceSettings) -> Iterator[Problem]:
                 yield unpublished
 
 
-def _unpublished(field: str, column: OutboxColumn, table: str, version: int) -> Problem | None:
+def _unpublished(
+    field: str, column: OutboxColumn, table: str, version: int
+) -> ColumnProblem | None:
     """The problem of a generated column that PostgreSQL cannot publish; None if it can."""
     if column.generated == "s" and version >= PUBLISHES_GENERATED:
         return None
     kind = "stored" if column.generated == "s" else "virtual"
-    return Problem(
+    return ColumnProblem(
         f"{_key(field)}: the column {column.name!r} of {table} is a {kind} generated column, which "
         f"PostgreSQL {version // 10000} does not publish: fill an ordinary column instead (by a trigger"
         + (
@@ -134,7 +136,7 @@ def _unpublished(field: str, column: OutboxColumn, table: str, version: int) -> 
     )
 
 
-def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> Problem | None:
+def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> ColumnProblem | None:
     wanted = source.sql_types[field]
     readable = (_IDS[wanted] if field in ID_FIELDS else _READABLE[field])(column)
     if readable is True:
@@ -145,7 +147,7 @@ def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> P
     )
     alter = f"`alter table {table} alter column {column.name} type {wanted} using {_cast(column, wanted)}`"
     if readable:
-        return Problem(f"{has}: {readable}; {alter} ensures it", readable=True)
+        return ColumnProblem(f"{has}: {readable}; {alter} ensures it", readable=True)
     castable = wanted != "uuid" and column.category in "SN"
     fitting = _fitting_id(column) if field in ID_FIELDS else None
     first = (
@@ -156,7 +158,9 @@ def _type_problem(field: str, column: OutboxColumn, source: SourceSettings) -> P
         else ""
     )
     hint = f"{first}map a column of type {wanted} (columns: {{{field}: …}})"
-    return Problem(f"{has}, relay reads {wanted}: {hint}{_or_leave_out(field)}", readable=False)
+    return ColumnProblem(
+        f"{has}, relay reads {wanted}: {hint}{_or_leave_out(field)}", readable=False
+    )
 
 
 def _cast(column: OutboxColumn, wanted: str) -> str:

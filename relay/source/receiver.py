@@ -27,7 +27,7 @@ from relay.source.progress import Progress
 from relay.source.replication import Replication
 from relay.source.suspects import FatalCommit, ReceiverSuspects, is_out_of_memory
 from relay.source.wakeup import Wakeup
-from relay.source.walsender import Stream, end_of_stream
+from relay.source.walsender import WalStream, end_of_stream
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Receiver:
         self._closing.wait(min(longest, first * 2.0 ** min(self._failed_streams, 10)))
         self._failed_streams += 1
 
-    def _receive(self, stream: Stream) -> None:
+    def _receive(self, stream: WalStream) -> None:
         self._assembler.reset(stream.encoding, stream.partitioned)
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
@@ -279,7 +279,7 @@ class Receiver:
             self._report(pgconn)
             self._replication.leave(stream)
 
-    def _is_steady(self, stream: Stream, lasted: float) -> bool:
+    def _is_steady(self, stream: WalStream, lasted: float) -> bool:
         """Whether the stream works: it has brought something new, or has been idle for STEADY_SECONDS."""
         if self._progress.received > stream.start:
             return True

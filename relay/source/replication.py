@@ -44,8 +44,8 @@ from relay.source.recovery import (
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
 from relay.source.translation import Encoding
 from relay.source.walsender import (
-    Stream,
     System,
+    WalStream,
     identify,
     open_replication,
     sender_timeout,
@@ -112,7 +112,7 @@ class Replication:
         self._system: System | None = None
         self._undecodable = False
 
-    def connect(self) -> Stream | None:
+    def connect(self) -> WalStream | None:
         """Open the stream, with retries until it succeeds; None once relay closes. Raises RelayError, psycopg.Error."""
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
@@ -167,13 +167,13 @@ class Replication:
                 self._recognition.leave(None)
             self.incomplete = False
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: WalStream) -> None:
         """End a stream. If relay closes and has left nothing out, store how far the slot is confirmed."""
         if self._recognition is not None and self.closing.is_set() and not self.incomplete:
             self._recognition.leave(self._progress.flushed)
         stream.end()
 
-    def _open(self) -> Stream:
+    def _open(self) -> WalStream:
         if self.closing.is_set():
             raise _SlotActive
         self.heartbeat.update("connects", Due.LATE)
@@ -244,7 +244,7 @@ class Replication:
             extra={"waits_for": waits_for} if waits_for else {},
         )
 
-    def _start(self, conn: Connection) -> Stream:
+    def _start(self, conn: Connection) -> WalStream:
         slot = self._settings.source.slot
         system, comparison = self._inspect(conn)
         if comparison is not None and not _is_read(conn, slot):
@@ -291,7 +291,7 @@ class Replication:
             self.connections += 1
         self._changed()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
-        return Stream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
+        return WalStream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
 
     def _is_incomplete(self, comparison: SourceComparison | None, confirmed: Lsn) -> bool:
         """Whether the slot may lack commits: it is new to the group, or another server's, or was advanced."""

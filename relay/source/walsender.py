@@ -45,7 +45,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class WalStream:
     """One replication connection in COPY BOTH mode. Times are in seconds.
 
     `encoding` is that of names and values where it is not UTF-8; `partitioned`: the outbox is a partitioned table.

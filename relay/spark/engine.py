@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from relay.config.settings import Settings
-from relay.faults import Action, TaskFault
+from relay.faults import FaultAction, TaskFault
 from relay.meter import Meter
 from relay.model.batch import JobName, Task, Work
 from relay.model.events import Lsn
@@ -80,7 +80,7 @@ class SparkEngine:
         """
         session = self._session.get()
         if session is None:
-            return [TaskFault(Action.RETRY, "the Spark session is being built")] * len(tasks)
+            return [TaskFault(FaultAction.RETRY, "the Spark session is being built")] * len(tasks)
         try:
             if not guarded:
                 return self._run_job(session, tasks, guarded, name)
@@ -90,7 +90,7 @@ class SparkEngine:
             ]
         except Exception as error:
             fault = TaskFault(
-                Action.RETRY, f"the Spark job failed: {safe_description(error)}", died=True
+                FaultAction.RETRY, f"the Spark job failed: {safe_description(error)}", died=True
             )
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)

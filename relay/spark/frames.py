@@ -21,7 +21,7 @@ from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.pipeline.route_rules import RouteRules, Values
 from relay.source.differences import XID, Difference, array, condition
 from relay.spark import planning
-from relay.spark.reading import PARTITION, OutboxTable, TaskPortion, map_type, read
+from relay.spark.reading import PARTITION, MappedTable, TaskPortion, map_type, read
 from relay.spark.writers import BATCH_COLUMN
 from relay.store.sinks import BEFORE_FIRST
 from relay.store.spark_batches import Contents, OpenBatch
@@ -103,7 +103,7 @@ def frame(
     return rows.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
 
-def left_out(table: OutboxTable, contents: Contents) -> sql.Composable | None:
+def left_out(table: MappedTable, contents: Contents) -> sql.Composable | None:
     """The condition on rows of a batch's difference that the sink has not received yet; None where all are new."""
     offset = sql.Identifier(table.mapping["c_offset"])
     wanted: list[sql.Composable] = []
@@ -152,8 +152,8 @@ def _unpacked(data: bytes) -> pa.Table:
         return stream.read_all()
 
 
-def _table(settings: Settings) -> OutboxTable:
-    return OutboxTable(settings.source.table_name, settings.source.mapping)
+def _table(settings: Settings) -> MappedTable:
+    return MappedTable(settings.source.table_name, settings.source.mapping)
 
 
 # On the executors.

@@ -15,7 +15,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.spark.reading import OutboxTable
+from relay.spark.reading import MappedTable
 
 NAMES = (
     *("dsn", "dsn.env", "dsn.file", "table", "columns", "headers", "partitions", "ordered"),
@@ -42,7 +42,7 @@ class Options:
     dsn: str
     names_server: bool
     """Whether `dsn` was given; otherwise libpq's variables name the server."""
-    table: OutboxTable
+    table: MappedTable
     partitions: int
     ordered: bool
     push_filters: bool
@@ -97,7 +97,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
     return Options(
         dsn=source.dsn.get_secret_value(),
         names_server=any(name in options for name in ("dsn", "dsn.env", "dsn.file")),
-        table=OutboxTable(
+        table=MappedTable(
             source.table_name, source.mapping, frozenset(filter(None, source.columns.values()))
         ),
         partitions=_number(options, "partitions") or _DEFAULT_PARTITIONS,

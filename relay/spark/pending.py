@@ -10,7 +10,7 @@ from relay.config.settings import Settings
 from relay.source.differences import Difference, condition, cut
 from relay.source.server import durable_position
 from relay.spark import frames, replays
-from relay.spark.reading import OutboxTable
+from relay.spark.reading import MappedTable
 from relay.store import deferred_due
 from relay.store.connections import Connection
 from relay.store.sinks import BEFORE_FIRST, SinkState
@@ -22,7 +22,7 @@ class PendingBatch:
     """The contents of the next batch; `is_full` says that it need not wait for more events."""
 
     contents: Contents
-    due: list[deferred_due.Due]
+    due: list[deferred_due.DueTransaction]
     is_full: bool
 
     @property
@@ -36,7 +36,7 @@ def find(
     target: Connection,
     settings: Settings,
     sink: str,
-    table: OutboxTable,
+    table: MappedTable,
     state: SinkState,
 ) -> PendingBatch | None:
     """The next batch of a sink; None if its position is where the source is. Raises psycopg.Error."""
@@ -69,7 +69,7 @@ def find(
     return PendingBatch(contents, due, count >= most or position.following is not None)
 
 
-def _has_rows(source: Connection, table: OutboxTable, contents: Contents) -> bool:
+def _has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:
     """Whether a difference has rows that the sink has not received yet."""
     wanted = frames.left_out(table, contents)
     if wanted is None:

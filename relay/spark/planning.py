@@ -5,7 +5,7 @@ from __future__ import annotations
 from psycopg import sql
 
 from relay.source.differences import XID, Difference, condition
-from relay.spark.reading import OutboxTable, TaskPortion
+from relay.spark.reading import MappedTable, TaskPortion
 from relay.store.connections import Connection
 
 
@@ -17,7 +17,7 @@ def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
 
 
 def by_xid(
-    conn: Connection, table: OutboxTable, between: Difference, tasks: int
+    conn: Connection, table: MappedTable, between: Difference, tasks: int
 ) -> list[TaskPortion]:
     """Portions of adjacent c_xid, so that one task reads each row from the index once.
 
@@ -35,7 +35,7 @@ def by_xid(
 
 
 def _ends(
-    conn: Connection, table: OutboxTable, between: Difference
+    conn: Connection, table: MappedTable, between: Difference
 ) -> tuple[int | None, int | None]:
     """The least and the greatest c_xid of a difference; None for both where it has none."""
     end = (

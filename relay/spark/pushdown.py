@@ -9,7 +9,7 @@ from psycopg import sql
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, In, IsNotNull, LessThan
 
 from relay.model.events import SQL_TYPES
-from relay.spark.reading import OutboxTable
+from relay.spark.reading import MappedTable
 
 # Types that PostgreSQL compares as Spark does. Not jsonb: Spark compares its text. Texts only for equality: their order
 # depends on the collation.
@@ -17,7 +17,7 @@ _EQUAL = ("text", "uuid", "bigint", "int")
 _ORDERED = ("bigint", "int")
 
 
-def condition_of(filters: Iterable[Filter], table: OutboxTable) -> sql.Composable | None:
+def condition_of(filters: Iterable[Filter], table: MappedTable) -> sql.Composable | None:
     """The filters that PostgreSQL can apply, as one condition on the outbox; None without any.
 
     Spark applies all filters again, so a filter that this leaves out costs time only.
@@ -30,7 +30,7 @@ def condition_of(filters: Iterable[Filter], table: OutboxTable) -> sql.Composabl
     return sql.SQL(" and ").join(conditions) if conditions else None
 
 
-def _condition(each: Filter, table: OutboxTable) -> sql.Composable | None:
+def _condition(each: Filter, table: MappedTable) -> sql.Composable | None:
     attribute: tuple[str, ...] = getattr(each, "attribute", ())
     field = attribute[0] if len(attribute) == 1 else ""
     column = table.mapping.get(field)

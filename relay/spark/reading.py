@@ -56,7 +56,7 @@ class TaskPortion:
 
 
 @dataclass(frozen=True)
-class OutboxTable:
+class MappedTable:
     """An outbox: its schema and name, and the column of each field and header; "" for a field without a column."""
 
     name: tuple[str, str]
@@ -98,7 +98,7 @@ def arrow_schema() -> pa.Schema:
 
 def read(
     dsn: str,
-    table: OutboxTable,
+    table: MappedTable,
     portion: TaskPortion,
     partitions: int,
     conditions: sql.Composable | None,
@@ -142,7 +142,7 @@ def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
     require_visible(conn, snapshot)
 
 
-def columns(conn: Connection, table: OutboxTable) -> frozenset[str]:
+def columns(conn: Connection, table: MappedTable) -> frozenset[str]:
     """The columns that an outbox has. Raises psycopg.Error, and RelayError where it cannot be read."""
     name = ".".join(table.name)
     try:
@@ -172,7 +172,7 @@ def columns(conn: Connection, table: OutboxTable) -> frozenset[str]:
 
 
 def _statement(
-    table: OutboxTable,
+    table: MappedTable,
     known: Collection[str],
     portion: TaskPortion,
     partitions: int,
@@ -207,7 +207,7 @@ def _statement(
     )
 
 
-def partition_of(table: OutboxTable, partitions: int) -> sql.Composed:
+def partition_of(table: MappedTable, partitions: int) -> sql.Composed:
     """The partition of a row's host, as the pipeline computes it."""
     return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
         sql.Identifier(table.mapping["host_id"]), sql.Literal(partitions)

@@ -22,7 +22,7 @@ MAX_BYTES = 64 * 1024 * 1024
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.Due]:
+def due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.DueTransaction]:
     """The due transactions that belong in the next batch. Raises psycopg.Error."""
     heads = deferred_due.heads(conn, settings.group, sink, AT_ONCE)
     size = 0
@@ -34,7 +34,10 @@ def due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.Du
 
 
 def packed(
-    conn: Connection, settings: Settings, wanted: Sequence[deferred_due.Due], host_buckets: int
+    conn: Connection,
+    settings: Settings,
+    wanted: Sequence[deferred_due.DueTransaction],
+    host_buckets: int,
 ) -> bytes:
     """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
     limits = settings.batch

@@ -26,13 +26,21 @@ from relay.source.rows import prepare_reading
 from relay.spark import frames, replays
 from relay.spark.faults import safe_description
 from relay.spark.pending import find
-from relay.spark.reading import OutboxTable
+from relay.spark.reading import MappedTable
 from relay.spark.session import Session
 from relay.spark.transform import Transform
 from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
 from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import Connection, connect
-from relay.store.sinks import BEFORE_FIRST, CAUGHT_UP, LAGGING, Claim, Moved, Position, SinkState
+from relay.store.sinks import (
+    BEFORE_FIRST,
+    CAUGHT_UP,
+    LAGGING,
+    Claim,
+    Position,
+    SinkMoved,
+    SinkState,
+)
 from relay.store.spark_batches import Contents, OpenBatch
 from relay.threads import Thread
 
@@ -59,7 +67,7 @@ class SparkWorker:
         self._meter = meter or Meter()
         self._settings = settings
         self._handler: SparkHandler = settings.spark_handlers[name]
-        self._table = OutboxTable(settings.source.table_name, settings.source.mapping)
+        self._table = MappedTable(settings.source.table_name, settings.source.mapping)
         self._transform = Transform(name, self._handler)
         writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
@@ -101,7 +109,7 @@ class SparkWorker:
                 while not self._stopping.is_set():
                     self.work()
                     wait, last_logged = FIRST_WAIT_SECONDS, ""
-            except Moved:
+            except SinkMoved:
                 log.info("a sink continues from its stored position", extra={"handler": self._name})
             except Exception as error:
                 # The user's function may have put values of events into its query.
@@ -140,7 +148,7 @@ class SparkWorker:
     def work(self) -> None:
         """Write the stored batch, else one that is due; wait a poll interval where there is none.
 
-        Raises Moved where an operator has moved the sink, and every fault of the write.
+        Raises SinkMoved where an operator has moved the sink, and every fault of the write.
         """
         state = self._load()
         stored = None if state.paused else self._stored_batch(state)
@@ -164,7 +172,7 @@ class SparkWorker:
             sinks.give_snapshot(conn, group, self._name)
             state = self._claim.load()
         if state is None:
-            raise Moved
+            raise SinkMoved
         return state
 
     def _stored_batch(self, state: SinkState) -> OpenBatch | None:
@@ -183,7 +191,7 @@ class SparkWorker:
     # Storing a batch
 
     def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
-        """Store and return a batch if one is due. Raises Moved and psycopg.Error."""
+        """Store and return a batch if one is due. Raises SinkMoved and psycopg.Error."""
         pending = find(
             self._connected(), self._claim.conn, self._settings, self._name, self._table, state
         )
@@ -215,7 +223,7 @@ class SparkWorker:
         )
         with conn.transaction():
             if self._claim.store(reading, state.epoch, (), LAGGING) is None:
-                raise Moved
+                raise SinkMoved
             spark_batches.begin(
                 conn, group, self._name, handler.target, state.epoch, layout, contents
             )
@@ -310,16 +318,16 @@ class SparkWorker:
         return session
 
     def _finish(self, batch: OpenBatch) -> None:
-        """Move the position past a written batch. Raises Moved and psycopg.Error."""
+        """Move the position past a written batch. Raises SinkMoved and psycopg.Error."""
         state = self._load()
         if state.epoch != batch.epoch:
-            raise Moved
+            raise SinkMoved
         conn, group = self._claim.conn, self._settings.group
         retried = batch.contents.deferred
         with conn.transaction():
             self._store(state, batch.contents)
             if not spark_batches.end(conn, group, self._name, batch.id):
-                raise Moved
+                raise SinkMoved
             if retried:
                 replayed = spark_batches.dead_transactions(conn, retried)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")
@@ -336,7 +344,7 @@ class SparkWorker:
         )
 
     def _store(self, state: SinkState, contents: Contents) -> None:
-        """Move the sink's position to the end of the contents. Raises Moved and psycopg.Error."""
+        """Move the sink's position to the end of the contents. Raises SinkMoved and psycopg.Error."""
         before = state.position
         is_over = before.following is None or contents.after == before.following
         position = Position(
@@ -349,4 +357,4 @@ class SparkWorker:
         lags = not is_over or contents.rows >= self._handler.max_events
         stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
         if stored is None:
-            raise Moved
+            raise SinkMoved

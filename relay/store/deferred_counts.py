@@ -91,7 +91,7 @@ def count_by_sink(conn: Connection, group: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class DeferredCount:
     """Deferred transactions of a sink, or ('') of the target, by `kind`, as in Reason. `since`: the oldest of them."""
 
     sink: str
@@ -100,9 +100,9 @@ class Count:
     since: datetime
 
 
-def count_by_kind(conn: Connection, group: str) -> list[Count]:
+def count_by_kind(conn: Connection, group: str) -> list[DeferredCount]:
     """Count the deferred transactions by sink and kind. Reads all of them."""
-    with conn.cursor(row_factory=class_row(Count)) as cursor:
+    with conn.cursor(row_factory=class_row(DeferredCount)) as cursor:
         return cursor.execute(
             sql.SQL(
                 """

@@ -24,7 +24,7 @@ _EXAMINED_KEYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueTransaction:
     """A deferred transaction that may be retried now. The columns of its row, but for the data."""
 
     id: int
@@ -55,10 +55,10 @@ DUE_COLUMNS = sql.SQL(
     d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
     """
 )
-"""The select list that makes a `Due` of a row `d` of relay.deferred."""
+"""The select list that makes a `DueTransaction` of a row `d` of relay.deferred."""
 
 
-def claim(conn: Connection, group: str, limit: int) -> list[Due]:
+def claim(conn: Connection, group: str, limit: int) -> list[DueTransaction]:
     """Return the transactions of the target that are due, as `heads` finds them.
 
     No other session can claim any of the group until the database transaction ends. Empty where one has.
@@ -70,7 +70,7 @@ def claim(conn: Connection, group: str, limit: int) -> list[Due]:
 
 def heads(
     conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int] = ()
-) -> list[Due]:
+) -> list[DueTransaction]:
     """Return at most `limit` transactions that are due, in the order in which they were deferred.
 
     A transaction is returned if its time has come and every earlier one that holds one of its keys is returned with it:
@@ -104,7 +104,7 @@ def heads(
 class _Candidate(NamedTuple):
     """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key."""
 
-    due: Due
+    due: DueTransaction
     is_early: bool
     earlier: list[int]
 
@@ -194,7 +194,7 @@ def _candidates(
     conn: Connection, query: sql.Composed, parameters: dict[str, Any]
 ) -> list[_Candidate]:
     rows = conn.execute(query, parameters, prepare=False)
-    return [_Candidate(Due(*due), is_early, earlier) for is_early, earlier, *due in rows]
+    return [_Candidate(DueTransaction(*due), is_early, earlier) for is_early, earlier, *due in rows]
 
 
 def _chosen(candidates: Iterable[_Candidate]) -> set[int]:

@@ -18,7 +18,7 @@ from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import FACTS, Rows, Transactions, Undecoded
 from relay.store import arrays
 from relay.store.connections import Connection
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 
 _PORTION_EVENTS = 10_000
 _PORTION_BYTES = 1024 * 1024
@@ -59,7 +59,7 @@ def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
 
 
 def transactions(
-    conn: Connection, due: Sequence[Due], spool_above: int, spool_directory: Path | None
+    conn: Connection, due: Sequence[DueTransaction], spool_above: int, spool_directory: Path | None
 ) -> Transactions:
     """Read transactions of one table layout; above `spool_above` bytes in total, their rows go to a spool file.
 

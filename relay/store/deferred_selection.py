@@ -12,7 +12,7 @@ from psycopg.rows import class_row
 
 from relay.store.connections import Connection
 from relay.store.deferred_counts import KIND
-from relay.store.deferred_due import DUE_COLUMNS, Due
+from relay.store.deferred_due import DUE_COLUMNS, DueTransaction
 
 KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 
@@ -122,7 +122,9 @@ def find(conn: Connection, group: str, wanted: DeferredSelection) -> FoundDeferr
     return FoundDeferred(wanted, last_id, transactions, events, holding)
 
 
-def oldest(conn: Connection, group: str, found: FoundDeferred, limit: int) -> list[tuple[str, Due]]:
+def oldest(
+    conn: Connection, group: str, found: FoundDeferred, limit: int
+) -> list[tuple[str, DueTransaction]]:
     """Return the oldest of the found transactions that are still deferred, at most `limit`, each with its sink."""
     where, parameters = found.wanted.where()
     rows = conn.execute(
@@ -134,7 +136,7 @@ def oldest(conn: Connection, group: str, found: FoundDeferred, limit: int) -> li
         ).format(due=DUE_COLUMNS, where=where),
         {**parameters, "group": group, "last_id": found.last_id, "limit": limit},
     )
-    return [(sink, Due(*due)) for sink, *due in rows]
+    return [(sink, DueTransaction(*due)) for sink, *due in rows]
 
 
 def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, int]:

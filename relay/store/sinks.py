@@ -27,7 +27,7 @@ ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
 """States of a sink: fed from the stream; polling the outbox; or it has polled everything and is not attached."""
 
 
-class Moved(Exception):
+class SinkMoved(Exception):
     """The sink was moved or removed meanwhile: the state in memory is no longer valid."""
 
 

@@ -70,7 +70,7 @@ def connected(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         yield conn
 
 
-def ids(due: Sequence[deferred_due.Due]) -> list[int]:
+def ids(due: Sequence[deferred_due.DueTransaction]) -> list[int]:
     return [each.id for each in due]
 
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from relay.store import deferred, deferred_counts, deferred_due, deferred_selection
 from relay.store.deferred import Deferral
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 from relay.store.deferred_selection import DeferredSelection
 from tests.deferrals import undecoded
 from tests.outbox import Outbox
@@ -296,7 +296,7 @@ class Store(RuleBasedStateMachine):
 
     # The store.
 
-    def heads(self, limit: int) -> list[Due]:
+    def heads(self, limit: int) -> list[DueTransaction]:
         return deferred_due.heads(self.conn, self.group, "s", limit, self.flying)
 
     def ids(self) -> Iterator[int]:

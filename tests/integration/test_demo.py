@@ -28,7 +28,7 @@ from relay import demo
 from relay.demo import SERVER_SETTINGS, Scale, process, run_demo
 from relay.demo.embedded import Cluster
 from relay.demo.play import Performance
-from relay.demo.process import Batch, DemoFailed, Log
+from relay.demo.process import DemoFailed, Log, LoggedBatch
 from relay.demo.report import judge
 from relay.demo.screen import Screen
 from relay.demo.shop import Poison
@@ -262,7 +262,9 @@ def test_verification_sees_a_transaction_in_two_commits(ran: Ran) -> None:
 def test_judgement_asks_for_both_engines_and_a_clean_end(ran: Ran) -> None:
     with connect(ran.dsn) as conn:
         expected = poisons(conn)
-    performance = Performance(expected, datetime.now(UTC), 1, "0/1", 1, [Batch(1, "inline", 5)])
+    performance = Performance(
+        expected, datetime.now(UTC), 1, "0/1", 1, [LoggedBatch(1, "inline", 5)]
+    )
     failed = {check.promise for check in judge(ran.dsn, performance) if not check.kept}
     assert failed == {"Spark and inline at work", "relay ended by SIGTERM"}
 

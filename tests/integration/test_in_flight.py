@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relay.config.settings import Settings
-from relay.faults import Action, TaskFault
+from relay.faults import FaultAction, TaskFault
 from relay.model.batch import JobName, Task, TaskOutcome, Work
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
@@ -138,11 +138,11 @@ def test_order_and_exactness_whatever_fails_in_whatever_order(
     def meddle(job: Job, task: Work) -> Result | None:
         dice = chance.random()
         if dice < 0.1:
-            return TaskFault(Action.RETRY, "the connection is lost")
+            return TaskFault(FaultAction.RETRY, "the connection is lost")
         if dice < 0.2:
             # The task commits, but the driver gets no result.
             attempt(applier, task, False)
-            return TaskFault(Action.RETRY, "the connection is lost after the commit")
+            return TaskFault(FaultAction.RETRY, "the connection is lost after the commit")
         threading.Event().wait(chance.random() * 0.02)
         return None
 
@@ -168,7 +168,7 @@ def test_a_task_of_the_later_batch_is_busy_until_the_one_before_is_applied(
     def meddle(job: Job, _: Work) -> Result | None:
         if job.name.description.startswith("batch 1:") and "attempt 1" in job.name.description:
             assert later.wait(30)
-            return TaskFault(Action.RETRY, "the connection is lost")
+            return TaskFault(FaultAction.RETRY, "the connection is lost")
         return None
 
     class Watching(ThreadsEngine):

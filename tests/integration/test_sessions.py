@@ -12,7 +12,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import PoolTimeout
 
-from relay.faults import Action, RelayError, action_for
+from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store.connections import HandlerPool, connect, open_pool
@@ -117,7 +117,7 @@ def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool)
 
     with pytest.raises(psycopg.OperationalError) as lost, pool.transaction() as conn:
         lose(conn)
-    assert action_for(lost.value) is Action.RETRY
+    assert action_for(lost.value) is FaultAction.RETRY
 
 
 def test_a_node_that_lost_power_holds_nothing_for_hours(outbox: Outbox) -> None:

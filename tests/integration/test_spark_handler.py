@@ -24,7 +24,7 @@ from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
 from relay.store.connections import pin_text_form
 from relay.store.dead_letter_selection import DeadLetterSelection
-from relay.store.sinks import Moved
+from relay.store.sinks import SinkMoved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 from tests.process import running
@@ -497,7 +497,7 @@ def test_a_writer_that_comes_too_late_changes_nothing(
         assert_each_once(outbox, path)
         identity = BatchId(batch.application, batch.number, batch.id)
         writer("lake", settings.spark_handlers["lake"]).write(frame, identity)
-        with pytest.raises(Moved):
+        with pytest.raises(SinkMoved):
             late._finish(batch)
     late._disconnect()
     assert assert_each_once(outbox, path).num_rows == 2

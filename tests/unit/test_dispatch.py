@@ -31,7 +31,7 @@ from relay.model.dispositions import (
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
-from relay.store.deferred_due import Due
+from relay.store.deferred_due import DueTransaction
 
 Behave = Callable[[int], Awaitable[None]]
 
@@ -306,7 +306,7 @@ def deferred(number: int, *keys: str) -> Delivery:
     found = delivery(number, *keys)
     of_row: tuple[Any, ...] = (number, list(keys), True, 1, 0.0, None, None, True, str(number))
     of_commit: tuple[Any, ...] = ([], [], "0/0", "0/0", 0, number, 0, 0, 1, 1)
-    found.due = Due(*of_row, *of_commit)
+    found.due = DueTransaction(*of_row, *of_commit)
     return found
 
 

@@ -22,8 +22,8 @@ from relay.event_types.loading import registered
 from relay.event_types.registry import EventType
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
-    Action,
     ConfigurationError,
+    FaultAction,
     InvalidEvent,
     TransientFault,
     action_for,
@@ -60,7 +60,7 @@ def refused(event: Event, *types: EventType) -> str:
     """Why an event is not valid."""
     with pytest.raises(InvalidEvent) as raised:
         upcasting(*types).current(event)
-    assert action_for(raised.value) is Action.DEAD_LETTER
+    assert action_for(raised.value) is FaultAction.DEAD_LETTER
     assert describe(raised.value) == f"InvalidEvent: {raised.value}"
     which = f"order.placed {event.text('id')}: "
     assert str(raised.value).startswith(which)
@@ -393,4 +393,4 @@ def test_a_fault_that_wraps_an_outage_stays_one() -> None:
     found = EventType("order.placed", upcasters={1: upcaster})
     with pytest.raises(RuntimeError) as raised:
         upcasting(found).current(order({}))
-    assert action_for(raised.value) is Action.RETRY
+    assert action_for(raised.value) is FaultAction.RETRY

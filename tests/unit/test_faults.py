@@ -19,8 +19,8 @@ from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 import relay
 from relay.faults import (
-    Action,
     ConfigurationError,
+    FaultAction,
     Interrupted,
     NotRouted,
     Rejected,
@@ -70,12 +70,12 @@ OF_THE_EVENT = [
 
 @pytest.mark.parametrize("sqlstate", TRANSIENT)
 def test_a_fault_of_the_surroundings_is_tried_again(sqlstate: str) -> None:
-    assert action_for(database_error(sqlstate)) is Action.RETRY
+    assert action_for(database_error(sqlstate)) is FaultAction.RETRY
 
 
 @pytest.mark.parametrize("sqlstate", OF_THE_EVENT)
 def test_a_fault_of_the_event_goes_to_the_dead_letters(sqlstate: str) -> None:
-    assert action_for(database_error(sqlstate)) is Action.DEAD_LETTER
+    assert action_for(database_error(sqlstate)) is FaultAction.DEAD_LETTER
 
 
 class SdkError(Exception):
@@ -86,60 +86,72 @@ class SdkError(Exception):
     ("error", "action"),
     [
         # The connection broke, or there was none.
-        (psycopg.OperationalError("server closed the connection unexpectedly"), Action.RETRY),
-        (psycopg.OperationalError("consuming input failed: SSL SYSCALL error"), Action.RETRY),
-        (PoolTimeout("couldn't get a connection after 5.00 sec"), Action.RETRY),
-        (PoolClosed("the pool 'x' is closed"), Action.RETRY),
-        (TooManyRequests(), Action.RETRY),
-        (ConnectionRefusedError(), Action.RETRY),
-        (ConnectionResetError(), Action.RETRY),
-        (BrokenPipeError(), Action.RETRY),
-        (TimeoutError(), Action.RETRY),
-        (socket.timeout(), Action.RETRY),  # noqa: UP041
-        (socket.gaierror(socket.EAI_AGAIN, "try again"), Action.RETRY),
-        (ssl.SSLEOFError(), Action.RETRY),
+        (psycopg.OperationalError("server closed the connection unexpectedly"), FaultAction.RETRY),
+        (psycopg.OperationalError("consuming input failed: SSL SYSCALL error"), FaultAction.RETRY),
+        (PoolTimeout("couldn't get a connection after 5.00 sec"), FaultAction.RETRY),
+        (PoolClosed("the pool 'x' is closed"), FaultAction.RETRY),
+        (TooManyRequests(), FaultAction.RETRY),
+        (ConnectionRefusedError(), FaultAction.RETRY),
+        (ConnectionResetError(), FaultAction.RETRY),
+        (BrokenPipeError(), FaultAction.RETRY),
+        (TimeoutError(), FaultAction.RETRY),
+        (socket.timeout(), FaultAction.RETRY),  # noqa: UP041
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), FaultAction.RETRY),
+        (ssl.SSLEOFError(), FaultAction.RETRY),
         # Resources.
-        (MemoryError(), Action.RETRY),
-        (OSError(errno.ENOSPC, "no space left on device"), Action.RETRY),
-        (OSError(errno.EMFILE, "too many open files"), Action.RETRY),
-        (OSError(errno.EIO, "the spool file of a large transaction was truncated"), Action.RETRY),
-        (OSError(errno.EHOSTUNREACH, "no route to host"), Action.RETRY),
+        (MemoryError(), FaultAction.RETRY),
+        (OSError(errno.ENOSPC, "no space left on device"), FaultAction.RETRY),
+        (OSError(errno.EMFILE, "too many open files"), FaultAction.RETRY),
+        (
+            OSError(errno.EIO, "the spool file of a large transaction was truncated"),
+            FaultAction.RETRY,
+        ),
+        (OSError(errno.EHOSTUNREACH, "no route to host"), FaultAction.RETRY),
         # An error that wraps one of these.
-        (urllib.error.URLError(ConnectionRefusedError()), Action.RETRY),
-        (urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "unknown")), Action.RETRY),
+        (urllib.error.URLError(ConnectionRefusedError()), FaultAction.RETRY),
+        (urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "unknown")), FaultAction.RETRY),
         # A library of its own names.
-        (type("ConnectionError", (SdkError,), {})("refused"), Action.RETRY),
-        (type("ReadFailed", (type("TimeoutError", (SdkError,), {}),), {})(), Action.RETRY),
+        (type("ConnectionError", (SdkError,), {})("refused"), FaultAction.RETRY),
+        (type("ReadFailed", (type("TimeoutError", (SdkError,), {}),), {})(), FaultAction.RETRY),
         # A handler that says so.
-        (TransientFault("later"), Action.RETRY),
+        (TransientFault("later"), FaultAction.RETRY),
         # The event, or what the handler makes of it.
-        (ValueError("bad"), Action.DEAD_LETTER),
-        (OSError("bad"), Action.DEAD_LETTER),
-        (FileNotFoundError(errno.ENOENT, "no such file"), Action.DEAD_LETTER),
-        (gzip.BadGzipFile("not a gzipped file"), Action.DEAD_LETTER),
-        (smtplib.SMTPDataError(550, b"no such user"), Action.DEAD_LETTER),
-        (urllib.error.HTTPError("http://x", 404, "Not Found", Message(), None), Action.DEAD_LETTER),
-        (urllib.error.URLError("unknown url type: ftq"), Action.DEAD_LETTER),
-        (socket.gaierror(socket.EAI_SERVICE, "not supported"), Action.DEAD_LETTER),
-        (psycopg.InterfaceError("the cursor is closed"), Action.DEAD_LETTER),
-        (psycopg.OperationalError("another command is already in progress"), Action.DEAD_LETTER),
-        (psycopg.errors.PipelineAborted("pipeline aborted"), Action.DEAD_LETTER),
-        (KeyError("amount"), Action.DEAD_LETTER),
-        (RecursionError(), Action.DEAD_LETTER),
-        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), Action.DEAD_LETTER),
-        (NotRouted("no route"), Action.DEAD_LETTER),
-        (psycopg.DataError("PostgreSQL text fields cannot contain NUL"), Action.DEAD_LETTER),
-        (psycopg.ProgrammingError("cannot adapt type 'object'"), Action.DEAD_LETTER),
+        (ValueError("bad"), FaultAction.DEAD_LETTER),
+        (OSError("bad"), FaultAction.DEAD_LETTER),
+        (FileNotFoundError(errno.ENOENT, "no such file"), FaultAction.DEAD_LETTER),
+        (gzip.BadGzipFile("not a gzipped file"), FaultAction.DEAD_LETTER),
+        (smtplib.SMTPDataError(550, b"no such user"), FaultAction.DEAD_LETTER),
+        (
+            urllib.error.HTTPError("http://x", 404, "Not Found", Message(), None),
+            FaultAction.DEAD_LETTER,
+        ),
+        (urllib.error.URLError("unknown url type: ftq"), FaultAction.DEAD_LETTER),
+        (socket.gaierror(socket.EAI_SERVICE, "not supported"), FaultAction.DEAD_LETTER),
+        (psycopg.InterfaceError("the cursor is closed"), FaultAction.DEAD_LETTER),
+        (
+            psycopg.OperationalError("another command is already in progress"),
+            FaultAction.DEAD_LETTER,
+        ),
+        (psycopg.errors.PipelineAborted("pipeline aborted"), FaultAction.DEAD_LETTER),
+        (KeyError("amount"), FaultAction.DEAD_LETTER),
+        (RecursionError(), FaultAction.DEAD_LETTER),
+        (
+            UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"),
+            FaultAction.DEAD_LETTER,
+        ),
+        (NotRouted("no route"), FaultAction.DEAD_LETTER),
+        (psycopg.DataError("PostgreSQL text fields cannot contain NUL"), FaultAction.DEAD_LETTER),
+        (psycopg.ProgrammingError("cannot adapt type 'object'"), FaultAction.DEAD_LETTER),
         # Nothing gets better by trying again, and no event is to blame.
-        (RelayError("stop"), Action.STOP),
-        (ConfigurationError("stop"), Action.STOP),
-        (Unrouted("stop"), Action.STOP),
-        (KeyboardInterrupt(), Action.STOP),
-        (SystemExit(), Action.STOP),
+        (RelayError("stop"), FaultAction.STOP),
+        (ConfigurationError("stop"), FaultAction.STOP),
+        (Unrouted("stop"), FaultAction.STOP),
+        (KeyboardInterrupt(), FaultAction.STOP),
+        (SystemExit(), FaultAction.STOP),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
 )
-def test_what_each_exception_leads_to(error: BaseException, action: Action) -> None:
+def test_what_each_exception_leads_to(error: BaseException, action: FaultAction) -> None:
     assert action_for(error) is action
 
 
@@ -150,16 +162,16 @@ class SdkOsError(OSError):
 @pytest.mark.parametrize(
     ("wrapper", "explicit", "action"),
     [
-        (SdkError, True, Action.RETRY),
-        (SdkOsError, True, Action.RETRY),
-        (SdkOsError, False, Action.RETRY),
+        (SdkError, True, FaultAction.RETRY),
+        (SdkOsError, True, FaultAction.RETRY),
+        (SdkOsError, False, FaultAction.RETRY),
         # It may have been raised by what the handler did instead.
-        (SdkError, False, Action.DEAD_LETTER),
-        (Rejected, True, Action.DEAD_LETTER),
+        (SdkError, False, FaultAction.DEAD_LETTER),
+        (Rejected, True, FaultAction.DEAD_LETTER),
     ],
 )
 def test_an_error_that_wraps_an_outage_names_it(
-    wrapper: type[Exception], explicit: bool, action: Action
+    wrapper: type[Exception], explicit: bool, action: FaultAction
 ) -> None:
     refused = ConnectionRefusedError()
     assert action_for(wrapped(wrapper, refused, explicit)) is action
@@ -169,8 +181,8 @@ def test_an_error_that_wraps_an_outage_names_it(
 
 def test_a_database_error_has_aborted_the_transaction_whatever_was_raised_meanwhile() -> None:
     deadlock = database_error("40P01", "deadlock detected")
-    assert action_for(wrapped(SdkError, deadlock, False)) is Action.RETRY
-    assert action_for(wrapped(SdkError, database_error("23505"), False)) is Action.DEAD_LETTER
+    assert action_for(wrapped(SdkError, deadlock, False)) is FaultAction.RETRY
+    assert action_for(wrapped(SdkError, database_error("23505"), False)) is FaultAction.DEAD_LETTER
 
 
 def test_from_none_says_that_the_cause_does_not_count() -> None:
@@ -183,13 +195,13 @@ def test_from_none_says_that_the_cause_does_not_count() -> None:
         except SdkOsError as error:
             return error
 
-    assert action_for(raised()) is Action.DEAD_LETTER
+    assert action_for(raised()) is FaultAction.DEAD_LETTER
 
 
 def test_errors_that_wrap_each_other_end() -> None:
     one, other = SdkError(), SdkError()
     one.__cause__, other.__cause__ = other, one
-    assert action_for(one) is Action.DEAD_LETTER
+    assert action_for(one) is FaultAction.DEAD_LETTER
 
 
 def wrapped(wrapper: type[Exception], inner: BaseException, explicit: bool) -> BaseException:
@@ -208,7 +220,7 @@ def wrapped(wrapper: type[Exception], inner: BaseException, explicit: bool) -> B
 def test_relay_s_own_work_is_retried_whenever_a_connection_may_be_to_blame() -> None:
     error = psycopg.OperationalError("the server ended the stream")
     assert is_transient(error)
-    assert TaskFault.of(error).action is Action.RETRY
+    assert TaskFault.of(error).action is FaultAction.RETRY
     assert not is_transient(psycopg.InterfaceError("the cursor is closed"))
 
 
@@ -245,7 +257,7 @@ def test_what_a_handler_raises_keeps_its_public_name() -> None:
     error = relay.RetryLater("not enough in stock", after=2)
     assert describe(error) == "RetryLater"
     assert exception_text(error) == "RetryLater: not enough in stock"
-    assert action_for(error) is Action.RETRY
+    assert action_for(error) is FaultAction.RETRY
 
 
 def test_a_value_that_psycopg_cannot_read_is_not_shown() -> None:
@@ -332,15 +344,15 @@ def test_the_text_of_an_exception_fits_into_postgresql(text: str) -> None:
 @pytest.mark.parametrize(
     ("error", "action", "text", "status"),
     [
-        (database_error("40001", "busy"), Action.RETRY, "sqlstate 40001", 1),
-        (ConnectionRefusedError(), Action.RETRY, "ConnectionRefusedError", 1),
-        (ConfigurationError("no offsets"), Action.STOP, "no offsets", 2),
-        (Unrouted("no route"), Action.STOP, "no route", 1),
-        (IndexError(SECRET), Action.STOP, "IndexError", 1),
+        (database_error("40001", "busy"), FaultAction.RETRY, "sqlstate 40001", 1),
+        (ConnectionRefusedError(), FaultAction.RETRY, "ConnectionRefusedError", 1),
+        (ConfigurationError("no offsets"), FaultAction.STOP, "no offsets", 2),
+        (Unrouted("no route"), FaultAction.STOP, "no route", 1),
+        (IndexError(SECRET), FaultAction.STOP, "IndexError", 1),
     ],
 )
 def test_the_fault_of_a_task_is_judged_once_and_travels(
-    error: Exception, action: Action, text: str, status: int
+    error: Exception, action: FaultAction, text: str, status: int
 ) -> None:
     fault = TaskFault.of(error)
     again = pickle.loads(pickle.dumps(fault))
@@ -352,7 +364,7 @@ def test_the_fault_of_a_task_is_judged_once_and_travels(
 
 
 def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
-    assert TaskFault.of(Interrupted()).action is Action.STOP
+    assert TaskFault.of(Interrupted()).action is FaultAction.STOP
 
 
 @pytest.mark.parametrize(

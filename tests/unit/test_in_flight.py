@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relay.faults import Action, TaskFault
+from relay.faults import FaultAction, TaskFault
 from relay.model.batch import Batch, JobName, Range, Task, TaskOutcome, Window
 from relay.model.events import Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
@@ -44,7 +44,7 @@ def test_what_is_not_committed_runs_again_without_a_predecessor() -> None:
     tasks = following([task((40, 0)), task((50, 1)), task((60, 2))], {1: Lsn(30), 2: Lsn(20)})
     results: Future[list[Result]] = Future()
     committed = TaskOutcome((1,), applied=1)
-    fault = TaskFault(Action.STOP, "no such table")
+    fault = TaskFault(FaultAction.STOP, "no such table")
     results.set_result([committed, TaskOutcome((2,), busy=True), fault])
     flight = BatchInFlight(Batch(2, task((40, 0)).transactions, Lsn(60), 3, 0), tasks, results)
     done, again = flight.ended()
@@ -59,7 +59,7 @@ def test_what_is_not_committed_runs_again_without_a_predecessor() -> None:
 
 def test_a_death_shows() -> None:
     results: Future[list[Result]] = Future()
-    results.set_result([TaskFault(Action.RETRY, "the Spark job failed", died=True)])
+    results.set_result([TaskFault(FaultAction.RETRY, "the Spark job failed", died=True)])
     first = task((1, 0))
     assert BatchInFlight(Batch(1, first.transactions, Lsn(1), 1, 0), [first], results).died
 

@@ -29,7 +29,7 @@ from relay.observe.databases import Counted, Databases
 from relay.observe.liveness import Level, Liveness
 from relay.observe.metrics import OTHER, Metrics
 from relay.observe.series import SERIES, table
-from relay.observe.server import Listener, listen
+from relay.observe.server import HttpListener, listen
 from relay.pipeline.activity import ActiveJobs
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT
@@ -99,13 +99,13 @@ def test_kinds_of_fault_are_bounded() -> None:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener() -> Iterator[HttpListener]:
     found = listen(Address("127.0.0.1", 0))
     yield found
     found.close()
 
 
-def test_before_a_service_runs_it_is_live_and_not_ready(listener: Listener) -> None:
+def test_before_a_service_runs_it_is_live_and_not_ready(listener: HttpListener) -> None:
     assert ask(listener.port, "/livez").text.splitlines()[0] == "live"
     found = ask(listener.port, "/readyz")
     assert (found.status, found.text.splitlines()[0]) == (503, "not ready")
@@ -116,7 +116,7 @@ def test_before_a_service_runs_it_is_live_and_not_ready(listener: Listener) -> N
     }
 
 
-def test_only_get_and_head_of_known_paths(listener: Listener) -> None:
+def test_only_get_and_head_of_known_paths(listener: HttpListener) -> None:
     head = ask(listener.port, "/metrics", "HEAD")
     assert (head.status, head.text) == (200, "")
     assert int(head.headers["Content-Length"]) > 0
@@ -126,7 +126,7 @@ def test_only_get_and_head_of_known_paths(listener: Listener) -> None:
 
 
 def test_a_slow_client_keeps_nobody_waiting(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: HttpListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(5)]
     for each in slow:
@@ -143,7 +143,7 @@ def test_a_slow_client_keeps_nobody_waiting(
 
 
 def test_groups_of_one_process_share_an_address_and_a_taken_one_is_reported(
-    listener: Listener,
+    listener: HttpListener,
 ) -> None:
     address = Address("127.0.0.1", listener.port)
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_limits_that_would_call_everything_a_hang(key: str) -> None:
 
 
 def test_a_client_that_sends_byte_by_byte_ends(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: HttpListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes in time; without an end of all of it, a few such clients would keep a health check out."""
     monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
