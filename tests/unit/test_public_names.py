@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 
 import pytest
@@ -14,6 +16,11 @@ from tests.process import ROOT
 
 REFERENCE = (ROOT / "docs" / "reference" / "python.md").read_text()
 CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
+SHARED = {
+    "Event": "a service publishes one with relay.client, and a handler gets one: both names are public",
+    "RetryLater": "a handler raises it, and the disposition is named after it",
+}
+"""Names that two classes of relay may have, and why."""
 MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
 
 
@@ -75,3 +82,14 @@ def test_the_block_of_the_reference_is_a_handler() -> None:
     names: dict[str, object] = {}
     exec(compile(block, "docs/reference/python.md", "exec"), names)
     assert callable(names["on_order"])
+
+
+def test_no_two_classes_share_a_name() -> None:
+    files = defaultdict(list)
+    for file in sorted((ROOT / "relay").rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(str(file.relative_to(ROOT)))
+    assert not {
+        name: found for name, found in files.items() if len(found) > 1 and name not in SHARED
+    }
