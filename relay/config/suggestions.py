@@ -13,7 +13,7 @@ from pydantic import BaseModel
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is most similar to a word; None if none is similar."""
     by_lower_case = {each.lower(): each for each in known}
-    matches = get_close_matches(word.lower(), by_lower_case, n=1)
+    matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.65)
     return by_lower_case[matches[0]] if matches else None
 
 

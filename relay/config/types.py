@@ -33,8 +33,10 @@ def read_secret_file(path: str) -> str:
     """The text of a file, without leading and trailing white space. Raises ValueError."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file {path} cannot be read ({type(error).__name__})") from None
+    except OSError as error:
+        raise ValueError(f"the file {path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the file {path} is not UTF-8 text") from None
 
 
 def resolve_secret(value: Any) -> Any:

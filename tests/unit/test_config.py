@@ -14,6 +14,7 @@ import pytest
 from relay.config.dsn import administrator_dsn
 from relay.config.loading import load
 from relay.config.settings import Settings, SparkSettings
+from relay.config.types import read_secret_file
 from relay.faults import ConfigurationError
 from relay.handlers import build_sinks
 from relay.spark.gateway import as_properties
@@ -226,6 +227,10 @@ HANDLER = "handlers: {h: {type: sql, statement: select 1}}\n"
 def test_an_unknown_key_is_named(text: str, start: str) -> None:
     (line,) = refused(text)
     assert line.startswith(f"shop.yaml: {start}")
+
+
+def test_an_unknown_key_suggests_only_a_similar_one() -> None:
+    assert "did you mean" not in "\n".join(refused("source: {password_file: x}"))
 
 
 @pytest.mark.parametrize(
@@ -786,3 +791,12 @@ def test_metrics_and_console_have_addresses_of_their_own(read: Load) -> None:
         "shop.yaml: observe.console.listen: is the same as observe.listen: name another"
     ]
     assert read(observe % 9464).observe.observes
+
+
+def test_a_secret_file_that_is_not_there_or_not_text_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(ValueError, match="cannot be read \\(No such file or directory\\)"):
+        read_secret_file(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        read_secret_file(str(file))
