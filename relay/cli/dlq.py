@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, TextIO
 
 import psycopg
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
 from relay.cli.options import (
@@ -43,6 +44,15 @@ dlq = typer.Typer(
     no_args_is_help=True,
 )
 
+
+def _time(text: str) -> datetime:
+    """Return the time that an option gives. Raises typer.BadParameter with an example."""
+    try:
+        return TypeAdapter(datetime).validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a time such as 2026-03-01T12:00") from None
+
+
 IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead letter; repeatable.")]
 TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
@@ -52,10 +62,14 @@ SinkOption = Annotated[
 HandlerOption = Annotated[str | None, typer.Option("--handler", help="The handler that failed.")]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
 SinceOption = Annotated[
-    datetime | None, typer.Option("--since", help="Dead-lettered at this time or later.")
+    datetime | None,
+    typer.Option(
+        "--since", parser=_time, metavar="TIME", help="Dead-lettered at this time or later."
+    ),
 ]
 UntilOption = Annotated[
-    datetime | None, typer.Option("--until", help="Dead-lettered before this time.")
+    datetime | None,
+    typer.Option("--until", parser=_time, metavar="TIME", help="Dead-lettered before this time."),
 ]
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
@@ -183,13 +197,19 @@ def _print(transactions: Sequence[DeadTransaction]) -> None:
                 item.event_type or "-",
                 item.sink or "-",
                 item.handler or "-",
-                item.exception.partition("\n")[0][:80],
+                _first_line(item.exception),
                 item.status,
                 item.created_dt.isoformat(" ", "seconds"),
             )
             for item in transactions
         ),
     )
+
+
+def _first_line(exception: str) -> str:
+    """Return the first line of an exception; at a terminal at most 80 characters of it."""
+    first = exception.partition("\n")[0]
+    return f"{first[:79]}…" if out.is_terminal and len(first) > 80 else first
 
 
 def _print_none(opened: _Opened, what: str = "dead letter") -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import typer
+from typer.testing import CliRunner
 
 from relay.cli.app import app
 from relay.cli.deferred import deferred
@@ -36,3 +37,9 @@ def test_help_names_every_kind_of_deferral() -> None:
     for command in commands.values():
         (kind,) = (each for each in command.params if each.name == "kind")
         assert kind.help == f"One of {', '.join(KINDS)}."
+
+
+def test_a_time_that_is_none_is_refused_with_an_example() -> None:
+    refused = CliRunner().invoke(app, ["dlq", "list", "--since", "yesterday"])
+    assert refused.exit_code == 2
+    assert "'yesterday' is not a time such as 2026-03-01T12:00" in refused.output

@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from relay.cli import dlq as dlq_commands
 from relay.cli import tables
 from relay.cli.tables import print_facts, print_table
 
@@ -46,3 +47,12 @@ def test_a_cell_is_no_markup_and_moves_no_cursor(terminal: io.StringIO) -> None:
     assert "[/b] [red]\\x1b[2J" in text
     assert "[/usr]\\x07" in text
     assert "\x1b[2J" not in text
+
+
+def test_an_exception_is_whole_in_a_pipe_and_cut_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dlq_commands._first_line("x" * 81 + "\nframes") == "x" * 81
+    monkeypatch.setattr(dlq_commands, "out", Console(file=io.StringIO(), force_terminal=True))
+    assert dlq_commands._first_line("x" * 81) == "x" * 79 + "…"
+    assert dlq_commands._first_line("x" * 80) == "x" * 80
