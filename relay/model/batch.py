@@ -149,7 +149,8 @@ class DeadLettered:
         """The fields of its log line."""
         return {
             "transaction_id": self.transaction_id,
-            "lsn": str(self.end_lsn),
+            # A polled transaction has no LSN.
+            "lsn": str(self.end_lsn) if self.end_lsn else None,
             "events": self.events,
             "handler": self.handler,
             "fault": self.fault,

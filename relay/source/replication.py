@@ -219,16 +219,22 @@ class Replication:
                 return
             self.heartbeat.update("waits to connect again", Due.LATE)
             self.on_standby = isinstance(error, _SlotActive)
+            fault = ""
             if self.on_standby:
                 self.outage = None
                 reason = "another process reads the slot; standing by"
             else:
                 certain = isinstance(error, Unavailable)
-                reason = f"cannot stream yet: {error if certain else describe(error)}"
+                fault = str(error) if certain else describe(error)
+                reason = f"cannot stream yet: {fault}"
                 self.unavailable(reason, certain)
-            if reason != last_logged[0]:
-                last_logged[0] = reason
+            if reason == last_logged[0]:
+                return
+            last_logged[0] = reason
+            if self.on_standby:
                 log.warning(reason)
+            else:
+                log.warning("cannot stream yet", extra={"fault": fault})
 
         return note
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -13,6 +14,10 @@ from opentelemetry.trace import format_span_id, format_trace_id
 
 from relay import logs, threads
 from relay.logs import LogFormat
+from relay.model.batch import DeadLettered
+from relay.model.events import Lsn
+from relay.source.recovery import Unavailable
+from relay.source.replication import Replication
 
 log = logging.getLogger("relay.test")
 
@@ -219,3 +224,19 @@ def test_lines_inside_a_batch_and_a_span_name_both(capsys: pytest.CaptureFixture
     assert inside["span_id"] == format_span_id(context.span_id)
     assert (other["batch"], other["trace_id"]) == (3, "given")
     assert not {"batch", "trace_id", "span_id"} & set(outside)
+
+
+def test_a_dead_letter_that_was_polled_has_no_lsn() -> None:
+    assert DeadLettered(None, Lsn(0), 1, "hook", "").fields["lsn"] is None
+    assert DeadLettered(None, Lsn(16), 1, "hook", "").fields["lsn"] == "0/10"
+
+
+def test_why_nothing_is_streamed_is_a_field(caplog: pytest.LogCaptureFixture) -> None:
+    source = Mock()
+    state = Mock(outcome=Mock(**{"exception.return_value": Unavailable("the slot is lost")}))
+    note = Replication._note_why(source)
+    note(state)
+    note(state)
+    source.unavailable.assert_called_with("cannot stream yet: the slot is lost", True)
+    (record,) = caplog.records
+    assert (record.message, vars(record)["fault"]) == ("cannot stream yet", "the slot is lost")
