@@ -26,9 +26,12 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
             pin_text_form(conn)
     except psycopg.OperationalError as error:
         first = first_line(error).removeprefix("connection failed: ")
-        kind = ConfigurationError if refused_for_good(error) else Unreachable
-        raise kind(
-            f"{key}: cannot connect: {first}: start the server, or correct the address and the credentials"
+        if refused_for_good(error):
+            raise ConfigurationError(
+                f"{key}: cannot connect: {first}: correct the address or the credentials"
+            ) from None
+        raise Unreachable(
+            f"{key}: cannot connect: {first}: start the server, or correct the address"
         ) from None
     with conn:
         try:

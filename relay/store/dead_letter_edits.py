@@ -92,8 +92,10 @@ def _lines(file: Path) -> Iterator[Line]:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield number, line
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file}: cannot be read ({type(error).__name__})") from None
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{file}: is not UTF-8 text") from None
 
 
 def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:

@@ -18,6 +18,7 @@ from psycopg.types.datetime import TimestamptzLoader
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 import relay
+from relay.admin import connections
 from relay.faults import (
     ConfigurationError,
     FaultAction,
@@ -406,3 +407,22 @@ def test_an_error_without_a_message_is_reported_by_its_kind_once(
     error: Exception, output: str
 ) -> None:
     assert kind_and_first_line(error) == output
+
+
+@pytest.mark.parametrize(
+    ("refusal", "hint"),
+    [
+        ('connection failed: FATAL:  role "x" does not exist', ": correct the address or the credentials"),
+        ("connection failed: Connection refused", ": start the server, or correct the address"),
+    ],
+)  # fmt: skip
+def test_only_a_server_that_does_not_answer_is_to_be_started(
+    monkeypatch: pytest.MonkeyPatch, refusal: str, hint: str
+) -> None:
+    def connect(_: str) -> None:
+        raise psycopg.OperationalError(refusal)
+
+    monkeypatch.setattr(connections, "connect", connect)
+    with pytest.raises(RelayError) as raised, connections.reach("", "source.dsn"):
+        pass
+    assert str(raised.value).endswith(hint)
