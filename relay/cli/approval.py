@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption
+from relay.observe.phrases import with_events
 
 if TYPE_CHECKING:
     from relay.store.dead_letter_selection import FoundDeadLetters
@@ -48,7 +49,7 @@ def approved(
     A dry run calls `show`, which prints DRY_RUN_SHOWS of them at most, the `order` ("newest", "oldest") ones. Raises
     typer.Abort if the answer is no.
     """
-    print(f"{selected.transactions} transactions with {selected.events} events {what}")
+    print(with_events(selected.transactions, selected.events), what)
     if not dry_run:
         approve(yes)
         return True

@@ -17,6 +17,7 @@ from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
 from relay.cli.tables import print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
+from relay.observe.phrases import counted, moment
 from relay.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -159,8 +160,8 @@ def _print(transactions: Sequence[Deferred]) -> None:
                 item.handler or "-",
                 item.reason or "-",
                 item.attempts,
-                item.since.isoformat(" ", "seconds"),
-                item.next.isoformat(" ", "seconds") if item.next else "-",
+                moment(item.since),
+                moment(item.next),
             )
             for item in transactions
         ),
@@ -201,7 +202,7 @@ def deferred_run(options: DeferredSelectionOptions, action: ActionOptions) -> No
         if selected is None:
             return
         due: dict[str, int] = opened.deferrals.run(selected, action.reason)
-        print(f"{sum(due.values())} transactions are due")
+        print(counted(sum(due.values()), "transaction is", "transactions are"), "due")
         _warn_of_idle(opened, due)
 
 
@@ -212,6 +213,7 @@ def deferred_cancel(options: DeferredSelectionOptions, action: ActionOptions) ->
     with _opened(options) as opened:
         selected = _approved(opened, "will be dead letters", action)
         if selected is not None:
+            cancelled = opened.deferrals.cancel(selected, action.reason)
             print(
-                f"{opened.deferrals.cancel(selected, action.reason)} transactions are dead letters"
+                counted(cancelled, "transaction is a dead letter", "transactions are dead letters")
             )

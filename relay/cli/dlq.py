@@ -34,6 +34,7 @@ from relay.cli.tables import print_facts, print_table
 from relay.config.files import load
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.observe.phrases import counted, moment
 from relay.observe.terminal import printable, printable_json
 from relay.reporting import silent
 from relay.store import dead_letter_selection
@@ -199,7 +200,7 @@ def _print(transactions: Sequence[DeadTransaction]) -> None:
                 item.handler or "-",
                 _first_line(item.exception),
                 item.status,
-                item.created_dt.isoformat(" ", "seconds"),
+                moment(item.created_dt),
             )
             for item in transactions
         ),
@@ -260,7 +261,7 @@ def dlq_show(
             print(f"dead letter {event['id']}")
             print_facts(event.items())
         for action in dead_letters.actions(opened.conn, number):
-            at = action.acted_at.isoformat(" ", "seconds")
+            at = moment(action.acted_at)
             print(
                 f"{at} {action.action} by {printable(action.who)}: "
                 f"{printable(action.reason or 'no reason given')}"
@@ -314,7 +315,7 @@ def dlq_replay(
             return
         with progress() as report:
             queued = opened.dead_letters.replay(selected, reason, edit, report)
-        print(f"{len(queued)} transactions are queued")
+        print(counted(len(queued), "transaction is", "transactions are"), "queued")
         if queued and not opened.dead_letters.instances():
             warn(
                 f"no instance of group {opened.group!r} is running: they are {verb} when one starts"
@@ -334,8 +335,10 @@ def _verb(of_sinks: Iterable[int], transactions: int) -> str:
 def _wait_for(dead_letters: Any, queued: Sequence[int], verb: str) -> None:
     with progress() as report:
         outcome = dead_letters.outcome(queued, report)
+    done = counted(outcome.done, "transaction is", "transactions are")
+    dead = counted(outcome.dead, "is", "are")
     discarded = f", {outcome.discarded} discarded" if outcome.discarded else ""
-    print(f"{outcome.done} transactions are {verb}, {outcome.dead} are dead again{discarded}")
+    print(f"{done} {verb}, {dead} dead again{discarded}")
     if outcome.dead:
         raise typer.Exit(1)
 
@@ -349,7 +352,7 @@ def dlq_discard(options: SelectionOptions, action: ActionOptions) -> None:
         if _approved(opened, selected, "will be given up", action.dry_run, action.yes):
             with progress() as report:
                 discarded = opened.dead_letters.discard(selected, action.reason, report)
-            print(f"{discarded} transactions are discarded")
+            print(counted(discarded, "transaction is", "transactions are"), "discarded")
 
 
 @dlq.command("export")
@@ -413,4 +416,4 @@ def dlq_purge(options: SelectionOptions, action: ActionOptions) -> None:
         if _approved(opened, selected, "will be deleted", action.dry_run, action.yes):
             with progress() as report:
                 purged = opened.dead_letters.purge(selected, action.reason, report)
-            print(f"{purged} dead letters are deleted")
+            print(counted(purged, "dead letter is", "dead letters are"), "deleted")

@@ -13,6 +13,7 @@ from relay.cli.options import ConfigOption, JsonOption
 from relay.cli.progress import progress
 from relay.config.files import load
 from relay.faults import ConfigurationError
+from relay.observe.phrases import with_events
 
 
 def publish(
@@ -47,7 +48,7 @@ def publish(
     if as_json:
         print(json.dumps({"transactions": count, "events": events}))
     else:
-        print(f"published {count} transactions with {events} events")
+        print("published", with_events(count, events))
 
 
 def _input(file: Path | None) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from relay.cli.approval import approve, print_given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli.tables import print_table
 from relay.config.files import load
+from relay.observe.phrases import counted, moment
 
 sink = typer.Typer(
     help="Sinks: handlers that deliver events to other systems, each at its own pace.",
@@ -43,9 +44,9 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 each.name,
                 each.state,
                 "-" if each.unread is None else each.unread,
-                each.oldest.isoformat(" ", "seconds") if each.oldest else "-",
+                moment(each.oldest),
                 each.deferred,
-                each.since.isoformat(" ", "seconds") if each.since else "-",
+                moment(each.since),
                 each.why or "-",
                 each.instance or "-",
             )
@@ -132,4 +133,5 @@ def sink_drop(
 
     settings = load(config)
     approve(yes, f"Delete the position and the deferred transactions of sink {name}?")
-    print(f"sink {name} is dropped, with {drop(settings, name, reason)} deferred transactions")
+    dropped = counted(drop(settings, name, reason), "deferred transaction", "deferred transactions")
+    print(f"sink {name} is dropped, with {dropped}")

@@ -10,6 +10,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, fail
 from relay.cli.tables import print_facts, print_table
 from relay.config.files import for_each, load_all
+from relay.observe.phrases import counted, moment
 
 if TYPE_CHECKING:
     from relay.config.settings import Settings
@@ -96,17 +97,18 @@ def _print_status(state: Any, mode: str) -> None:
         facts += _slot_facts(slot, state.slot_waits_for)
     facts.append(("dead letters", state.dead_letters))
     summary = state.deferred
-    facts.append(("deferred", f"{summary.transactions} transactions, {summary.holding} holding"))
+    deferred = counted(summary.transactions, "transaction", "transactions")
+    facts.append(("deferred", f"{deferred}, {summary.holding} holding"))
     facts += [("", _why(reason)) for reason in summary.reasons]
     for each in state.braked:
-        since = f"since {each.braked_at:%Y-%m-%d %H:%M:%S %Z}, after {each.deaths} dead letters in a row"
+        since = f"since {moment(each.braked_at)}, after {each.deaths} dead letters in a row"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
     facts += [(f"sink {each.sink}", _sink_state(each)) for each in state.sinks]
     for each in state.engines:
-        since = f"since {each.since:%Y-%m-%d %H:%M:%S %Z}: {each.reason}"
-        facts.append(
-            (f"engine {each.engine}", f"{each.batches} batches, {each.events} events {since}")
-        )
+        since = f"since {moment(each.since)}: {each.reason}"
+        batches = counted(each.batches, "batch", "batches")
+        events = counted(each.events, "event", "events")
+        facts.append((f"engine {each.engine}", f"{batches}, {events} {since}"))
     facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
     print_facts(facts)
     print_table(
@@ -118,9 +120,9 @@ def _print_status(state: Any, mode: str) -> None:
 def _reader_state(reader: Any) -> str:
     """Describe which events retention keeps for a reader, on one line."""
     if reader.given_up_at:
-        return f"given up {reader.given_up_at:%Y-%m-%d %H:%M:%S %Z}: events that it has not read are removed"
+        return f"given up {moment(reader.given_up_at)}: events that it has not read are removed"
     if reader.unread_since:
-        return f"holds events from {reader.unread_since:%Y-%m-%d %H:%M:%S %Z} on"
+        return f"holds events from {moment(reader.unread_since)} on"
     return "has read everything"
 
 
@@ -128,9 +130,9 @@ def _sink_state(sink: Any) -> str:
     """Describe the state of a sink, and why it delivers nothing, on one line."""
     if sink.state == "paused":
         why = f": {sink.reason}" if sink.reason else ""
-        return f"paused since {sink.paused_at:%Y-%m-%d %H:%M:%S %Z} by {sink.paused_by}{why}"
+        return f"paused since {moment(sink.paused_at)} by {sink.paused_by}{why}"
     if sink.fault:
-        return f"{sink.state}, nothing is delivered since {sink.fault_since:%Y-%m-%d %H:%M:%S %Z}: {sink.fault}"
+        return f"{sink.state}, nothing is delivered since {moment(sink.fault_since)}: {sink.fault}"
     return str(sink.state)
 
 
@@ -159,8 +161,8 @@ def _why(reason: Any) -> str:
         "blocked": "blocked by an earlier transaction of the same key",
     }
     sink = f"sink {reason.sink}, " if reason.sink else ""
-    shown = f"{reason.transactions} since {reason.since:%Y-%m-%d %H:%M:%S%z}: {sink}{causes[reason.kind]}"
+    shown = f"{reason.transactions} since {moment(reason.since)}: {sink}{causes[reason.kind]}"
     if reason.next is None:
         return shown
-    until = "" if reason.until == reason.next else f", the last {reason.until:%Y-%m-%d %H:%M:%S%z}"
-    return f"{shown}; next {reason.next:%Y-%m-%d %H:%M:%S%z}{until}"
+    until = "" if reason.until == reason.next else f", the last {moment(reason.until)}"
+    return f"{shown}; next {moment(reason.next)}{until}"

@@ -22,6 +22,7 @@ from relay.console.group import HISTORY_HOURS, PAGE, Missing
 from relay.console.models import DeadLetterFilter, DeferredFilter
 from relay.console.views import address
 from relay.faults import ConfigurationError
+from relay.observe.phrases import counted
 from relay.store.dead_letter_pages import SHOWN_CHARACTERS
 from relay.store.deferred_selection import KINDS
 
@@ -330,4 +331,4 @@ def overview(
 
 
 def _transactions(count: int) -> str:
-    return "1 transaction is" if count == 1 else f"{count} transactions are"
+    return counted(count, "transaction is", "transactions are")

@@ -10,6 +10,7 @@ from math import ceil
 
 from rich.text import Text
 
+from relay.observe.phrases import moment
 from relay.observe.rates import RATE, Trends
 from relay.observe.terminal import printable
 from relay.observe.watch import Observation
@@ -84,7 +85,7 @@ def _faults(observation: Observation) -> list[Text]:
 
 
 def _source(observation: Observation) -> Text:
-    since = f" since {observation.since:%Y-%m-%d %H:%M:%S %Z}" if observation.since else ""
+    since = f" since {moment(observation.since)}" if observation.since else ""
     line = _labelled("source", f"{observation.mode or '-'}{since}")
     if observation.reason:
         line.append(f": {_plain(observation.reason)}", "yellow")

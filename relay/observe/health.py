@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relay.admin.status import Status
+from relay.observe.phrases import counted
 from relay.source.slot import SlotState
 
 
@@ -45,9 +46,12 @@ def failures(
                     f"{limits.sink_lag_seconds:g}"
                 )
     if limits.deferred is not None and count > limits.deferred:
-        yield f"{count} transactions are deferred, the limit is {limits.deferred}"
+        found = counted(count, "transaction is", "transactions are")
+        yield f"{found} deferred, the limit is {limits.deferred}"
     if limits.dead is not None and dead > limits.dead:
-        yield f"there are {dead} dead letters, the limit is {limits.dead}: see `relay dlq list`"
+        found = counted(dead, "dead letter", "dead letters")
+        verb = "is" if dead == 1 else "are"
+        yield f"there {verb} {found}, the limit is {limits.dead}: see `relay dlq list`"
 
 
 def _slot(status: Status, group: str) -> Iterator[str]:

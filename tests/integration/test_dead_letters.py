@@ -306,7 +306,7 @@ def test_a_replay_is_queued_and_its_outcome_can_be_waited_for(config: Path, outb
         "update relay.dead_letter_queue set handler = 'gone' where transaction_id = %s", (str(bad),)
     )
     output = dlq(config, "replay", "--transaction", str(bad), "--yes")
-    assert "1 transactions are queued" in output
+    assert "1 transaction is queued" in output
     assert "no instance of group 'default' is running" in output
     assert "handler 'gone', in which 1 of these transactions failed, is not configured" in output
     with running(config) as service:

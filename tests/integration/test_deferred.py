@@ -396,7 +396,7 @@ def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
     assert (listed["sink"], listed["handler"], listed["events"]) == (sink, sink, 2)
     assert json.loads(command(config, "dlq", "list", "--sink", "", "--json")) == []
     assert f"\t{sink}\t" in command(config, "dlq", "list")
-    assert "1 transactions are queued" in command(config, "dlq", "replay", "--sink", sink, "--yes")
+    assert "1 transaction is queued" in command(config, "dlq", "replay", "--sink", sink, "--yes")
     assert deferred_due.claim(outbox.conn, "default", 10) == []
     (due,) = deferred_due.heads(outbox.conn, "default", sink, 10)
     assert (due.keys, due.dead_transaction, due.events) == (keys, number, 2)
@@ -407,7 +407,7 @@ def test_a_dead_letter_of_a_sink_that_is_gone_is_not_replayed(outbox: Outbox, co
     dead_letter_of_sink(outbox, "gone")
     output = command(config, "dlq", "replay", "--all", "--yes", status=2)
     assert "handlers.gone: there is no such sink any more, and 1 of these transactions" in output
-    assert "1 transactions are discarded" in command(
+    assert "1 transaction is discarded" in command(
         config, "dlq", "discard", "--sink", "gone", "--yes"
     )
     defer(outbox.conn, Deferral({"a"}), sink="gone")

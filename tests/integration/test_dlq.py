@@ -59,8 +59,8 @@ def test_a_replay_to_a_sink_is_delivered(outbox: Outbox, tmp_path: Path) -> None
             assert "will be applied or delivered again" in relay(*words, "--dry-run").stdout
             webhook.answers = lambda _, body: Answer(204)
             output = relay(*words[:-1], "--sink", "hook", "--yes", "--wait").stdout
-            assert "1 transactions with 1 events will be delivered again" in output
-            assert "1 transactions are delivered, 0 are dead again" in output
+            assert "1 transaction with 1 event will be delivered again" in output
+            assert "1 transaction is delivered, 0 are dead again" in output
             assert service.terminate() == 0
 
 

@@ -81,8 +81,8 @@ def test_each_limit_is_a_line(outbox: Outbox, tmp_path: Path) -> None:
         outbox.publish(host(2), event(1, deliver_at="2999-01-01T00:00:00Z"))
         outbox.wait_drained()
         assert failed(outbox, none) == [
-            "1 transactions are deferred, the limit is 0",
-            "there are 1 dead letters, the limit is 0: see `relay dlq list`",
+            "1 transaction is deferred, the limit is 0",
+            "there is 1 dead letter, the limit is 0: see `relay dlq list`",
         ]
         limits = ("--max-deferred", "0", "--max-dead", "0", "--max-lag-seconds", "600")
         result = relay("status", "--config", str(config), "--json", *limits)
