@@ -29,6 +29,9 @@ _LABEL = 12
 _OLD_SECONDS = 10.0
 """An older observation is marked as such, whatever the interval is."""
 
+_SOURCE, _TARGET = "source.dsn", "target.dsn"
+"""The keys of `Observation.faults`."""
+
 GOOD, BAD, WEAK = "green", "bold red", "dim"
 
 
@@ -78,8 +81,12 @@ def _title(observation: Observation) -> Text:
 
 
 def _faults(observation: Observation) -> list[Text]:
+    has_values = {
+        _TARGET: observation.mode is not None,
+        _SOURCE: observation.slot is not None or bool(observation.unread),
+    }
     return [
-        Text(f"{key}: {_plain(why)}: its values are old", style=BAD)
+        Text(f"{key}: {_plain(why)}{': its values are old' if has_values[key] else ''}", style=BAD)
         for key, why in observation.faults.items()
     ]
 
@@ -92,6 +99,8 @@ def _source(observation: Observation) -> Text:
     standby = [name for name in observation.instances if name != observation.active]
     if observation.active:
         line.append(f"  active {_plain(observation.active)}")
+    elif _TARGET in observation.faults:
+        line.append("  active unknown", WEAK)
     else:
         line.append("  no instance is active", BAD)
     if standby:
@@ -101,6 +110,8 @@ def _source(observation: Observation) -> Text:
 
 def _slot(observation: Observation) -> Text:
     slot = observation.slot
+    if slot is None and _SOURCE in observation.faults:
+        return _labelled("slot", "unknown", WEAK)
     if slot is None:
         return _labelled("slot", "none", WEAK if observation.mode == "poll" else BAD)
     line = _labelled("slot", slot.name)
@@ -226,7 +237,7 @@ def _why(sink: StoredSink) -> str:
 def _deferred(observation: Observation) -> list[Text]:
     summary = observation.deferred
     if summary is None:
-        return [_labelled("deferred", "not counted: it takes too long", WEAK)]
+        return [_labelled("deferred", _uncounted(observation), WEAK)]
     if not summary.transactions:
         return [_labelled("deferred", "0")]
     line = _labelled(
@@ -245,7 +256,7 @@ def _deferred(observation: Observation) -> list[Text]:
 
 def _dead(observation: Observation) -> list[Text]:
     if observation.dead is None:
-        return [_labelled("dead letters", "not counted: it takes too long", WEAK)]
+        return [_labelled("dead letters", _uncounted(observation), WEAK)]
     if not observation.dead:
         return [_labelled("dead letters", "0")]
     most = sorted(observation.dead.items(), key=lambda item: -item[1])
@@ -256,6 +267,11 @@ def _dead(observation: Observation) -> list[Text]:
     return [
         _labelled("dead letters", f"{sum(observation.dead.values()):,} transactions: {each}", BAD)
     ]
+
+
+def _uncounted(observation: Observation) -> str:
+    """Return why the target has no number of transactions."""
+    return "unknown" if _TARGET in observation.faults else "not counted: it takes too long"
 
 
 def _stopped(observation: Observation) -> list[Text]:

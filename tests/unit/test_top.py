@@ -113,6 +113,27 @@ def test_everything_that_is_wrong_is_named() -> None:
         assert part in text
 
 
+def test_what_was_never_read_is_unknown() -> None:
+    faults = {"target.dsn": "connection refused", "source.dsn": "connection refused"}
+    found = shown(Observation("main", NOW, faults))
+    assert found[1:5] == [
+        "target.dsn: connection refused",
+        "source.dsn: connection refused",
+        "source       -  active unknown",
+        "slot         unknown",
+    ]
+    assert "deferred     unknown" in found
+    assert "dead letters unknown" in found
+
+
+def test_what_was_read_before_a_fault_is_shown_as_old() -> None:
+    faults = {"target.dsn": "connection refused", "source.dsn": "connection refused"}
+    text = "\n".join(shown(picture(faults=faults)))
+    assert text.count("connection refused: its values are old") == 2
+    assert "active host:1" in text
+    assert "slot         s  active reserved" in text
+
+
 def test_values_cannot_move_the_cursor() -> None:
     found = shown(picture(sinks=[sink("shop", "lagging", "\x1b[2Jgone\nsecond line")]), 120)
     assert any("\\x1b[2Jgone" in line and "second" not in line for line in found)
