@@ -20,7 +20,7 @@ from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox_table import OutboxTable, no_table
 from relay.source.slot import require_ours, require_published, slot_state
 from relay.store import streams
 from relay.store.connections import Connection
@@ -55,10 +55,7 @@ def require_table(conn: Connection, settings: Settings) -> None:
         )
     existing = columns.columns(conn, source.table_name)
     if not existing:
-        raise ConfigurationError(
-            f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, "
-            "or name your own table"
-        )
+        raise no_table(source.table)
     required = _required_fields(settings)
     missing = [
         f"source.columns: the table {source.table} has no column {column!r} for {field}: "
@@ -99,7 +96,8 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
         yield _marks(conn, settings)
-        yield _index(conn, settings)
+        if columns.columns(conn, source.table_name):
+            yield _index(conn, settings)
     yield _offsets(conn, settings)
     yield _notify(conn, settings)
     if source.mode == "poll":

@@ -17,6 +17,13 @@ from relay.model.events import INSERTED_BY
 from relay.store.connections import Connection
 
 
+def no_table(table: str) -> ConfigurationError:
+    """Return the error for a `source.table` that does not exist."""
+    return ConfigurationError(
+        f"source.table: there is no table {table}: run `relay init` for relay's own outbox, or name your own table"
+    )
+
+
 class OutboxTable:
     """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
 
@@ -186,10 +193,7 @@ class OutboxTable:
             try:
                 cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
             except psycopg.errors.UndefinedTable:
-                raise ConfigurationError(
-                    f"source.table: there is no table {source.table}: run `relay init` for relay's own outbox, or name "
-                    "an existing table"
-                ) from None
+                raise no_table(source.table) from None
             except psycopg.errors.InsufficientPrivilege as error:
                 raise ConfigurationError(
                     f"source.table: {first_line(error)}: grant SELECT on {source.table} to the role of source.dsn"
