@@ -453,6 +453,9 @@ class TaskFault(Exception):
             return cls(FaultAction.RETRY, describe(error), braked=isinstance(error, Braked))
         if isinstance(error, RelayError):
             return cls(FaultAction.STOP, describe(error), error.exit_status)
+        lost = _lost_object(error)
+        if lost is not None:
+            return cls(FaultAction.STOP, f"{lost} does not exist: restore it from a backup")
         return cls(FaultAction.STOP, f"{describe(error)}{_raised_at(error)}")
 
     def as_error(self) -> RelayError:
@@ -461,6 +464,19 @@ class TaskFault(Exception):
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return file and line where an error was raised: the parts of a defect that hold no values."""
+    """Return file and line where an error was raised: the parts of a defect that hold no values.
+
+    They are those of relay's innermost frame, or of the innermost one if none is relay's.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if frame.filename.startswith(_RELAY)]
+    shown = (own or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in shown)
+
+
+def _lost_object(error: BaseException) -> str | None:
+    """Return the name of the table or function of relay's schema that PostgreSQL reports as undefined, if it does."""
+    if not isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedFunction):
+        return None
+    found = re.search(r"\brelay\.\w+", first_line(error))
+    return found.group() if found else None

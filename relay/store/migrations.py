@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -80,7 +81,7 @@ def recorded(conn: psycopg.Connection[Any]) -> dict[str, str | None]:
 def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
     """Raise ConfigurationError, with the command to run, unless the database has this program's schema.
 
-    `key` is the configuration key of the database. Two small queries.
+    `key` is the configuration key of the database. Three small queries.
     """
     try:
         applied = recorded(conn)
@@ -92,6 +93,7 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
     _require_compatible(applied, side, key, conn.info.dbname)
     missing = _missing(applied, side)
     if not missing:
+        _require_tables(conn, side, key)
         return
     if applied.keys().isdisjoint(map(name_of, files(side))):
         raise ConfigurationError(
@@ -101,6 +103,25 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
         f"{key}: relay's schema in the database {conn.info.dbname!r} is older than this program, relay {__version__} "
         f"({_lacking(applied, missing[0])}): stop relay and run `relay init`"
     )
+
+
+def tables(side: Side) -> list[str]:
+    """List the tables of relay's schema that the files of one side always create, such as `relay.deferred`."""
+    texts = "\n".join(file.read_text() for file in files(side))
+    return re.findall(r"^create table if not exists (relay\.\w+)", texts, re.MULTILINE)
+
+
+def _require_tables(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
+    """Raise ConfigurationError if a table was dropped, which `relay init` does not create again."""
+    dropped = conn.execute(
+        "select name from unnest(%s::text[]) as name where to_regclass(name) is null",
+        (tables(side),),
+    ).fetchall()
+    if dropped:
+        names = ", ".join(name for (name,) in dropped)
+        raise ConfigurationError(
+            f"{key}: the database {conn.info.dbname!r} lacks {names}, which relay installed: restore that from a backup"
+        )
 
 
 def _missing(applied: Mapping[str, str | None], side: Side) -> list[str]:

@@ -364,6 +364,31 @@ def test_the_fault_of_a_task_is_judged_once_and_travels(
         assert SECRET not in each.text
 
 
+@pytest.mark.parametrize(
+    ("sqlstate", "message", "name"),
+    [
+        ("42P01", 'relation "relay.deferred" does not exist\nLINE 1: ' + SECRET, "relay.deferred"),
+        ("42883", "function relay.is_held(regclass) does not exist", "relay.is_held"),
+    ],
+)
+def test_a_lost_object_of_relay_is_named(sqlstate: str, message: str, name: str) -> None:
+    fault = TaskFault.of(database_error(sqlstate, message))
+    assert fault.action is FaultAction.STOP
+    assert fault.text == f"{name} does not exist: restore it from a backup"
+
+
+def test_a_defect_names_relay_s_line_and_not_the_driver_s() -> None:
+    def execute() -> None:
+        raise raised(database_error("42P01", SECRET), "run", psycopg.__path__[0] + "/cursor.py")
+
+    own = compile("def apply(call):\n    call()", f"{relay.__path__[0]}/store/x.py", "exec")
+    names: dict[str, Any] = {}
+    exec(own, names)
+    with pytest.raises(psycopg.Error) as caught:
+        names["apply"](execute)
+    assert TaskFault.of(caught.value).text == "UndefinedTable: sqlstate 42P01 (x.py:2)"
+
+
 def test_an_interruption_is_neither_retried_nor_an_event_s_fault() -> None:
     assert TaskFault.of(Interrupted()).action is FaultAction.STOP
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from relay.store.migrations import Side, files, name_of
+from relay.store.migrations import Side, files, name_of, tables
 
 SIDES = get_args(Side)
 FILES = [file for side in SIDES for file in files(side)]
@@ -32,3 +32,9 @@ def test_a_file_records_itself_under_its_name(file: Path) -> None:
         r"insert into relay\.migrations \(name\) values \('(.+?)'\)", file.read_text()
     )
     assert recorded == [name_of(file)]
+
+
+def test_the_tables_of_a_side_are_those_that_its_files_create() -> None:
+    assert "relay.dead_letter_queue" in tables("target")
+    assert tables("source")[:2] == ["relay.migrations", "relay.streams"]
+    assert "relay.log_counter" not in tables("source")
