@@ -147,6 +147,11 @@ def configure(log_format: LogFormat, level: str) -> None:
     quiet_libraries()
 
 
+def is_json() -> bool:
+    """Return whether `configure` has chosen JSON lines."""
+    return any(isinstance(each.formatter, _Json) for each in logging.getLogger().handlers)
+
+
 _SPARK = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """PySpark's loggers of failed queries: they log the message, which quotes values, and the stack."""
 

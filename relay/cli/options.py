@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from rich.console import Console
 
 from relay.config.dsn import administrator_dsn
 from relay.faults import ConfigurationError
+from relay.logs import is_json
+
+log = logging.getLogger(__name__)
 
 out = Console()
 
@@ -115,9 +119,12 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def fail(text: str, status: int) -> NoReturn:
-    """Print each line of a text as an error and end the process with an exit status."""
+    """Print each line of a text as an error, or log it where logs are JSON, and end the process with an exit status."""
     for line in text.splitlines():
-        print(f"relay: {line}", file=sys.stderr)
+        if is_json():
+            log.error("ended by an error", extra={"fault": line})
+        else:
+            print(f"relay: {line}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -477,10 +477,8 @@ def test_a_statement_that_breaks_while_running_stops_and_blames_no_event(
         outbox.conn.execute("alter table projection rename to elsewhere")
         outbox.publish(host(1), event(2))
         assert service.process.wait(30) == 2
-        assert (
-            'handlers.projection.statement: relation "projection" does not exist'
-            in service.log.read_text()
-        )
+        fault = service.lines()[-1]["fault"]
+        assert 'handlers.projection.statement: relation "projection" does not exist' in fault
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
     outbox.conn.execute("alter table elsewhere rename to projection")
     outbox.drain(outbox.settings())
@@ -532,3 +530,20 @@ def test_usage_errors_and_help() -> None:
     assert relay("--version").stdout.startswith("relay ")
     assert relay("nonsense").returncode == 2
     assert relay("run", "--config", "/no/such/file.yaml").returncode == 2
+
+
+def test_check_and_run_name_a_table_of_relay_that_was_dropped(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute("drop table relay.dead_letter_queue cascade")
+    assert "lacks relay.dead_letter_queue" in refused(config)
+    checked = relay("check", "--config", str(config))
+    assert checked.returncode != 0
+    assert "lacks relay.dead_letter_queue" in checked.stdout + checked.stderr
+
+
+def test_with_json_the_reason_why_relay_ends_is_a_json_line(config: Path, outbox: Outbox) -> None:
+    outbox.conn.execute("drop table relay.dead_letter_queue cascade")
+    result = relay("run", "--config", str(config), "--log-format", "json")
+    assert result.returncode == 2
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert (lines[-1]["level"], lines[-1]["message"]) == ("error", "ended by an error")
+    assert "lacks relay.dead_letter_queue" in lines[-1]["fault"]

@@ -176,9 +176,10 @@ def test_a_group_that_fails_is_named_and_ends_the_process(shop: Shop) -> None:
             "update relay.readers set given_up_at = now() where group_id = 'payments'"
         )
         assert relayed.process.wait(40) == 2
-        last = relayed.log.read_text().splitlines()[-1]
-        assert last.startswith(
-            f"relay: group payments ({shop.files['payments']}): group: 'payments' was given up"
+        last = relayed.lines()[-1]
+        assert (last["level"], last["message"]) == ("error", "ended by an error")
+        assert last["fault"].startswith(
+            f"group payments ({shop.files['payments']}): group: 'payments' was given up"
         )
         assert groups_of(relayed, "stopped") == ["orders"]
     shop.assert_exact("orders")

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import format_span_id, format_trace_id
 
 from relay import logs, threads
+from relay.cli.options import fail
 from relay.logs import LogFormat
 from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
@@ -240,3 +241,21 @@ def test_why_nothing_is_streamed_is_a_field(caplog: pytest.LogCaptureFixture) ->
     source.unavailable.assert_called_with("cannot stream yet: the slot is lost", True)
     (record,) = caplog.records
     assert (record.message, vars(record)["fault"]) == ("cannot stream yet", "the slot is lost")
+
+
+def test_the_error_that_ends_a_command_has_the_format_of_the_logs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure(LogFormat.JSON, "error")
+    with pytest.raises(SystemExit) as ended:
+        fail("a: b\nc: d", 2)
+    assert ended.value.code == 2
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["fault"]) for line in lines] == [
+        ("error", "a: b"),
+        ("error", "c: d"),
+    ]
+    logs.configure(LogFormat.TEXT, "error")
+    with pytest.raises(SystemExit):
+        fail("a: b", 1)
+    assert capsys.readouterr().err == "relay: a: b\n"
