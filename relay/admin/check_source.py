@@ -13,7 +13,7 @@ from relay.admin.findings import Finding, Severity, finding_of, finding_of_error
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
-from relay.retention import floor, partitions
+from relay.retention import partitions, removable
 from relay.source import columns
 from relay.source.gapless import TRIGGER as COUNTING
 from relay.source.gapless import is_gapless, require_numbered
@@ -310,7 +310,7 @@ def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
             f"source.table: {left.partition} refuses events from {left.end} on, because a command was "
             f"killed: {left.hint}",
         )
-    for name in floor.given_up_readers(conn):
+    for name in removable.given_up_readers(conn):
         yield Finding(
             Severity.WARNING,
             "retention",

@@ -21,7 +21,7 @@ from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.reporting import ProgressReport, silent
-from relay.retention import floor
+from relay.retention import removable
 from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
@@ -327,8 +327,8 @@ class _Installation:
     def _retain(self) -> None:
         """Note positions for retention, and grant the right to remove events."""
         source, of = self.source, self.settings.source
-        floor.note(source, self.target, self.settings.group, of.table)
-        if self.settings.retention.keep and floor.retain(source, of):
+        removable.note(source, self.target, self.settings.group, of.table)
+        if self.settings.retention.keep and removable.retain(source, of):
             self.done.append(
                 f"right of the role relay to remove events of {of.table} that are read"
             )

@@ -13,7 +13,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, TransientFault
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING
-from relay.retention import floor
+from relay.retention import removable
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox_table import OutboxTable
 from relay.source.recovery import Recognition
@@ -121,7 +121,7 @@ def seek(
         actions.record(target, settings.group, "", "offsets seek", reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
-            floor.accept(source, target, settings, ["", *move.sinks])
+            removable.accept(source, target, settings, ["", *move.sinks])
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

@@ -17,7 +17,7 @@ from relay.admin.goals import Goal, find_goal
 from relay.admin.offsets import move_sink
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
-from relay.retention import floor
+from relay.retention import removable
 from relay.source.outbox_table import OutboxTable
 from relay.source.unread import UnreadRows
 from relay.store import actions, admission, deferred, deferred_counts, offsets, presence, sinks
@@ -165,7 +165,7 @@ def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | N
         actions.record(target, settings.group, name, action, reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
-            floor.accept(source, target, settings, [name])
+            removable.accept(source, target, settings, [name])
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> int:
@@ -195,7 +195,7 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
 def _require_held(target: Connection, settings: Settings, name: str) -> None:
     """Raise ConfigurationError if retention has given the sink up."""
     with reach_source(settings) as source:
-        if name in floor.given_up(source, target, settings.group):
+        if name in removable.given_up(source, target, settings.group):
             raise ConfigurationError(
                 f"handlers.{name}: was given up by retention (max_lag), and events that it has not read may be gone: "
                 f"choose its position with `relay sink seek {name} --to …`, then resume it"

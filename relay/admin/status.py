@@ -12,7 +12,7 @@ import psycopg
 from relay.admin.connections import reach_source, reach_target
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.retention import floor, partitions
+from relay.retention import partitions, removable
 from relay.source.applied import applied_in
 from relay.source.open_transactions import oldest_open
 from relay.source.slot import SlotState, slot_reader, slot_state
@@ -55,7 +55,7 @@ class Status:
     braked: list[brakes.BrakedHandler]
     sinks: list[sinks.StoredSink]
     engines: list[engines.EngineTotals]
-    readers: list[floor.OutboxReader]
+    readers: list[removable.OutboxReader]
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as JSON values; `slot` is null if it does not exist."""
@@ -124,7 +124,7 @@ def read(settings: Settings) -> Status:
         reader = slot_reader(source, settings.source.slot)
         oldest = oldest_open(source) if slot and slot.creating else None
         kept = partitions.retained(source, settings.source.table)
-        readers = floor.readers(source, settings) if kept else []
+        readers = removable.readers(source, settings) if kept else []
     with reach_target(settings) as target:
         positions = offsets.initialised(target, settings.group)
         dead = dead_letters.count(target, settings.group)

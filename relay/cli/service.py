@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Run relay in the foreground until SIGTERM or SIGINT."""
     _exit_on_signals()
-    from relay.services import Services
+    from relay.supervisor import Services
 
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")

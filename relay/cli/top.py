@@ -43,9 +43,9 @@ def top(
 
 
 def _print(settings: Settings) -> None:
-    from relay.observe.frame import Size, lines
-    from relay.observe.rates import Trends
-    from relay.observe.watch import Watch
+    from relay.observe.top.frame import Size, lines
+    from relay.observe.top.rates import Trends
+    from relay.observe.top.watch import Watch
 
     watch, trends = Watch(settings), Trends()
     try:
@@ -67,7 +67,7 @@ def _print(settings: Settings) -> None:
 def _show(settings: Settings, interval: float) -> None:
     from rich.live import Live
 
-    from relay.observe.live import View
+    from relay.observe.top.live import View
 
     with _interrupted_by_sigterm(), _keys() as key:
         try:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from relay.config.settings import Settings
 from relay.demo.verify import Check
-from relay.observe.live import View
+from relay.observe.top.live import View
 
 LINE_SECONDS = 2.0
 """Interval of progress lines without a terminal."""

@@ -19,7 +19,7 @@ from relay.config.retention import written
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.reporting import ProgressReport, silent
-from relay.retention import floor
+from relay.retention import removable
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
 from relay.store import index_builds
@@ -97,7 +97,7 @@ class _Conversion:
     def run(self) -> list[str]:
         """Prepare the table while it is in use, then exchange it in one short database transaction."""
         source, of = self._source, self._settings.source
-        with_short_lock(source, lambda: floor.retain(source, of), _ATTEMPTS)
+        with_short_lock(source, lambda: removable.retain(source, of), _ATTEMPTS)
         key = self._primary_key()
         if key:
             with index_builds.reported(source, "building the key: pages", self._report):

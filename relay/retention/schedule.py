@@ -13,7 +13,7 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
-from relay.retention import floor, partitions
+from relay.retention import partitions, removable
 from relay.store import actions, advisory_locks, sinks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
@@ -114,7 +114,7 @@ class Schedule:
     def turn(self, source: Connection, target: Connection) -> None:
         """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
         of = self._settings
-        noted = floor.note(source, target, of.group, of.source.table)
+        noted = removable.note(source, target, of.group, of.source.table)
         self._stop_given_up(source, target)
         now = time.monotonic()
         if now < self._next_rotation:
@@ -165,13 +165,13 @@ class Schedule:
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
-        readers = floor.readers(source, of)
+        readers = removable.readers(source, of)
         any_given_up = False
-        for each in floor.lagging(readers, present, of.retention.max_lag):
+        for each in removable.lagging(readers, present, of.retention.max_lag):
             if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
                 continue
             any_given_up = True
-            floor.give_up(source, each)
+            removable.give_up(source, each)
             detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
             actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
             log.error(
@@ -183,7 +183,7 @@ class Schedule:
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
         """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
-        for name in floor.given_up(source, target, group):
+        for name in removable.given_up(source, target, group):
             if not name:
                 raise given_up_error(group)
             if sinks.pause(target, group, name, True, GIVEN_UP):

@@ -23,9 +23,9 @@ from relay.model.tuples import ProtocolError
 from relay.source.assembler import Assembler, OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted
+from relay.source.large_rows import FatalCommit, ReceiverSuspects, is_out_of_memory
 from relay.source.progress import Progress
 from relay.source.replication import Replication
-from relay.source.suspects import FatalCommit, ReceiverSuspects, is_out_of_memory
 from relay.source.wakeup import Wakeup
 from relay.source.walsender import WalStream, end_of_stream
 from relay.threads import Thread

@@ -43,7 +43,7 @@ from relay.faults import RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
-from relay.retention.floor import note_reader
+from relay.retention.removable import note_reader
 from relay.source.differences import Difference, cut
 from relay.source.server import durable_position
 from relay.spark import planning

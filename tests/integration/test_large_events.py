@@ -16,8 +16,8 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.source.assembler import OpenCommit
+from relay.source.large_rows import FatalCommit, ReceiverSuspects
 from relay.source.receiver import Receiver
-from relay.source.suspects import FatalCommit, ReceiverSuspects
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letter_selection import DeadLetterSelection

@@ -16,8 +16,8 @@ from rich.console import Console
 from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.demo.screen import Screen
-from relay.observe.rates import Trends
-from relay.observe.watch import Watch
+from relay.observe.top.rates import Trends
+from relay.observe.top.watch import Watch
 from relay.source.backlog import MOST_ROWS
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay

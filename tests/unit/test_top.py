@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from relay.model.events import Lsn
-from relay.observe.frame import Size, lines, sparkline
-from relay.observe.rates import Trends
-from relay.observe.watch import Observation
+from relay.observe.top.frame import Size, lines, sparkline
+from relay.observe.top.rates import Trends
+from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.brakes import BrakedHandler

@@ -23,7 +23,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.logs import of_group
 from relay.memory import collect_rarely, return_large_blocks
-from relay.retention.floor import identity
+from relay.retention.removable import identity
 from relay.service import Service
 from relay.spark.session import Session
 from relay.store.connections import connect

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from relay.observe.watch import Observation
+from relay.observe.top.watch import Observation
 
 KEPT = 60
 """How many polls are kept."""

@@ -11,9 +11,9 @@ from math import ceil
 from rich.text import Text
 
 from relay.observe.phrases import moment
-from relay.observe.rates import RATE, Trends
 from relay.observe.terminal import printable
-from relay.observe.watch import Observation
+from relay.observe.top.rates import RATE, Trends
+from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.sinks import StoredSink

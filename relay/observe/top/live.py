@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from relay.config.settings import Settings
-from relay.observe.frame import Size, lines
-from relay.observe.rates import Trends
-from relay.observe.watch import Observation, Watch
+from relay.observe.top.frame import Size, lines
+from relay.observe.top.rates import Trends
+from relay.observe.top.watch import Observation, Watch
 
 CLOSE_SECONDS = 1.0
 

@@ -1,0 +1,1 @@
+"""What `relay top` and `relay demo` show: polls a group, derives rates, and formats them as lines."""
