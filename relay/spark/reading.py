@@ -35,7 +35,7 @@ A table with headers has a column `headers` too, the last one.
 """
 
 VISIBLE_SECONDS = 30.0
-"""How long a task waits for a replica that lags behind the snapshot that the driver read."""
+"""How long a task waits for a replica to reach the snapshot that the driver read."""
 _BLOCK_BYTES = 1 << 20
 _DELIMITER, _QUOTE = "\x01", "\x02"
 """Characters that JSON text cannot contain, so that the server quotes no payload and the parser unquotes none."""
@@ -106,8 +106,8 @@ def read(
     """Read a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
 
     A table with headers has a map of them as the last column. `partitions` is the modulus of the column `partition`;
-    only rows for which `conditions` hold are read. Raises TransientFault where the server lags behind the portion's
-    snapshot for VISIBLE_SECONDS, psycopg.Error for a transient fault, RelayError where the table cannot be read. It
+    only rows for which `conditions` hold are read. Raises TransientFault where the server has not reached the portion's
+    snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault, RelayError where the table cannot be read. It
     closes its connection at the end.
     """
     with connect(dsn, application_name="relay spark") as conn:

@@ -185,7 +185,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         _require_seen(seen, before)
         after = self._target or seen
         if not after.covers(before):
-            # A replica that lags behind the one that gave `start`.
+            # This replica has not reached the position of the one that gave `start`.
             return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         table = self._options.table.identifier
