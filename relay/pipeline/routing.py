@@ -104,12 +104,15 @@ class Assignment:
         """The transactions from index `first` up to, but without, `last`, with their handlers."""
         events = self.transactions.facts["events"]
         start = int(events[:first].sum())
+        # Over the shorter of both: refused transactions may be many, and parts are often a single one.
+        indices = self.refused.keys() & range(first, last) if self.refused else ()
+        refused = {index - first: self.refused[index] for index in indices}
         return Assignment(
             self.transactions.part(first, last),
             self._decoder,
             self._every,
             self._names[start : start + int(events[first:last].sum())],
-            {index - first: why for index, why in self.refused.items() if first <= index < last},
+            refused,
         )
 
     def reached(self, handler: str) -> Mask:

@@ -94,6 +94,15 @@ def test_what_is_taken_out_is_routed_as_it_was(
         assert assigned.reached(name).sum() == len(routed.transactions)
 
 
+def test_a_refused_transaction_reaches_no_handler() -> None:
+    assigned = router(ROUTES).route(transactions(["a", "ax", "a"]))
+    assert list(assigned.refused) == [1]
+    for handler in assigned.parts:
+        assert not assigned.reached(handler)[1]
+    assert list(assigned.part(1, 3).refused) == [0]
+    assert not assigned.part(2, 3).refused
+
+
 def test_the_routes_are_asked_once_for_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
     types = [["a", "b"], ["b"], ["x", "a"], ["a"]]
     with counted(monkeypatch) as asked:
