@@ -99,6 +99,11 @@ class Log:
             if entry.get("message") == "batch"
         ]
 
+    def fault(self) -> str:
+        """Return the error with which relay ended; empty if it has logged none."""
+        ended = (entry for entry in self._entries() if entry.get("message") == "ended by an error")
+        return next((entry["fault"] for entry in ended), "")
+
     def tail(self) -> list[str]:
         """Return the last lines."""
         return self._lines()[-TAIL_LINES:]
@@ -116,6 +121,7 @@ class Relay:
     """A process of `relay run`, which the constructor starts; as a context manager it ends on exit, or is killed."""
 
     def __init__(self, dsn: str, log: Log) -> None:
+        self._log = log
         with log.file.open("wb") as file:
             self._process = subprocess.Popen(
                 # relay logs each batch at level debug.
@@ -152,4 +158,6 @@ class Relay:
         """Raise DemoFailed if relay has ended by itself."""
         status = self._process.poll()
         if status is not None:
-            raise DemoFailed(f"relay ended by itself with status {status}")
+            why = f"relay ended by itself with status {status}"
+            fault = self._log.fault()
+            raise DemoFailed(f"{why}: {fault}" if fault else why)

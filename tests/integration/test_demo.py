@@ -297,9 +297,10 @@ def test_relay_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text(configuration)
     monkeypatch.setattr(process, "configuration_file", lambda: file)
     output = StringIO()
-    with pytest.raises(DemoFailed, match="relay ended by itself with status 2"):
+    with pytest.raises(DemoFailed, match="relay ended by itself with status 2: ") as raised:
         run_demo(Console(file=output, width=200), None, SMALL)
-    assert 'relation "shop.gone" does not exist' in output.getvalue()
+    assert 'relation "shop.gone" does not exist' in str(raised.value)
+    assert "ended by an error" in output.getvalue()
 
 
 @pytest.mark.slow
