@@ -389,7 +389,7 @@ def _cause(conn: Connection, error: Exception) -> Exception:
 def _too_slow(handler: handlers.Handler) -> StatementTimeout:
     return StatementTimeout(
         f"handlers.{handler.name}: a single transaction takes longer than the target's statement_timeout: make what it "
-        "runs faster, or raise the setting for relay's role; a lock that somebody holds passes by itself"
+        "runs faster, or raise the setting for relay's role; a lock of another session passes by itself"
     )
 
 

@@ -316,13 +316,13 @@ class Pipeline:
         """Log why the batch is retried, once for each reason."""
         error = state.outcome.exception() if state.outcome else None
         text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
-        self.heartbeat.update(f"waits to try the batch again: {text}", Due.LATE)
+        self.heartbeat.update(f"retries a batch: {text}", Due.LATE)
         if text != self._last_logged:
             self._last_logged = text
             braked = isinstance(error, Braked)
             log.log(
                 logging.ERROR if braked else logging.WARNING,
-                "a handler is stopped" if braked else "the batch waits to be tried again",
+                "a handler is stopped" if braked else "a batch failed and is retried",
                 extra={"batch": self._in_flight, "fault": text},
             )
 

@@ -144,7 +144,7 @@ def test_a_lock_that_is_held_too_long_is_waited_for_again(
         outbox.wait_handled()
         other.execute("select from relay.consumer_offsets for update")
         outbox.publish(host(1), event(2))
-        wait_until(lambda: "the batch waits to be tried again" in caplog.text)
+        wait_until(lambda: "a batch failed and is retried" in caplog.text)
         other.rollback()
         outbox.wait_handled()
     outbox.assert_exact()
