@@ -33,9 +33,9 @@ venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
 demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
 	@$(BIN)/relay demo $(ARGS)
 
-# Each process has a PostgreSQL and a Spark session of its own; most tests wait for one of these.
+# Each process has a PostgreSQL of its own, one of them the Spark session; most tests wait for one of these.
 test: $(INSTALLED) ## all tests that need no Docker and no brokers
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers $(ARGS)

@@ -51,7 +51,7 @@ from relay.source.walsender import (
     sender_timeout,
     start_replication,
 )
-from relay.store.connections import Connection, pin_text_form
+from relay.store.connections import Connection, connect, pin_text_form
 
 log = logging.getLogger(__name__)
 
@@ -285,6 +285,7 @@ class Replication:
             self._progress.reset()
         start = max(confirmed, self._progress.received)
         start_replication(conn, self._settings.source, start, encoding)
+        self._require_unchanged(confirmed)
         with self._completing:
             if self._recognition is not None and comparison is not None:
                 # Only the process that reads the slot changes the group's state.
@@ -298,6 +299,16 @@ class Replication:
         self._changed()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return WalStream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
+
+    def _require_unchanged(self, confirmed: Lsn) -> None:
+        """Raise TransientFault if the slot was recreated or advanced after it was inspected, until the stream began.
+
+        PostgreSQL then begins the stream at the slot's new position, without an error.
+        """
+        with connect(self._settings.source_dsn) as conn:
+            state = slot_state(conn, self._settings.source.slot)
+        if state is None or Lsn.parse(state.confirmed_flush_lsn or "0/0") != confirmed:
+            raise TransientFault("the slot was just recreated or advanced")
 
     def _is_incomplete(self, comparison: SourceComparison | None, confirmed: Lsn) -> bool:
         """Whether the slot may lack commits: it is new to the group, or another server's, or was advanced."""

@@ -13,7 +13,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
-from relay.source import hybrid
+from relay.source import hybrid, replication, walsender
 from relay.source.hybrid import StreamSource
 from relay.source.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_crash, wait_until
@@ -176,6 +176,32 @@ def test_nothing_is_lost_or_repeated(
         outbox.wait_handled()
         wait_until(lambda: mode(outbox) == "wal")
         outbox.wait_drained()
+    outbox.assert_exact()
+
+
+def test_a_slot_that_is_recreated_while_the_stream_opens_is_noticed(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between relay's check of the slot and START_REPLICATION, which begins wherever the slot is."""
+    starts = 0
+    start = walsender.start_replication
+
+    def recreate_and_start(*args: Any) -> None:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            recreate_by_hand(outbox)
+        start(*args)
+
+    monkeypatch.setattr(replication, "start_replication", recreate_and_start)
+    outbox.publish(host(3), event(0))
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+        terminate_readers(outbox)
+        wait_until(lambda: starts >= 2 and mode(outbox) == "wal")
+        outbox.publish(host(3), event(4))
+        outbox.wait_handled()
+    assert starts == 3
     outbox.assert_exact()
 
 
