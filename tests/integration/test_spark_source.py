@@ -113,6 +113,7 @@ def test_a_batch_reads_a_range(spark: SparkSession, outbox: Outbox, ordered: str
     assert later.count() == 0
 
 
+@pytest.mark.rare
 def test_a_row_that_is_larger_than_what_is_parsed_at_once(
     spark: SparkSession, outbox: Outbox
 ) -> None:
@@ -443,6 +444,7 @@ def test_available_now_in_small_batches(
     assert written(spark, tmp_path) == stored(outbox)
 
 
+@pytest.mark.rare
 def test_two_queries_follow_and_one_starts_now(
     spark: SparkSession, outbox: Outbox, tmp_path: Path
 ) -> None:

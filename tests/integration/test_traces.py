@@ -217,7 +217,7 @@ def test_a_dead_transaction_and_its_replay_are_in_the_trace_of_the_order(
     assert dead.attributes["relay.disposition"] == "dead"
     assert replayed.status.status_code is StatusCode.UNSET
     assert replayed.attributes["relay.redelivery"] is True
-    (line,) = [each for each in caplog.records if each.message == "dead letter"]
+    (line,) = [each for each in caplog.records if each.getMessage() == "dead letter"]
     assert vars(line)["trace_id"] == format_trace_id(order.trace_id)
 
 
@@ -230,7 +230,7 @@ def test_a_dead_delivery_names_the_trace(
     with relaying(outbox.settings(**{**posting(webhook), "observe": {}})):
         order = shop.add_rows(host(1), 1)
         wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
-    (line,) = [each for each in caplog.records if each.message == "dead letter"]
+    (line,) = [each for each in caplog.records if each.getMessage() == "dead letter"]
     assert vars(line)["trace_id"] == format_trace_id(order.trace_id)
     assert tracing(webhook) == []
 
@@ -290,7 +290,7 @@ def test_an_exporter_that_fails_concerns_nobody(
             wait_until(lambda number=number: len(webhook.accepted) == number + 1)  # type: ignore[misc]
         outbox.wait_handled()
     outbox.assert_exact()
-    lines = [r for r in caplog.records if r.message.startswith("traces cannot be sent")]
+    lines = [r for r in caplog.records if r.getMessage().startswith("traces cannot be sent")]
     assert len(lines) == 1
 
 
