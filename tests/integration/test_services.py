@@ -22,6 +22,7 @@ from relay.retention.schedule import Schedule
 from relay.store.connections import connect
 from tests.observing import Scrape, ask, is_good
 from tests.outbox import Outbox, relaying, wait_until
+from tests.pages import LONG_SECONDS
 from tests.postgres import Server
 from tests.process import Running, relay, running
 
@@ -67,8 +68,8 @@ class Shop:
         ).fetchall()
 
     def wait_seen(self, group: str, count: int) -> None:
-        """Wait until the target has so many events of a group."""
-        wait_until(lambda: len(self.seen(group)) >= count)
+        """Wait until the target has so many events of a group; a start of Spark is slow on a busy machine."""
+        wait_until(lambda: len(self.seen(group)) >= count, LONG_SECONDS)
 
     def assert_exact(self, group: str) -> None:
         """Every event once, each host's in the order of publishing."""
