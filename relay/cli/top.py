@@ -69,7 +69,7 @@ def _show(settings: Settings, interval: float) -> None:
 
     from relay.observe.top.live import View
 
-    with _interrupted_by_sigterm(), _keys() as key:
+    with _interrupted_by_signals(), _keys() as key:
         try:
             with (
                 View(settings, interval) as view,
@@ -86,15 +86,18 @@ def _show(settings: Settings, interval: float) -> None:
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM too, and for SIGINT where a shell without job control has it ignored."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
