@@ -183,7 +183,7 @@ def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 @pytest.mark.usefixtures("stays_live")
 def test_a_transaction_that_kills_its_process_is_dead_lettered(
     outbox: Outbox, tmp_path: Path, mode: str

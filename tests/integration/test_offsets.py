@@ -43,7 +43,7 @@ def total(outbox: Outbox) -> int:
     return int(outbox.value("select count(*) from projection"))
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 def test_seek_delivers_again_or_passes_over(outbox: Outbox, tmp_path: Path, mode: str) -> None:
     overrides: dict[str, Any] = {"source": {**outbox.config()["source"], "mode": mode}}
     config = outbox.config_file(tmp_path / "relay.yaml", **overrides)

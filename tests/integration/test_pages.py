@@ -16,7 +16,7 @@ from tests.postgres import Server
 
 GUIDES = [page for page in pages() if page.stem == "tutorial" or page.parent.name == "how-to"]
 FOLLOWED = [
-    pytest.param(page, id=page.stem, marks=() if page.stem == "tutorial" else pytest.mark.rare)
+    pytest.param(page, id=page.stem)
     for page in GUIDES
     if any(block.language == "console" for block in blocks(page.read_text()))
 ]
@@ -51,6 +51,7 @@ def reader(server: Server, broker: str, tmp_path: Path) -> Iterator[Reader]:
             server.drop_database(name)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("page", FOLLOWED)
 def test_a_page_works_as_it_stands(page: Path, reader: Reader) -> None:
     reader.follow(page.read_text())

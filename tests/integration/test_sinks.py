@@ -548,7 +548,9 @@ def test_a_killed_relay_goes_on_within_seconds_and_loses_nothing(
     outbox.assert_exact()
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll", "wal"])
+@pytest.mark.parametrize(
+    "mode", ["auto", *(pytest.param(mode, marks=pytest.mark.rare) for mode in ("poll", "wal"))]
+)
 def test_a_kill_repeats_only_what_was_not_done(
     outbox: Outbox, webhooks: list[Webhook], tmp_path: Any, mode: str
 ) -> None:

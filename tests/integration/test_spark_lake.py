@@ -49,7 +49,13 @@ class Lake:
         return writer("lake", configured)
 
 
-@pytest.fixture(params=["delta", "iceberg", "jdbc"])
+@pytest.fixture(
+    params=[
+        "delta",
+        pytest.param("iceberg", marks=pytest.mark.rare),
+        pytest.param("jdbc", marks=pytest.mark.rare),
+    ]
+)
 def lake(request: pytest.FixtureRequest, tmp_path: Path, outbox: Outbox) -> Lake:
     if request.param == "delta":
         path = tmp_path / "lake"
