@@ -353,6 +353,10 @@ def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
     return [value for (value,) in rows]
 
 
+LONG_SECONDS = 120.0
+"""The longest wait for what needs a Spark session, which starts slowly beside other tests."""
+
+
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: float = 0.02) -> None:
     """Poll a condition, `every` seconds, until it holds; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout

@@ -19,11 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.outbox import LONG_SECONDS
 from tests.process import ROOT
 
 DOCS = ROOT / "docs"
-LONG_SECONDS = 120.0
-"""The longest wait for a command's output: a page about Spark waits for a session, beside other tests."""
 INTERRUPT = "^C"
 """A line of a console block that ends the service that was started last."""
 _FILE = re.compile(r"(?:#|--) ([\w./-]+\.[a-z]+)\n")

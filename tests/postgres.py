@@ -44,7 +44,7 @@ _CONTAINER_PORT = 5432
 
 # Most of what a new database costs is the disk's work on its 300 files. Tests kill processes, never the machine.
 _MEMORY = Path("/dev/shm")
-_ENOUGH_MEMORY = 8 << 30
+_ENOUGH_MEMORY = 8 << 30  # bytes
 
 
 class Server(ABC):
@@ -168,14 +168,14 @@ def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     else:
         bin_dir = None if choice == "embedded" else Path(choice)
         with (
-            _fast_folder() as folder,
+            _folder_in_memory() as folder,
             Cluster(folder, settings=settings, bin_dir=bin_dir) as cluster,
         ):
             yield EmbeddedServer(cluster)
 
 
 @contextmanager
-def _fast_folder() -> Iterator[Path | None]:
+def _folder_in_memory() -> Iterator[Path | None]:
     """A folder in memory for a server, where there is enough; else None."""
     if not _MEMORY.is_dir() or shutil.disk_usage(_MEMORY).free < _ENOUGH_MEMORY:
         yield None

@@ -420,7 +420,7 @@ def test_a_bad_statement_is_found_by_check(outbox: Outbox, tmp_path: Path) -> No
         result = relay("check", "--config", str(config))
         assert result.returncode == 2
         assert f"handlers.h.statement: {words}" in result.stderr
-    assert "handlers.h.statement" in refused(config)
+        assert "handlers.h.statement" in refused(config)
 
 
 def test_a_bad_batch_statement_is_found_by_check(outbox: Outbox, tmp_path: Path) -> None:

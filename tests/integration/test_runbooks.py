@@ -22,10 +22,9 @@ import yaml
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import ExecStatus
 
-from tests.outbox import event, host, wait_until
+from tests.outbox import LONG_SECONDS, event, host, wait_until
 from tests.pages import (
     DOCS,
-    LONG_SECONDS,
     Command,
     blocks,
     clean_environment,

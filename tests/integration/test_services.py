@@ -21,8 +21,7 @@ from relay.demo.embedded import free_port
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
 from tests.observing import Scrape, ask, is_good
-from tests.outbox import Outbox, relaying, wait_until
-from tests.pages import LONG_SECONDS
+from tests.outbox import LONG_SECONDS, Outbox, relaying, wait_until
 from tests.postgres import Server
 from tests.process import Running, relay, running
 
@@ -68,7 +67,7 @@ class Shop:
         ).fetchall()
 
     def wait_seen(self, group: str, count: int) -> None:
-        """Wait until the target has so many events of a group; a start of Spark is slow on a busy machine."""
+        """Wait until the target has so many events of a group."""
         wait_until(lambda: len(self.seen(group)) >= count, LONG_SECONDS)
 
     def assert_exact(self, group: str) -> None:

@@ -549,7 +549,12 @@ def test_a_killed_relay_goes_on_within_seconds_and_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    "mode", ["auto", *(pytest.param(mode, marks=pytest.mark.rare) for mode in ("poll", "wal"))]
+    "mode",
+    [
+        "auto",
+        pytest.param("poll", marks=pytest.mark.rare),
+        pytest.param("wal", marks=pytest.mark.rare),
+    ],
 )
 def test_a_kill_repeats_only_what_was_not_done(
     outbox: Outbox, webhooks: list[Webhook], tmp_path: Any, mode: str

@@ -150,6 +150,18 @@ def test_at_a_terminal_it_is_renewed_until_q(outbox: Outbox, tmp_path: Path, end
         wait_until(lambda: top.drawn.rstrip().endswith((b"\x1b[?25h", b"\x1b[?1049l")))
 
 
+def test_it_is_interrupted_where_the_shell_ignores_sigint(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with at_terminal("top", "--interval", "0.2", "--config", str(config)) as top:
+            wait_until(lambda: top.shows("all is read"))
+            top.process.send_signal(signal.SIGINT)
+            assert top.process.wait(40) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_the_demo_shows_the_same_below_its_bar(outbox: Outbox) -> None:
     drawn = StringIO()
     console = Console(file=drawn, force_terminal=True, width=100, height=30)
