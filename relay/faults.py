@@ -6,7 +6,9 @@
         Unrouted
     TransientFault              retry
         RetryLater              raised by users' code
-        Undelivered, StatementTimeout, Braked
+        Undelivered
+            DestinationRefused  a sink stops at its position
+        StatementTimeout, Braked
     Rejected, NotRouted, InvalidEvent, ProcessDied,
     Undecodable, NotReceived, Cancelled, TransactionAborted
                                 dead-letter the transaction
@@ -90,6 +92,13 @@ class Undelivered(TransientFault):
     ) -> None:
         super().__init__(*reasons, after=after)
         self.detail = detail
+
+
+class DestinationRefused(Undelivered):
+    """The destination refuses every event until a person acts on it: the sink stops at its position.
+
+    One delivery at a time then tests whether it accepts again. Its message is safe in a log.
+    """
 
 
 class Rejected(Exception):

@@ -81,6 +81,14 @@ class Breaker:
         while len(self._last) > self._settings.failures:
             self._last.popitem(last=False)
 
+    def stop(self, key: Hashable) -> bool:
+        """Open at once, since the destination refuses every event; returns whether that has opened the breaker."""
+        was_open = self.is_open
+        self._remember(key)
+        self._failed.add(key)
+        self._open(self._settings.cool_down)
+        return not was_open
+
     def hold(self, seconds: float) -> None:
         """Open the breaker for `seconds`, whatever it has counted."""
         self._open(seconds)

@@ -12,7 +12,7 @@ from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
-from relay.faults import FaultAction, action_for, describe
+from relay.faults import DestinationRefused, FaultAction, action_for, describe
 from relay.handlers import Sink
 from relay.model.dispositions import (
     APPLIED,
@@ -349,7 +349,9 @@ class Dispatcher:
 
     def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
-        if self.breaker.failed(_key(delivery)):
+        stops = isinstance(error, DestinationRefused) and self._settings.reliable
+        failed = self.breaker.stop if stops else self.breaker.failed
+        if failed(_key(delivery)):
             self._blocked_since = time.monotonic()
             log.warning(
                 "the circuit breaker is open: the destination fails",

@@ -49,7 +49,18 @@ class Sink(Protocol):
         Many calls run concurrently, but never two for the same ordering key. Cancelling one call must not disturb the
         others; its events may arrive nevertheless.
 
-        Raises Undelivered for a fault that a retry may repair, and Rejected, or anything else, for one that it cannot.
+        What the receiver refuses decides what is raised:
+
+        - an event, which it will never accept, even alone: Rejected. Its transaction is dead-lettered.
+        - a batch: nothing yet. The sink sends the batch's messages again, each alone; one that fails alone is refused.
+        - the connection, or this server (another one is the primary): the sink closes the connection, so that the next
+          attempt opens another, and raises Undelivered.
+        - the destination, for now: Undelivered, with the seconds that the receiver asks for as `after`. The attempt is
+          repeated; if all keys fail, the circuit breaker stops the sink.
+        - the destination, until a person acts: DestinationRefused. The sink stops at its position at once.
+
+        When in doubt it is not the event: Undelivered costs a retry, Rejected an event. Any other exception is judged
+        by `relay.faults.action_for`.
         """
 
     async def close(self) -> None:

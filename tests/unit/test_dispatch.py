@@ -18,7 +18,7 @@ from relay.delivery.breaker import Breaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.delivery.submission import Submission
-from relay.faults import Rejected, Undelivered
+from relay.faults import DestinationRefused, Rejected, Undelivered
 from relay.model.dispositions import (
     APPLIED,
     BLOCKED,
@@ -392,6 +392,34 @@ def test_too_many_dead_in_a_row_stop_the_sink() -> None:
         sum(isinstance(disposition, DeadLetter) for disposition in run.dispositions.values()) == 10
     )
     assert run.dispatcher.fault == "Rejected: HTTP 404"
+
+
+def test_a_destination_that_refuses_everything_stops_the_sink_at_once() -> None:
+    refuses = True
+
+    async def behave(number: int) -> None:
+        await asyncio.sleep(0)
+        if refuses:
+            raise DestinationRefused("HTTP 410")
+
+    async def check() -> None:
+        nonlocal refuses
+        run = Run(
+            behave, concurrency=1, circuit_breaker=CircuitBreaker(failures=100, cool_down=0.2)
+        )
+        for number in range(1, 11):
+            run.dispatcher.submit(delivery(number, str(number)))
+        while not run.dispatcher.breaker.is_open:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert run.sink.begun == [1]
+        assert run.dispatcher.fault == "DestinationRefused: HTTP 410"
+        refuses = False
+        await asyncio.wait_for(run.idle(), 10)
+        assert set(run.dispositions.values()) == {APPLIED}
+        await run.dispatcher.close()
+
+    asyncio.run(check())
 
 
 def test_a_pause_ends_nothing_and_begins_nothing() -> None:
