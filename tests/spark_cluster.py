@@ -103,13 +103,14 @@ class StandaloneCluster:
         port = free_port()
         self.url = f"spark://127.0.0.1:{port}"
         conf = folder / "spark.conf"
-        recovery = {
+        daemons = {
+            "spark.master.rest.enabled": "false",
             "spark.deploy.recoveryMode": "FILESYSTEM",
             "spark.deploy.recoveryDirectory": str(folder / "recovery"),
             "spark.worker.cleanup.enabled": "false",
         }
         conf.write_text(
-            "".join(f"{key} {value}\n" for key, value in (PROTECTED | recovery).items())
+            "".join(f"{key} {value}\n" for key, value in (PROTECTED | daemons).items())
         )
         options = ["--properties-file", str(conf), "--webui-port", "0"]
         self.master = Daemon(
@@ -132,7 +133,7 @@ class StandaloneCluster:
                 ],
                 folder / f"worker-{number}.log",
                 "Successfully registered with master",
-                environment | {"SPARK_LOCAL_IP": f"127.0.0.{number + 2}"},
+                environment,
             )
             for number in range(workers)
         ]

@@ -168,10 +168,11 @@ class Guard:
     def _is_token(self, request: Request, given: str) -> bool:
         if self._token is None:
             return False
-        address = request.client.host if request.client else ""
-        self._failures.require_few(address)
+        # Compared first: the wrong tokens of others at this address, perhaps a proxy's, must not refuse the right one.
         if equal(given, self._token):
             return True
+        address = request.client.host if request.client else ""
+        self._failures.require_few(address)
         self._failures.note(address, given)
         return False
 
@@ -192,7 +193,12 @@ def is_same_origin(request: Request) -> bool:
     if site is not None and site not in _OWN_SITE:
         return False
     origin = request.headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if origin is None:
+        return True
+    try:
+        return urlsplit(origin).netloc == request.headers.get("host")
+    except ValueError:  # no URL, such as `http://[`
+        return False
 
 
 def _bearer(headers: Mapping[str, str]) -> str | None:

@@ -151,6 +151,7 @@ def test_other_sites_cannot_act(outbox: Outbox, address: str) -> None:
         {"sec-fetch-site": "same-site"},
         {"origin": "https://evil.example"},
         {"origin": "null"},
+        {"origin": "http://["},
     ):
         assert visitor.client.post(path, data=fields, headers=headers).status_code == 403
         login = visitor.client.post("/login", data={"name": "x", "token": TOKEN}, headers=headers)
@@ -167,17 +168,19 @@ def test_other_sites_cannot_act(outbox: Outbox, address: str) -> None:
     assert acted(outbox) == []
 
 
-def test_who_guesses_tokens_has_to_wait(address: str) -> None:
-    """After ten wrong tokens an address is refused for a while, with the right one too."""
+def test_who_guesses_tokens_has_to_wait_and_locks_out_nobody(address: str) -> None:
+    """After ten wrong tokens an address is refused for a while, but the right token of that address is not."""
     client = httpx.Client(base_url=address)
-    statuses = [
-        client.get("/api/v1/groups", headers={"authorization": f"Bearer {number}"}).status_code
+    answers = [
+        client.get("/api/v1/groups", headers={"authorization": f"Bearer {number}"})
         for number in range(11)
     ]
-    assert statuses == [401] * 10 + [429]
-    late = client.post("/login", data={"name": "anna", "token": TOKEN})
-    assert late.status_code == 429
-    assert int(late.headers["retry-after"]) > 0
+    assert [each.status_code for each in answers] == [401] * 10 + [429]
+    assert int(answers[-1].headers["retry-after"]) > 0
+    assert client.post("/login", data={"name": "eve", "token": "guess"}).status_code == 429
+    right = client.get("/api/v1/groups", headers={"authorization": f"Bearer {TOKEN}"})
+    assert right.status_code == 200
+    assert client.post("/login", data={"name": "anna", "token": TOKEN}).status_code == 303
 
 
 def test_a_proxy_says_who_it_is(outbox: Outbox) -> None:
