@@ -284,9 +284,40 @@ def _database_action(error: psycopg.Error) -> FaultAction:
         return FaultAction.RETRY if _lost_connection(error) else FaultAction.DEAD_LETTER
     if _permission_denied(error):
         return FaultAction.STOP
-    if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES):
+    if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES) or _stale(error):
         return FaultAction.RETRY
     return FaultAction.DEAD_LETTER
+
+
+_DRIVERS_STATEMENT = re.compile(r'"_pg3_[0-9a-f]+"')
+"""Matches the names that psycopg gives to the statements that it prepares by itself."""
+
+
+def _stale(error: psycopg.Error) -> bool:
+    """Return whether a statement fails because of what the session has prepared, and would not in a new session.
+
+    0A000 is also the SQLSTATE of what PostgreSQL does not support, 42P05 that of a PREPARE which a handler repeats.
+    """
+    if error.sqlstate == "0A000":
+        return error.diag.source_function == "RevalidateCachedQuery"
+    return error.sqlstate == "42P05" and _DRIVERS_STATEMENT.search(str(error)) is not None
+
+
+_CONFLICTS = frozenset({"40001", "40P01", "55006", "55P03", "57014"})
+"""Transient faults that another session or a timeout causes, so that a new session does not help."""
+
+
+def spoils_session(error: BaseException, depth: int = 0) -> bool:
+    """Return whether the session of the database that raised `error` is to be closed, so that a retry gets another one.
+
+    A session is closed after every transient fault that may be its own: it is read-only since a failover, leads to a
+    standby, a pooler gave its statements to another client, its plans or its caches are stale.
+    """
+    if isinstance(error, psycopg.Error) and error.sqlstate not in _CONFLICTS:
+        return _database_action(error) is FaultAction.RETRY
+    return depth < _CHAIN_LENGTH and any(
+        spoils_session(inner, depth + 1) for inner in _wrapped(error)
+    )
 
 
 def _lost_connection(error: psycopg.Error) -> bool:

@@ -42,26 +42,15 @@ def retry_until_success(
     )
 
 
-def log_first(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Return a callback that logs `text` with the first of several faults in a row."""
-
-    def log_retry(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if error is not None and state.attempt_number == 1:
-            log.warning(text, extra={"fault": describe(error)})
-
-    return log_retry
-
-
 def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Return a callback that logs `text` with each fault that differs from the one before."""
+    """Return a callback that logs `text` with the first of several faults in a row, and with each that differs."""
     last_logged = ""
 
     def log_retry(state: RetryCallState) -> None:
         nonlocal last_logged
         error = state.outcome.exception() if state.outcome else None
         fault = describe(error) if error else ""
-        if fault != last_logged:
+        if fault != last_logged or state.attempt_number == 1:
             last_logged = fault
             log.warning(text, extra={"fault": fault})
 

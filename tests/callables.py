@@ -141,3 +141,14 @@ def note_headers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
             "insert into noted (id, region, priority) values (%s, %s, %s)",
             (event.id, event.headers["region"], event.headers["priority"]),
         )
+
+
+def with_customers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, read `customers` with `select *` for each event, and note the session's process."""
+    if len(transaction.events) > 1:
+        # So that the tasks of a batch are in different sessions at the same time.
+        cursor.execute("select pg_sleep(0.3)")
+    cursor.execute("insert into sessions_used select pg_backend_pid()")
+    for _ in transaction.events:
+        cursor.execute("select * from customers where id = %s", (1,))
+    record(transaction, cursor)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import psycopg
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, describe, kind_of
+from relay.faults import RelayError, describe, kind_of, spoils_session
 from relay.model.events import Lsn
 from relay.source.applied import applied_in
 from relay.source.slot import SlotState, slot_state
@@ -222,8 +222,8 @@ class Databases:
             yield conn
         except psycopg.errors.QueryCanceled:
             raise
-        except psycopg.Error:
-            if conn.broken:
+        except psycopg.Error as error:
+            if conn.broken or spoils_session(error):
                 conn.close()
             raise
 

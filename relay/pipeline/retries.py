@@ -9,7 +9,7 @@ from threading import Event
 from relay.faults import RelayError, TaskFault
 from relay.heartbeat import Due, Heartbeat
 from relay.pipeline.apply import Applier, Redelivery
-from relay.retry import log_first, retry_until_success
+from relay.retry import log_changes, retry_until_success
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RetryWorker:
 
     def _run(self) -> None:
         retrying = retry_until_success(
-            self._stopping, log_first(log, "cannot retry deferred transactions yet")
+            self._stopping, log_changes(log, "cannot retry deferred transactions yet")
         )
         try:
             while not self._stopping.is_set():

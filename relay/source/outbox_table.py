@@ -40,7 +40,10 @@ class OutboxTable:
     def columns(self, conn: Connection) -> list[tuple[str, int]]:
         """The outbox's columns that hold fields, in the order of the table, each with the oid of its type."""
         wanted = set(self._mapping.values())
-        cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+        # Prepared, it would fail once the table has another column.
+        cursor = conn.execute(
+            sql.SQL("select * from {} limit 0").format(self._table), prepare=False
+        )
         return [
             (column.name, column.type_code)
             for column in cursor.description or ()

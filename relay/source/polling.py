@@ -26,7 +26,7 @@ from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
-from relay.retry import log_first, retry_until_success
+from relay.retry import log_changes, retry_until_success
 from relay.source.differences import Difference
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
@@ -78,7 +78,7 @@ class Poller:
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
         self._stopping = Event()
-        self._retrying = retry_until_success(self._stopping, log_first(log, "cannot poll yet"))
+        self._retrying = retry_until_success(self._stopping, log_changes(log, "cannot poll yet"))
         self._windows = 0
         self._recognition = Recognition(settings)
         self._checked = False

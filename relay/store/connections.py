@@ -16,7 +16,13 @@ from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from relay.faults import ConfigurationError, server_error, transaction_ended
+from relay.faults import (
+    ConfigurationError,
+    first_line,
+    server_error,
+    spoils_session,
+    transaction_ended,
+)
 from relay.model.events import Lsn
 from relay.store import transaction_guard
 
@@ -81,25 +87,38 @@ _CREATE_LEFT_OVER = r"""
 """A function, since planning this query for each reset would cost more than the reset itself."""
 
 
-class _Pool(ConnectionPool[psycopg.Connection[Any]]):
-    """A pool whose PoolTimeout has the error of the last attempt to connect, which psycopg only logs."""
+Configure = Callable[[psycopg.Connection[Any]], None]
 
-    def __init__(self, dsn: str, **options: Any) -> None:
+
+class _Pool(ConnectionPool[psycopg.Connection[Any]]):
+    """A pool that replaces its sessions after a fault that may be the session's own.
+
+    `configure` prepares a new session. A PoolTimeout has the error of the last attempt to open one, which psycopg only
+    logs.
+    """
+
+    def __init__(self, dsn: str, configure: Configure, **options: Any) -> None:
         refusals: list[str] = []
 
         class Connection(psycopg.Connection[Any]):
             @classmethod
             def connect(cls, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    conn = super().connect(*args, **kwargs)
+                    return super().connect(*args, **kwargs)
                 except psycopg.OperationalError as error:
-                    refusals[:] = str(error).strip().splitlines()[:1]
+                    refusals[:] = [first_line(error)]
                     raise
-                refusals.clear()
-                return conn
+
+        def prepare(conn: psycopg.Connection[Any]) -> None:
+            try:
+                configure(conn)
+            except psycopg.Error as error:
+                refusals[:] = [first_line(error)]
+                raise
+            refusals.clear()
 
         self._refusals = refusals
-        super().__init__(dsn, connection_class=Connection, **options)
+        super().__init__(dsn, connection_class=Connection, configure=prepare, **options)
 
     def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
         """Return a connection. Raises PoolTimeout."""
@@ -110,8 +129,18 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
                 raise
             raise PoolTimeout(self._refusals[0].removeprefix("connection failed: ")) from error
 
+    @contextmanager
+    def connection(self, timeout: float | None = None) -> Iterator[psycopg.Connection[Any]]:
+        """Lend a connection; after a fault of the block that may be the session's own, all sessions are replaced."""
+        with super().connection(timeout) as conn:
+            try:
+                yield conn
+            except BaseException as error:
+                if spoils_session(error):
+                    # The others are as old, and most likely as wrong.
+                    self.drain()
+                raise
 
-Configure = Callable[[psycopg.Connection[Any]], None]
 
 _session_settings: ContextVar[Mapping[str, str]] = ContextVar(
     "session_settings", default=MappingProxyType({})

@@ -19,7 +19,7 @@ import psycopg
 
 from relay.faults import RelayError, TaskFault, TransientFault
 from relay.model.events import Lsn
-from relay.retry import log_first, retry_until_success
+from relay.retry import log_changes, retry_until_success
 from relay.store import offsets
 from relay.store.connections import connect
 from relay.threads import Thread
@@ -95,7 +95,7 @@ class Unflushed:
 
     def _run(self) -> None:
         retrying = retry_until_success(
-            self._stopping, log_first(log, "cannot read yet what the target has flushed")
+            self._stopping, log_changes(log, "cannot read yet what the target has flushed")
         )
         try:
             while self._wait_for_work():

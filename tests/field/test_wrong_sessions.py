@@ -1,0 +1,126 @@
+"""A session that has become the wrong one, such as a read-only one: it is closed, and the next one is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+import psycopg
+import pytest
+
+from relay.store.connections import HandlerPool, open_pool
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.webhook import Webhook
+
+RECOVERS_SECONDS = 15.0
+
+
+def read_only_faults(caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether relay has logged that a session is read-only."""
+    faults = [str(getattr(record, "fault", "")) for record in caplog.records]
+    return any("read-only transaction" in fault for fault in faults)
+
+
+@contextmanager
+def read_only(outbox: Outbox, role: str) -> Iterator[None]:
+    """Make new sessions of a role read-only in the block, and end those that it has, at both ends of a failover."""
+    outbox.conn.execute(f"alter role {role} set default_transaction_read_only = on".encode())
+    try:
+        outbox.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where usename = %s and pid <> pg_backend_pid()",
+            (role,),
+        )
+        yield
+    finally:
+        outbox.conn.execute(f"alter role {role} reset default_transaction_read_only".encode())
+
+
+def test_a_read_only_session_of_the_target_is_not_kept(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """goldsky-io/streamling#65, laravel/framework#53404, cloudnative-pg/cloudnative-pg#1254."""
+    with ExitStack() as stack:
+        role, dsn = stack.enter_context(outbox.limited_role())
+        stack.enter_context(relaying(outbox.settings(target={"dsn": dsn})))
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        with read_only(outbox, role):
+            outbox.publish(host(2), event(2))
+            wait_until(lambda: read_only_faults(caplog))
+        outbox.wait_handled(RECOVERS_SECONDS)
+    outbox.assert_exact()
+
+
+def test_a_sink_whose_claim_is_read_only_is_claimed_again(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        webhook = stack.enter_context(Webhook())
+        role, dsn = stack.enter_context(outbox.limited_role())
+        settings = outbox.settings(
+            target={"dsn": dsn},
+            handlers={"hook": {"type": "http", "url": webhook.url}},
+            routes=[{"handlers": ["hook"]}],
+        )
+        stack.enter_context(relaying(settings))
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: len(webhook.accepted) == 1)
+        with read_only(outbox, role):
+            outbox.publish(host(2), event(2))
+            wait_until(lambda: read_only_faults(caplog))
+        wait_until(lambda: len(webhook.ids()) == 2, RECOVERS_SECONDS)
+        outbox.wait_delivered("hook", RECOVERS_SECONDS)
+
+
+def test_polling_goes_on_after_a_target_was_read_only(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {**outbox.config()["source"], "mode": "poll"}
+    with ExitStack() as stack:
+        role, dsn = stack.enter_context(outbox.limited_role())
+        settings = outbox.settings(source=source, target={"dsn": dsn}, poll={"wait_period_ms": 20})
+        stack.enter_context(relaying(settings))
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        with read_only(outbox, role):
+            outbox.publish(host(2), event(2))
+            wait_until(lambda: read_only_faults(caplog))
+        outbox.wait_handled(RECOVERS_SECONDS)
+    outbox.assert_exact()
+
+
+FAULTS: list[tuple[BaseException, bool]] = [
+    (
+        psycopg.errors.ReadOnlySqlTransaction("cannot execute INSERT in a read-only transaction"),
+        True,
+    ),
+    (psycopg.errors.InternalError_("cache lookup failed for relation 1"), True),
+    (psycopg.errors.InvalidSqlStatementName("prepared statement does not exist"), True),
+    (psycopg.errors.FdwUnableToEstablishConnection("could not connect to server"), True),
+    (psycopg.errors.DeadlockDetected("deadlock detected"), False),
+    (psycopg.errors.QueryCanceled("canceling statement due to statement timeout"), False),
+    (psycopg.errors.CheckViolation("new row violates check constraint"), False),
+    (ValueError("no amount"), False),
+]
+
+
+@pytest.mark.parametrize(("fault", "replaced"), FAULTS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_session_is_replaced_after_a_fault_that_may_be_its_own(
+    outbox: Outbox, fault: BaseException, replaced: bool, wrapped: bool
+) -> None:
+    def nothing(_: psycopg.Connection[object]) -> None:
+        """No handler to prepare a session for."""
+
+    handlers = HandlerPool(outbox.dsn, 1, nothing, durable=True, code_of=["python"])
+    own = open_pool(outbox.dsn, 1)
+    with closing(handlers), closing(own):
+        for lend in (handlers.transaction, own.connection):
+            pids = []
+            for _ in range(2):
+                with suppress(type(fault), RuntimeError), lend() as conn:
+                    pids.append(conn.info.backend_pid)
+                    if wrapped:
+                        raise RuntimeError from fault
+                    raise fault
+            assert (pids[0] != pids[1]) is replaced
