@@ -70,6 +70,8 @@ class SinkSession:
         self._stream = stream
         self._feed = feed
         self._claim = claim
+        self._sink = sink
+        self._series = state.series
         self._paused = state.paused
         self._polls = settings.source.mode != "wal"
         self._progress = SinkProgress(state.position, state.done, self._polls)
@@ -158,6 +160,7 @@ class SinkSession:
 
     async def run(self, timeout: float) -> None:
         """Run until `stop`, or until the session leaves the sink; deliveries in flight then have `timeout` s to end."""
+        self._sink.resume(self._series)
         if self._paused:
             self._dispatcher.pause()
         self._tasks = [

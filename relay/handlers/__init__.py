@@ -43,6 +43,13 @@ class Sink(Protocol):
 
     name: str
 
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position; called before the first one, and after a move.
+
+        `series` identifies the group, the sink and its last move. Within it, an event that is delivered again is a
+        repetition; in another one it is not.
+        """
+
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction, in order; returns when the receiver has confirmed them.
 

@@ -67,6 +67,9 @@ class Http:
         if self._session is not None:
             await self._session.close()
 
+    def resume(self, series: str) -> None:
+        """Do nothing: an endpoint recognises an event by its identity alone."""
+
     async def deliver(self, transaction: Transaction) -> None:
         """Post the events, in order. Raises Undelivered or Rejected."""
         for identity, headers, body in self._requests(transaction.events):

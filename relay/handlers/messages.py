@@ -19,14 +19,16 @@ _PORTION_BYTES = 4_000_000
 
 
 class Message(NamedTuple):
-    """A broker's message of an event. `identity` is the same in every attempt; a structured body has the `attributes`.
+    """A broker's message of an event. `identity` is the event's; a structured body has the `attributes`.
 
-    `trace` are headers of the message in every mode.
+    `deduplication` is the same in every attempt of a sink to send the event, until an operator moves the sink, and
+    differs from that of every other message. `trace` are headers of the message in every mode.
     """
 
     topic: str
     key: str | None
     identity: str
+    deduplication: str
     content_type: str
     attributes: dict[str, str]
     body: bytes
@@ -59,12 +61,17 @@ class Publishing:
         self._broker = broker
         self._source = settings.source
         self._structured = settings.mode == "structured"
+        self._series = ""
         self._topic = Template(settings.topic)
         self._key = None if key is None else Template(key)
 
     async def close(self) -> None:
         """Close the connection."""
         await self._broker.close()
+
+    def resume(self, series: str) -> None:
+        """Send what follows as messages of `series`."""
+        self._series = series
 
     async def deliver(self, transaction: Transaction) -> None:
         """Send the events. Raises Undelivered or Rejected."""
@@ -94,13 +101,17 @@ class Publishing:
         topic = _name(self._topic, event)
         key = None if self._key is None else _name(self._key, event)
         identity = cloudevents.identity(event)
+        # With the row's number, since an adopted outbox may have rows with equal ids.
+        deduplication = f"{self._series}/{identity}/{event.text('c_offset') or ''}"
         trace = trace_context.headers(event)
         if self._structured:
             body = cloudevents.structured(event, self._source)
-            return Message(topic, key, identity, cloudevents.STRUCTURED, {}, body, trace)
-        attributes = cloudevents.attributes(event, self._source)
-        body = cloudevents.data(event)
-        return Message(topic, key, identity, cloudevents.DATA, attributes, body, trace)
+            kind, attributes = cloudevents.STRUCTURED, {}
+        else:
+            attributes = cloudevents.attributes(event, self._source)
+            body = cloudevents.data(event)
+            kind = cloudevents.DATA
+        return Message(topic, key, identity, deduplication, kind, attributes, body, trace)
 
 
 def _name(template: Template, event: Event) -> str:

@@ -1,4 +1,7 @@
-"""Handlers that publish events to NATS JetStream; `Nats-Msg-Id` lets the stream drop duplicates.
+"""Handlers that publish events to NATS JetStream; `Nats-Msg-Id` lets the stream drop repetitions.
+
+A stream has one set of ids for all its subjects and publishers. So an id has the sink's series and the row, and an
+answer with `duplicate` says that this sink has sent this event before.
 
 Sources: NATS documentation, "JetStream Model Deep Dive", message deduplication, and "JetStream wire API Reference",
 publishing; CloudEvents, "NATS Protocol Binding".
@@ -197,7 +200,7 @@ def _fault(msg: Msg) -> Exception | None:
 
 def _headers(message: Message) -> dict[str, str]:
     return {
-        "Nats-Msg-Id": message.identity,
+        "Nats-Msg-Id": cloudevents.header(message.deduplication),
         "content-type": message.content_type,
         **cloudevents.headers(message.attributes),
         **message.trace,

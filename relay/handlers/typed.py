@@ -140,6 +140,10 @@ class TypedSink:
         """Close the connections."""
         await self._sink.close()
 
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position."""
+        self._sink.resume(series)
+
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
         published = transaction.events

@@ -282,6 +282,10 @@ class _MeteredSink:
         self._sums = sums
         self._sum = f"delivered {sink.name}"
 
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position."""
+        self._sink.resume(series)
+
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver a transaction. Raises what the sink raises."""
         started = time.monotonic()

@@ -212,6 +212,10 @@ class _TracedSink:
         """Close the connections."""
         await self._sink.close()
 
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position."""
+        self._sink.resume(series)
+
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction. Raises what the sink raises."""
         spans: dict[TraceContext, Span] = {}

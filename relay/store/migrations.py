@@ -34,6 +34,7 @@ FORMER = {
             "f2d834851d17834e4e6237e7ab01da4c864305fc95476fbac1101856e27b666c",  # events staged for Spark
             "78431c67d907e4e8e177c2bd4837a67758854a118f279f74ef47d157f97af705",  # transactions not counted
             "9e35b6512d93254102c38670f4f84c0a43283b928874d6543d9eb576aaff5a9b",  # short transaction ids
+            "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",  # sinks without a series
         }
     ),
 }

@@ -52,7 +52,8 @@ class SinkState:
     """The stored state of a sink.
 
     `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
-    paused it. `lags`: the last process that worked it had not read all of the outbox. `epoch` counts its moves.
+    paused it. `lags`: the last process that worked it had not read all of the outbox. `epoch` counts its moves, those
+    to another source too; `series` is a new text after each move by an operator.
     `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
 
@@ -61,6 +62,7 @@ class SinkState:
     paused: bool
     lags: bool
     epoch: int
+    series: str
     streaks: Mapping[str, Streak]
     left_out_since: datetime | None
 
@@ -105,13 +107,14 @@ class Claim:
             """
             update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
             returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
-                      paused_at is not null, state = 'lagging', epoch, case when state = 'left out' then updated_at end
+                      paused_at is not null, state = 'lagging', epoch, series::text,
+                      case when state = 'left out' then updated_at end
             """,
             self._of,
         ).fetchone()
         if row is None:
             return None
-        *position, paused, lags, epoch, left_out_since = row
+        *position, paused, lags, epoch, series, left_out_since = row
         group, sink = self._of["group"], self._of["sink"]
         return SinkState(
             _position(*position),
@@ -119,6 +122,7 @@ class Claim:
             paused,
             lags,
             epoch,
+            series,
             streaks(self.conn, group),
             left_out_since,
         )
@@ -348,7 +352,8 @@ def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
             update relay.sinks
                set snapshot = %(snapshot)s::pg_snapshot, following = %(following)s::pg_snapshot,
                    polled_offset = %(polled)s, applied_lsn = %(applied)s::pg_lsn,
-                   delivered_lsn = %(delivered)s::pg_lsn, epoch = epoch + 1, state = 'lagging', updated_at = now()
+                   delivered_lsn = %(delivered)s::pg_lsn, epoch = epoch + 1, series = gen_random_uuid(),
+                   state = 'lagging', updated_at = now()
              where group_id = %(group)s and sink = %(sink)s
             """,
             {"group": group, "sink": sink, **_columns(position)},

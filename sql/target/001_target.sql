@@ -72,6 +72,7 @@ create table if not exists relay.sinks (
     delivered_lsn pg_lsn      not null default '0/0',
     state         text        not null default 'caught up',
     epoch         int         not null default 0,
+    series        uuid        not null default gen_random_uuid(),
     paused_at     timestamptz,
     paused_by     text,
     reason        text,
@@ -81,6 +82,8 @@ create table if not exists relay.sinks (
     updated_at    timestamptz not null default now(),
     primary key (group_id, sink)
 );
+
+alter table relay.sinks add column if not exists series uuid not null default gen_random_uuid();
 
 comment on column relay.sinks.snapshot is
     'everything that it sees is delivered, deferred or dead-lettered; null where only the WAL is read (source.mode: wal)';
@@ -95,6 +98,8 @@ comment on column relay.sinks.state is
     'left out (source.mode: wal, read without the sink since updated_at)';
 comment on column relay.sinks.epoch is
     'counts how often an operator has moved the sink, or the source has changed: what was read before no longer counts';
+comment on column relay.sinks.series is
+    'part of the ids by which brokers drop repetitions; a new one whenever an operator moves the sink';
 comment on column relay.sinks.fault is
     'why nothing is delivered now, while the circuit breaker is open or the brake is on';
 

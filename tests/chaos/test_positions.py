@@ -58,6 +58,9 @@ class Destination:
     def __init__(self) -> None:
         self.events: list[tuple[uuid.UUID, uuid.UUID]] = []
 
+    def resume(self, series: str) -> None:
+        """It drops no repetition."""
+
     async def deliver(self, transaction: Transaction) -> None:
         for each in transaction.events:
             assert isinstance(each.host_id, uuid.UUID)

@@ -58,6 +58,9 @@ class Scripted:
         self.most = self._now = 0
         self._behave = behave
 
+    def resume(self, series: str) -> None:
+        pass
+
     async def deliver(self, transaction: Transaction) -> None:
         number = int(transaction.transaction_id or 0)
         self.begun.append(number)

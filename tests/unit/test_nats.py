@@ -22,7 +22,7 @@ from relay.faults import Undelivered
 from relay.handlers.messages import Message
 from relay.handlers.nats import Nats
 
-MESSAGE = Message("shop.paid", None, "1", "application/json", {}, b'{"card": "4111"}')
+MESSAGE = Message("shop.paid", None, "1", "s/1/1", "application/json", {}, b'{"card": "4111"}')
 
 
 class NatsServer(ThreadingTCPServer):

@@ -167,7 +167,7 @@ class _Said:
 
 
 def test_entries_of_redis_and_messages_of_rabbitmq_carry_the_context() -> None:
-    message = Message("t", None, "1", "x/y", {"type": "t"}, b"{}", {"traceparent": PARENT})
+    message = Message("t", None, "1", "s/1/1", "x/y", {"type": "t"}, b"{}", {"traceparent": PARENT})
     said = _Said()
 
     async def send() -> None:

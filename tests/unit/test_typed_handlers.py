@@ -81,6 +81,9 @@ class Reads:
         for rows in given.transactions.portions(3, 1_000_000):
             self.columns += map(list, zip(*given.decoder.columns(rows, FIELDS), strict=True))
 
+    def resume(self, series: str) -> None:
+        pass
+
     async def deliver(self, transaction: Transaction) -> None:
         self.events += transaction.events
 

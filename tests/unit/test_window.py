@@ -16,7 +16,7 @@ from relay.handlers.window import Sending, SendWindow, Unanswered
 
 
 def messages(count: int) -> list[Message]:
-    return [Message("t", None, str(each), "", {}, b"") for each in range(count)]
+    return [Message("t", None, str(each), "", "", {}, b"") for each in range(count)]
 
 
 @pytest.fixture(autouse=True)
