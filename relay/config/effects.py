@@ -19,7 +19,7 @@ from relay.model.events import SQL_TYPES
 
 _LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
-    *("compress_above", "max_length", "max_events", "every", "bootstrap", "start"),
+    *("compress_above", "statuses", "max_length", "max_events", "every", "bootstrap", "start"),
 }
 """Keys of handlers that do not decide effects."""
 _LONGEST = 60

@@ -272,6 +272,17 @@ def _require_port(parts: SplitResult) -> None:
         raise ValueError("has a port that is not a number from 1 to 65535")
 
 
+StatusAction = Literal["retry", "dead", "stop"]
+_STATUS = re.compile(r"[345](\d\d|xx)")
+_STATUS_ACTIONS: dict[str, StatusAction] = {
+    # These speak of the request's content. Others may be those of a proxy, a deployment or a token that has expired.
+    **dict.fromkeys(("400", "413", "422", "431"), "dead"),
+    # Standard Webhooks: the receiver wants no more events.
+    "410": "stop",
+}
+"""What an endpoint's status means unless `statuses` says otherwise; a status that is in neither is retried."""
+
+
 class HttpHandler(DeliveryHandler):
     """An endpoint to which relay posts CloudEvents."""
 
@@ -292,6 +303,39 @@ class HttpHandler(DeliveryHandler):
     """How certificates are verified."""
     compress_above: Annotated[PositiveInt, Number] | None = None
     """The bytes above which a body is compressed with gzip; null: no compression."""
+    statuses: dict[str, StatusAction] = Field(default_factory=dict)
+    """What is done after a status such as `404`, or one of a class such as `4xx`: `retry`, `dead` (the transaction is
+    dead-lettered) or `stop` (the sink stops at its position). Without an entry 400, 413, 422 and 431 are `dead`, 410 is
+    `stop`, and all others but 2xx are `retry`."""
+
+    def action_for(self, status: int) -> StatusAction:
+        """What is done after a status that is not 2xx: what `statuses` says of it, or of its class."""
+        exact, whole_class = str(status), f"{status // 100}xx"
+        return (
+            self.statuses.get(exact)
+            or self.statuses.get(whole_class)
+            or _STATUS_ACTIONS.get(exact, "retry")
+        )
+
+    @field_validator("statuses", mode="before")
+    @classmethod
+    def _statuses_are_texts(cls, value: Any) -> Any:
+        # YAML reads 404 as a number.
+        return (
+            {str(key).lower(): action for key, action in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
+
+    @field_validator("statuses")
+    @classmethod
+    def _are_statuses(cls, value: dict[str, StatusAction]) -> dict[str, StatusAction]:
+        for status in value:
+            if not _STATUS.fullmatch(status):
+                raise ValueError(
+                    f"{status} is neither a status from 300 to 599 nor a class such as 4xx"
+                )
+        return value
 
     @field_validator("url")
     @classmethod

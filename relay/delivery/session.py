@@ -76,7 +76,7 @@ class SinkSession:
         self._polls = settings.source.mode != "wal"
         self._progress = SinkProgress(state.position, state.done, self._polls)
         self._router = BatchRouter(settings)
-        brake = Brake(settings.brakes, state.streaks)
+        brake = Brake(settings.brakes, state.streaks, gradual=True)
         self._checkpoint = Checkpoint(
             name,
             settings,

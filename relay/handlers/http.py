@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
+from typing import NoReturn
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,16 +24,13 @@ import aiohttp
 from yarl import URL
 
 from relay.config.handlers import HttpHandler
-from relay.faults import ConfigurationError, Rejected, Undelivered
+from relay.faults import ConfigurationError, DestinationRefused, Rejected, Undelivered
 from relay.handlers import cloudevents
 from relay.handlers.certificates import verification
 from relay.model import trace_context
 from relay.model.dispositions import LONGEST_ASKED_SECONDS
 from relay.model.events import Event, Transaction
 
-_TRANSIENT = frozenset(
-    {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
-)
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
 _READ_BYTES = 8_000
@@ -71,7 +68,7 @@ class Http:
         """Do nothing: an endpoint recognises an event by its identity alone."""
 
     async def deliver(self, transaction: Transaction) -> None:
-        """Post the events, in order. Raises Undelivered or Rejected."""
+        """Post the events, in order. Raises Undelivered, DestinationRefused or Rejected."""
         for identity, headers, body in self._requests(transaction.events):
             await self._post(identity, headers, body)
 
@@ -111,7 +108,7 @@ class Http:
         await self._send(headers, body)
 
     async def _send(self, headers: dict[str, str], body: bytes) -> None:
-        """Post a body and judge the response. Raises Undelivered or Rejected."""
+        """Post a body and judge the response. Raises Undelivered, DestinationRefused or Rejected."""
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
         timeout = self._settings.timeout
@@ -131,7 +128,20 @@ class Http:
         finally:
             if response is not None:
                 response.close()
-        _judge(response, bytes(start), self._target)
+        if not _is_success(response):
+            self._refuse(response, bytes(start))
+
+    def _refuse(self, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
+        """Raise what a status that is no success means."""
+        status = f"{response.status} {response.reason or ''}".rstrip()
+        shown = f"{status}\n{start.decode(errors='replace')}" if start else status
+        reason, detail = f"HTTP {response.status}", f"{self._target}: {shown}"
+        action = self._settings.action_for(response.status)
+        if action == "dead":
+            raise Rejected(reason, detail=detail)
+        kind = DestinationRefused if action == "stop" else Undelivered
+        after = retry_after(response.headers.get("retry-after"))
+        raise kind(reason, after=after, detail=detail)
 
     def _opened(self) -> aiohttp.ClientSession:
         """The client; created here, since it needs a running event loop."""
@@ -265,20 +275,6 @@ def _text_of(error: Exception) -> str:
 
 def _is_success(response: aiohttp.ClientResponse) -> bool:
     return 200 <= response.status < 300
-
-
-def _judge(response: aiohttp.ClientResponse, start: bytes, target: str) -> None:
-    """Raise Undelivered or Rejected unless the status is a success."""
-    if _is_success(response):
-        return
-    status = f"{response.status} {response.reason or ''}".rstrip()
-    shown = f"{status}\n{start.decode(errors='replace')}" if start else status
-    reason = f"HTTP {response.status}"
-    detail = f"{target}: {shown}"
-    if response.status in _TRANSIENT or response.status >= 500:
-        after = retry_after(response.headers.get("retry-after"))
-        raise Undelivered(reason, after=after, detail=detail)
-    raise Rejected(reason, detail=detail)
 
 
 def retry_after(value: str | None) -> float | None:

@@ -7,25 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from threading import Lock
 
 from relay.faults import Braked, describe, kind_of
 from relay.model.dispositions import APPLIED, Applied, DeadLetter, Dispositions
 from relay.store.brakes import Streak
 
+_SUCCESSES_OF_ONE = 20
+"""How many successes weigh as much as one dead letter where the brake is `gradual`."""
+
 
 class Brake:
     """Counts dead letters in a row while a task's transactions are tried. Safe in several threads."""
 
     def __init__(
-        self, limits: Mapping[str, int], streaks: Mapping[str, Streak], defers: bool = False
+        self,
+        limits: Mapping[str, int],
+        streaks: Mapping[str, Streak],
+        defers: bool = False,
+        gradual: bool = False,
     ) -> None:
         """`limits` are the most dead letters in a row of each handler that has a brake; `streaks` are those so far.
 
-        With `defers`, a stopped handler's transactions are deferred, so that others go on.
+        With `defers`, a stopped handler's transactions are deferred, so that others go on. With `gradual`, a success
+        does not end a streak but takes a twentieth of a dead letter from it: a destination of many servers, of which
+        one refuses everything, is stopped too, and one that refuses less than one transaction in twenty is not.
         """
         self.streaks = streaks
         self.defers = defers
+        self._gradual = gradual
         self.braked: dict[str, str] = {}
         self._described: dict[str, str] = {}
         self._limits = limits
@@ -34,20 +45,26 @@ class Brake:
 
     def begin(self) -> None:
         """Reset the counts, since the transactions are tried from the first one again."""
-        self._counts = {name: (each.fault, each.deaths) for name, each in self.streaks.items()}
+        self._counts: dict[str, tuple[str, float]] = {
+            name: (each.fault, each.deaths) for name, each in self.streaks.items()
+        }
 
     def succeeded(self, handlers: Iterable[str]) -> None:
-        """End the streaks of handlers that have succeeded."""
+        """End, or shorten, the streaks of handlers that have succeeded; those that were stopped go on."""
         with self._lock:
             for handler in handlers:
-                self._counts.pop(handler, None)
                 self.braked.pop(handler, None)
+                fault, deaths = self._counts.pop(handler, ("", 0.0))
+                deaths -= 1 / _SUCCESSES_OF_ONE
+                if self._gradual and deaths > 0:
+                    self._counts[handler] = fault, deaths
 
     def streak(self, handler: str) -> Streak | None:
         """The current streak of a handler; None without one."""
         if handler not in self._counts:
             return None
-        return Streak(*self._counts[handler], handler in self.braked)
+        fault, deaths = self._counts[handler]
+        return Streak(fault, ceil(deaths), handler in self.braked)
 
     def stops(self, handler: str, error: BaseException) -> bool:
         """Count a transaction that is to be dead-lettered; returns whether the brake forbids that."""
@@ -81,22 +98,19 @@ class Brake:
 
     def fault(self, handler: str, error: BaseException) -> Braked:
         """The fault that stops a handler."""
-        return Braked(
-            _described(handler, self._limits[handler], describe(error)), handler, kind_of(error)
-        )
+        return Braked(self._explained(handler, describe(error)), handler, kind_of(error))
 
     def explain(self, handler: str) -> str:
         """One line: why a handler is stopped, and what to do."""
-        return _described(handler, self._limits[handler], self._described[handler])
+        return self._explained(handler, self._described[handler])
 
-
-def _described(handler: str, limit: int, fault: str) -> str:
-    """One line: what has happened, and what to do."""
-    return (
-        f"handlers.{handler}: more than {limit} transactions in a row failed with {fault}: no more of them are "
-        "dead-lettered; mend the handler or what it needs, and relay goes on by itself; to dead-letter them all the "
-        "same, raise dead_letters.brake and restart"
-    )
+    def _explained(self, handler: str, fault: str) -> str:
+        how = f", and more than one in {_SUCCESSES_OF_ONE}," if self._gradual else " in a row"
+        return (
+            f"handlers.{handler}: more than {self._limits[handler]} transactions{how} failed with {fault}: no more of "
+            "them are dead-lettered; mend the handler or what it needs, and relay goes on by itself; to dead-letter "
+            "them all the same, raise dead_letters.brake and restart"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
     mended = False
 
     def answers(headers: dict[str, str], body: bytes) -> Answer:
-        return Answer(200 if mended else 404)
+        return Answer(200 if mended else 400)
 
     retry = {"wait": 0.2, "max_wait": 0.2, "jitter": 0}
     with Webhook(answers) as webhook:
@@ -185,7 +185,7 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
                 lambda: any(r.getMessage() == "a handler is stopped" for r in caplog.records)
             )
             (said,) = (r for r in caplog.records if r.getMessage() == "a handler is stopped")
-            assert "in a row failed with Rejected: HTTP 404: no more of them" in str(
+            assert "and more than one in 20, failed with Rejected: HTTP 400: no more of them" in str(
                 said.__dict__["fault"]
             )
             mended = True

@@ -201,7 +201,7 @@ def test_an_identity_that_no_header_can_have_is_encoded(webhook: Webhook, identi
 
 def test_a_redirect_is_not_followed(webhook: Webhook) -> None:
     webhook.answers = lambda headers, body: Answer(307, (("location", webhook.url),))
-    assert describe(fault_of(webhook.url)) == "Rejected: HTTP 307"
+    assert describe(fault_of(webhook.url)) == "Undelivered: HTTP 307"
     assert len(webhook.requests) == 1
 
 

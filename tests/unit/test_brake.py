@@ -31,6 +31,24 @@ def test_a_success_and_another_kind_of_fault_begin_again() -> None:
     assert not brake.stops("h", BAD)
 
 
+def test_a_success_takes_only_a_part_from_a_gradual_count() -> None:
+    brake = Brake({"h": 10}, {}, gradual=True)
+    stopped = 0
+    for _ in range(200):
+        brake.succeeded(["h"] * 7)
+        stopped += brake.stops("h", BAD)
+    assert stopped > 150
+    # One in fifty is not stopped, and a dead letter of long ago is forgotten.
+    brake = Brake({"h": 10}, {"h": Streak("ValueError", 10, True)}, gradual=True)
+    brake.succeeded(["h"] * 20)
+    assert brake.streak("h") == Streak("ValueError", 9, False)
+    for _ in range(200):
+        brake.succeeded(["h"] * 49)
+        assert not brake.stops("h", BAD)
+    brake.succeeded(["h"] * 200)
+    assert brake.streak("h") is None
+
+
 def test_what_earlier_tasks_counted_goes_on_and_a_retry_counts_once() -> None:
     brake = Brake({"h": 2}, {"h": Streak("ValueError", 1, False)})
     for _ in range(3):

@@ -134,6 +134,8 @@ def test_attempts_and_time_exhaust() -> None:
         ({"retry": {"wait": 0}}, "greater than 0"),
         ({"circuit_breaker": {"failures": 0}}, "greater than 0"),
         ({"rate_limit": True}, "must be a number"),
+        ({"statuses": {"2xx": "retry"}}, "2xx is neither a status from 300 to 599 nor a class"),
+        ({"statuses": {404: "drop"}}, "'retry', 'dead' or 'stop'"),
         ({"order_by": "tenant"}, "'host', 'user', 'aggregate' or 'none'"),
     ],
 )
