@@ -185,8 +185,9 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
                 lambda: any(r.getMessage() == "a handler is stopped" for r in caplog.records)
             )
             (said,) = (r for r in caplog.records if r.getMessage() == "a handler is stopped")
-            assert "and more than one in 20, failed with Rejected: HTTP 400: no more of them" in str(
-                said.__dict__["fault"]
+            assert (
+                "and more than one in 20, failed with Rejected: HTTP 400: no more of them"
+                in str(said.__dict__["fault"])
             )
             mended = True
             wait_until(lambda: len(webhook.accepted) == LIMIT * 2)
