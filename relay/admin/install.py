@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from relay.admin.administrators import administrators, on_one_server
 from relay.admin.adoption import claim_schema, require_adoptable
@@ -35,8 +35,13 @@ from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT = "5s"
-"""How long a statement waits for the lock of a table, unless the user has set another `lock_timeout`."""
+LOCK_TIMEOUT = "100ms"
+"""How long a statement waits for the lock of a table, unless the user has set another `lock_timeout`.
+
+While it waits, it blocks every later publisher: so the whole transaction is tried again instead.
+"""
+LOCK_SECONDS = 10.0
+"""How long the installation is tried again while tables are locked."""
 
 _SET_LOCK_TIMEOUT = """
     select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
@@ -44,19 +49,19 @@ _SET_LOCK_TIMEOUT = """
 _Removal = Callable[[], object]
 
 
-def _collides(error: BaseException) -> bool:
-    """Return whether an installation in another database of the server has changed the same roles meanwhile."""
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a table was locked, or an installation in another database has changed the same roles."""
     if isinstance(error, psycopg.errors.UniqueViolation):
         return error.diag.schema_name == "pg_catalog"
     if isinstance(error, psycopg.errors.InternalError_):
         return "concurrently" in str(error)
-    return isinstance(error, psycopg.errors.DuplicateObject)
+    return isinstance(error, psycopg.errors.DuplicateObject | psycopg.errors.LockNotAvailable)
 
 
 _repeating = Retrying(
-    retry=retry_if_exception(_collides),
-    wait=wait_random(0.0, 0.5),
-    stop=stop_after_attempt(10),
+    retry=retry_if_exception(_may_pass),
+    wait=wait_random(0.05, 0.5),
+    stop=stop_after_delay(LOCK_SECONDS),
     reraise=True,
 )
 
@@ -91,9 +96,9 @@ def initialise(
             ) from None
         except psycopg.errors.LockNotAvailable as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {first_line(error)}: a transaction has locked a table for {LOCK_TIMEOUT}, "
-                "and to wait longer would block publishers; nothing was changed: run `relay init` again when it has "
-                "ended"
+                f"source.dsn or target.dsn: {first_line(error)}: a transaction has locked a table for "
+                f"{LOCK_SECONDS:.0f} s, and to wait longer would block publishers; nothing was changed: run "
+                "`relay init` again when it has ended"
             ) from None
         except psycopg.errors.RestrictViolation as error:
             raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
@@ -207,7 +212,6 @@ class _Installation:
         self.done.clear()
         with self._transactions():
             for conn, _ in self._databases():
-                # A statement that waits for a lock blocks every later publisher.
                 conn.execute(_SET_LOCK_TIMEOUT, (LOCK_TIMEOUT,))
             return self._install()
 

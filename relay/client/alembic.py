@@ -1,12 +1,29 @@
-"""Operations for Alembic: `import relay.client.alembic` in env.py, `op.create_outbox()` in a migration."""
+"""For Alembic: `import relay.client.alembic` and `include_name` in env.py, `op.create_outbox()` in a migration."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from alembic.operations import MigrateOperation, Operations
 from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
 from relay.client import schema
+
+_TABLE = "outbox_message_t"
+
+
+def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:
+    """Return whether autogenerate compares an object: not relay's outbox, its partitions, or relay's schema.
+
+    For `context.configure(include_name=…)`: no MetaData has them, so that autogenerate would drop them.
+    """
+    if type_ == "schema":
+        return name != "relay"
+    if type_ != "table" or name is None:
+        return True
+    schema_name = parent_names.get("schema_name") or "public"
+    return not (schema_name == "public" and (name == _TABLE or name.startswith(f"{_TABLE}_")))
 
 
 @Operations.register_operation("create_outbox")
@@ -40,15 +57,21 @@ class DropOutbox(MigrateOperation):
 @Operations.implementation_for(CreateOutbox)
 def _create(operations: Operations, _: CreateOutbox) -> None:
     for script in schema.install():
-        _run(operations.get_bind(), script)
+        _run(operations, script)
 
 
 @Operations.implementation_for(DropOutbox)
 def _drop(operations: Operations, _: DropOutbox) -> None:
-    _run(operations.get_bind(), schema.remove())
+    _run(operations, schema.remove())
 
 
-def _run(conn: Connection, script: str) -> None:
+def _run(operations: Operations, script: str) -> None:
+    context = operations.get_context()
+    if context.as_sql:
+        # `alembic upgrade --sql` writes the migration as a script.
+        context.impl.static_output(script)
+        return
+    conn: Connection = operations.get_bind()
     if conn.dialect.driver == "asyncpg":
         # SQLAlchemy's adapter prepares a statement, and a script of several cannot be prepared.
         await_only(conn.connection.driver_connection.execute(script))  # type: ignore[union-attr]

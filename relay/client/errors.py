@@ -43,7 +43,7 @@ class NotInTransaction(OutboxError):
 
 
 class UnknownSession(OutboxError, TypeError):
-    """The session is of no supported driver, or is asynchronous in `publish` or synchronous in `publish_async`."""
+    """The session is of no supported driver, of the other kind than `publish` or `publish_async`, or of several engines."""
 
 
 _INVALID = {

@@ -224,6 +224,11 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
     """Return the values of an event by field, without those of its business transaction."""
     if event.payload is None:
         raise EventInvalid(f"events[{number}].payload: must not be None")
+    if event.aggregate is not None and None in event.aggregate:
+        raise EventInvalid(
+            f"events[{number}].aggregate: {event.aggregate!r} has no id or no type: flush the session first, which "
+            "gives a new row its id"
+        )
     row = {
         "id": _text(event.id),
         "event_type": event.event_type,

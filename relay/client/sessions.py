@@ -116,7 +116,8 @@ def _require_psycopg_transaction(conn: Any) -> None:
 
 
 def _sqlalchemy_session(session: Any, statement: Statement, text: str) -> None:
-    _sqlalchemy_connection(session.connection(), statement, text)
+    conn = session.connection(bind_arguments=_sqlalchemy_bind(_registered(session)))
+    _sqlalchemy_connection(conn, statement, text)
 
 
 def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
@@ -127,7 +128,57 @@ def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
 
 
 async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> None:
-    await _sqlalchemy_async_connection(await session.connection(), statement, text)
+    bind = _sqlalchemy_bind(_registered(session).sync_session)
+    await _sqlalchemy_async_connection(
+        await session.connection(bind_arguments=bind), statement, text
+    )
+
+
+def _registered(session: Any) -> Any:
+    """Return the session that a scoped session stands for now."""
+    return session.registry() if hasattr(session, "registry") else session
+
+
+def _sqlalchemy_bind(session: Any) -> dict[str, Any]:
+    """Return the arguments with which a session connects to the database of its rows.
+
+    A session with several engines would give the event another connection, hence another transaction, than the rows.
+    Raises UnknownSession if it cannot be told which.
+    """
+    from sqlalchemy.exc import UnboundExecutionError
+    from sqlalchemy.orm import Session
+
+    routed = type(session).get_bind is not Session.get_bind
+    # SQLAlchemy 2.1 has a public name for it.
+    binds_of_classes = session.binds if hasattr(session, "binds") else session._Session__binds
+    configured = {session.bind, *binds_of_classes.values()} - {None}
+    if not routed and len(configured) == 1:
+        return {"bind": configured.pop()}
+    try:
+        binds = _binds_of_changes(session) or (
+            {session.get_bind(clause=_a_write())} if routed else configured
+        )
+    except UnboundExecutionError:
+        binds = configured
+    if len(binds) != 1:
+        raise UnknownSession(
+            f"the session has {len(binds)} engines for its changes: publish with the connection of the rows, such as "
+            'session.connection(bind_arguments={"mapper": Order})'
+        )
+    return {"bind": binds.pop()}
+
+
+def _binds_of_changes(session: Any) -> set[Any]:
+    """Return the engines of the objects that the session has yet to flush."""
+    kinds = {type(each) for each in (*session.new, *session.dirty, *session.deleted)}
+    return {session.get_bind(mapper=kind, clause=_a_write()) for kind in kinds}
+
+
+def _a_write() -> Any:
+    """Return a clause by which a session that routes reads elsewhere recognises a write."""
+    from sqlalchemy import table, update
+
+    return update(table("outbox"))
 
 
 async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: str) -> None:

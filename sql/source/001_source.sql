@@ -170,16 +170,18 @@ $set$;
 revoke all on all functions in schema relay from public;
 
 do $$
+declare
+    name text;
 begin
-    if not exists (select from pg_roles where rolname = 'relay_publisher') then
-        create role relay_publisher nologin;
-    end if;
-    if not exists (select from pg_roles where rolname = 'relay') then
-        create role relay nologin;
-    end if;
-    if not exists (select from pg_roles where rolname = 'relay_owner') then
-        create role relay_owner nologin;
-    end if;
+    foreach name in array array ['relay_publisher', 'relay', 'relay_owner'] loop
+        begin
+            if not exists (select from pg_roles where rolname = name) then
+                execute format('create role %I nologin', name);
+            end if;
+        exception when duplicate_object or unique_violation then
+            null; -- an installation in another database of the server has just created it
+        end;
+    end loop;
 exception when insufficient_privilege then
     raise notice 'relay: this role may not create roles; create relay_publisher, relay and relay_owner yourself, '
                  'then run this file again';
@@ -192,7 +194,12 @@ begin
         return;
     end if;
     if not exists (select from pg_roles where rolname = current_user and rolsuper) then
-        execute format('grant relay_owner to %I', current_user);
+        begin
+            execute format('grant relay_owner to %I', current_user);
+        exception when internal_error or unique_violation then
+            -- An installation in another database of the server has just granted it.
+            execute format('grant relay_owner to %I', current_user);
+        end;
     end if;
     grant usage on schema relay to relay_owner;
 exception when insufficient_privilege then

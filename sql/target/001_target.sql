@@ -557,8 +557,11 @@ begin
     if not exists (select from pg_roles where rolname = 'relay') then
         create role relay nologin;
     end if;
-exception when insufficient_privilege then
-    raise notice 'relay: this role may not create roles; create relay yourself, then run this file again';
+exception
+    when duplicate_object or unique_violation then
+        null; -- an installation in another database of the server has just created it
+    when insufficient_privilege then
+        raise notice 'relay: this role may not create roles; create relay yourself, then run this file again';
 end
 $$;
 

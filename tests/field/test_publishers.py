@@ -1,0 +1,235 @@
+"""What publishers have around them: sessions with several engines, migrations, several databases of one server."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from psycopg.types.json import Jsonb
+from sqlalchemy import Delete, Engine, Update
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    mapped_column,
+    scoped_session,
+    sessionmaker,
+)
+from sqlalchemy.pool import NullPool
+
+from relay.client import Event, EventInvalid, UnknownSession
+from relay.client import Outbox as Client
+from relay.client.alembic import include_name
+from relay.client.schema import install as scripts
+from relay.client.testing import collect
+from tests.outbox import Outbox, event, host
+from tests.postgres import Server
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class Bill(Base):
+    __tablename__ = "bills"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+def engine(dsn: str) -> Engine:
+    return sqlalchemy.create_engine(
+        "postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool
+    )
+
+
+@pytest.fixture
+def engines(outbox: Outbox, server: Server) -> Iterator[tuple[Engine, Engine]]:
+    """The engines of the database with the outbox, and of another one with the same tables."""
+    name = f"{outbox.slot}_other"
+    dsn = server.create_database(name)
+    both = engine(outbox.dsn), engine(dsn)
+    for each in both:
+        Base.metadata.create_all(each)
+    with Outbox(dsn) as other:
+        other.install()
+    yield both
+    server.drop_database(name)
+
+
+def placed(number: int) -> Event:
+    return Event("order.placed", ("Order", number), payload={})
+
+
+@pytest.mark.parametrize("scoped", [False, True])
+def test_the_event_commits_with_the_rows_of_a_session_with_binds(
+    outbox: Outbox, engines: tuple[Engine, Engine], scoped: bool
+) -> None:
+    """`Session(binds=…)` has no default engine, or another one: sqlalchemy/sqlalchemy#5650, djrobstep/sqlakeyset#58."""
+    ours, theirs = engines
+    for binds in ({Order: ours}, {Order: ours, Bill: theirs}):
+        made = sessionmaker(binds=binds)
+        session: Any = scoped_session(made) if scoped else made()
+        order = Order()
+        session.add(order)
+        Client().publish(session, placed(1), host_id=host(1))
+        session.rollback()
+        session.add(Order())
+        Client().publish(session, placed(2), host_id=host(1))
+        session.commit()
+        session.close()
+    assert outbox.column("select aggregate_id from outbox_message_t") == ["2", "2"]
+    assert (
+        outbox.value("select count(*) from orders o join outbox_message_t m on o.xmin = m.xmin")
+        == 2
+    )
+
+
+def test_a_session_of_which_nobody_can_tell_the_engine_is_refused(
+    outbox: Outbox, engines: tuple[Engine, Engine]
+) -> None:
+    """Rows of two databases are two transactions; the event would belong to one of them."""
+    ours, theirs = engines
+    with Session(binds={Order: ours, Bill: theirs}) as session:
+        session.add_all([Order(), Bill()])
+        with pytest.raises(UnknownSession, match="2 engines for its changes"):
+            Client().publish(session, placed(1), host_id=host(1))
+        session.flush()
+        with pytest.raises(UnknownSession, match=r"session\.connection\(bind_arguments"):
+            Client().publish(session, placed(1), host_id=host(1))
+        conn = session.connection(bind_arguments={"mapper": Order})
+        Client().publish(conn, placed(1), host_id=host(1))
+        session.commit()
+    with Session() as session, pytest.raises(UnknownSession, match="0 engines"):
+        Client().publish(session, placed(2), host_id=host(1))
+    assert outbox.column("select aggregate_id from outbox_message_t") == ["1"]
+
+
+def test_an_event_goes_where_a_routing_session_writes(
+    outbox: Outbox, engines: tuple[Engine, Engine]
+) -> None:
+    """SQLAlchemy's documentation routes reads to followers: litestar-org/advanced-alchemy#635."""
+    leader, follower = engines
+
+    class Routing(Session):
+        def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:
+            return leader if self._flushing or isinstance(clause, Update | Delete) else follower
+
+    with Routing() as session:
+        assert session.scalars(sqlalchemy.select(Order)).all() == []
+        Client().publish(session, placed(1), host_id=host(1))
+        session.add(Order())
+        session.commit()
+    assert outbox.column("select aggregate_id from outbox_message_t") == ["1"]
+    assert outbox.column("select id from orders") == [1]
+
+
+def test_autogenerate_leaves_the_outbox_alone(outbox: Outbox) -> None:
+    """It proposed to drop the outbox and each partition: benavlabs/FastAPI-boilerplate#204, mozilla-ai/otari#1274."""
+    outbox.conn.execute(
+        "create table outbox_message_t_p1 (like outbox_message_t); create table lost (id int); drop table projection"
+    )
+    with engine(outbox.dsn).connect() as conn:
+        found: list[Any] = []
+        for schemas in (False, True):
+            context = MigrationContext.configure(
+                conn, opts={"include_name": include_name, "include_schemas": schemas}
+            )
+            found += compare_metadata(context, sqlalchemy.MetaData())
+    assert [(kind, table.name) for kind, table in found] == [("remove_table", "lost")] * 2
+
+
+def test_alembic_writes_the_outbox_as_a_script(database: str) -> None:
+    """`alembic upgrade --sql` has no connection."""
+    written = io.StringIO()
+    context = MigrationContext.configure(
+        dialect_name="postgresql", opts={"as_sql": True, "output_buffer": written}
+    )
+    operations: Any = Operations(context)
+    operations.create_outbox()
+    with psycopg.connect(database) as conn:
+        conn.execute(written.getvalue().encode())
+        conn.execute(
+            "select relay.publish(gen_random_uuid(), null, %s)",
+            (Jsonb([event()]),),
+        )
+
+
+@pytest.mark.parametrize("aggregate", [("Order", None), (None, 1)])
+def test_an_aggregate_without_an_id_is_refused(aggregate: Any) -> None:
+    """Until a row is flushed, and null was stored: mattrobinsonsre/terrapod#1173, proteanhq/protean#1059."""
+    nameless = Event("order.placed", aggregate, payload={})
+    client = Client()
+    with (
+        collect(client),
+        pytest.raises(EventInvalid, match=r"events\[0\]\.aggregate.*flush the session"),
+    ):
+        client.publish(None, nameless, host_id=host(1))
+
+
+def test_migrations_of_several_databases_create_the_roles_once(killable_server: Server) -> None:
+    """pytest-xdist migrates a database for each process at once: Runfusion/Fusion#2104, WeblateOrg/weblate#13988."""
+    with psycopg.connect(killable_server.dsn(), autocommit=True) as conn:
+        conn.execute("create role migrator createdb createrole login")
+    dsns = [killable_server.create_database(f"db_{n}", "owner migrator") for n in range(6)]
+    failed: list[Exception] = []
+    ready = threading.Barrier(len(dsns))
+
+    def migrate(dsn: str) -> None:
+        try:
+            with psycopg.connect(dsn, user="migrator") as conn:
+                ready.wait()
+                for script in scripts():
+                    conn.execute(script.encode())
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=migrate, args=(dsn,)) for dsn in dsns]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert failed == []
+
+
+def test_an_installation_beside_a_dump_does_not_queue_publishers(outbox: Outbox) -> None:
+    """ALTER TABLE behind a nightly pg_dump: strelov1/freehire#1284, alphagov/notifications-api#3901."""
+    waits: list[float] = []
+    with psycopg.connect(outbox.dsn) as dump:
+        dump.execute("lock table outbox_message_t in access share mode")
+        stopping = threading.Event()
+
+        def install() -> None:
+            settings = outbox.settings(
+                source=outbox.config()["source"] | {"max_event_bytes": 1_000_000}
+            )
+            outbox.install_again(settings)
+            stopping.set()
+
+        installing = threading.Thread(target=install)
+        installing.start()
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            begun = time.monotonic()
+            outbox.publish(host(1), event())
+            waits.append(time.monotonic() - begun)
+        assert not stopping.is_set()
+        dump.rollback()
+        installing.join(15)
+    assert stopping.is_set()
+    assert max(waits) < 1.0
+    assert outbox.value("select relay.max_event_bytes()") == 1_000_000
