@@ -109,9 +109,7 @@ class StandaloneCluster:
             "spark.deploy.recoveryDirectory": str(folder / "recovery"),
             "spark.worker.cleanup.enabled": "false",
         }
-        conf.write_text(
-            "".join(f"{key} {value}\n" for key, value in (PROTECTED | daemons).items())
-        )
+        conf.write_text("".join(f"{key} {value}\n" for key, value in (PROTECTED | daemons).items()))
         options = ["--properties-file", str(conf), "--webui-port", "0"]
         self.master = Daemon(
             "master",

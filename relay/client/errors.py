@@ -43,7 +43,7 @@ class NotInTransaction(OutboxError):
 
 
 class UnknownSession(OutboxError, TypeError):
-    """The session is of no supported driver, of the other kind than `publish` or `publish_async`, or of several engines."""
+    """The session is of no supported driver or of several engines, or `publish_async` is the method for it, or `publish`."""
 
 
 _INVALID = {
