@@ -356,8 +356,15 @@ def timed_out(error: BaseException) -> bool:
 
 
 def _permission_denied(error: psycopg.Error) -> bool:
-    """Return whether the role lacks a privilege, for any event; row-level security has the same SQLSTATE."""
-    return error.sqlstate == "42501" and error.diag.source_function == "aclcheck_error"
+    """Return whether the role lacks a privilege, for any event; the CHECK of a policy has the same SQLSTATE."""
+    return error.sqlstate == "42501" and (
+        error.diag.source_function == "aclcheck_error" or is_of_row_security(error)
+    )
+
+
+def is_of_row_security(error: psycopg.Error) -> bool:
+    """Return whether a query failed since a policy would have hidden rows, in a session with `row_security = off`."""
+    return error.sqlstate == "42501" and error.diag.source_function == "check_enable_rls"
 
 
 _REFUSED_FOR_GOOD = re.compile(
@@ -406,6 +413,8 @@ def describe(error: BaseException) -> str:
     if _database_action(error) is FaultAction.RETRY and not (error.sqlstate or "").startswith("XX"):
         # Messages about connections hold hosts and ports, and no values.
         parts.append(first_line(error, "connection lost"))
+    elif is_of_row_security(error):
+        parts.append(f"{error.diag.message_primary}: give its role the attribute BYPASSRLS")
     elif _permission_denied(error):
         parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
     elif error.diag.constraint_name:

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -340,17 +339,9 @@ def work_and_crash(settings: Settings, tasks: int) -> None:
 
 def apply_some(settings: Settings, batch: Batch, tasks: int | None) -> list[TaskOutcome]:
     """Apply the first tasks of a batch, all where `tasks` is None, and return their outcomes."""
-    with (
-        closing(Applier(settings, 1)) as applier,
-        psycopg.connect(settings.source_dsn) as conn,
-    ):
-        planned = Planner(settings.partitions, partial(_hashtext, conn)).work(batch, None)
+    with closing(Applier(settings, 1)) as applier:
+        planned = Planner(settings.partitions).work(batch, None)
         return [applier.apply(task) for task in planned[:tasks]]
-
-
-def _hashtext(conn: psycopg.Connection[Any], hosts: Sequence[str]) -> list[int]:
-    rows = conn.execute("select hashtext(host) from unnest(%s::text[]) as host", (list(hosts),))
-    return [value for (value,) in rows]
 
 
 LONG_SECONDS = 120.0

@@ -95,6 +95,12 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         level = Severity.WARNING if problem.readable else Severity.ERROR
         yield Finding(level, "columns", problem.text)
     if source.mode != "wal":
+        yield finding_of(
+            "rows",
+            "no policy hides rows from the role",
+            OutboxTable(settings).require_visible_rows,
+            conn,
+        )
         yield _marks(conn, settings)
         if columns.columns(conn, source.table_name):
             yield _index(conn, settings)

@@ -10,7 +10,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_reading
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
     try:
         conn = connect(dsn)
         if pinned:
-            pin_text_form(conn)
+            pin_reading(conn)
     except psycopg.OperationalError as error:
         first = first_line(error).removeprefix("connection failed: ")
         if refused_for_good(error):

@@ -136,4 +136,4 @@ def _wanted(shares: Collection[Share], unmarked: bool, excluded: Xids) -> Wanted
         kept = ~np.isin(xids, excluded)
         xids, positions = xids[kept], positions[kept]
     order = np.lexsort((xids, positions))
-    return Wanted(xids[order], positions[order], np.full(len(xids), -1))
+    return Wanted(xids[order], positions[order])

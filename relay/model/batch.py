@@ -47,7 +47,8 @@ class Batch:
     """Whole commits in commit order. relay may confirm `end` when every transaction is durable.
 
     A polled batch has a `window` instead of transactions: its tasks read their rows. `size` is in bytes. `source_epoch`
-    is the group's epoch when the batch was received, and `next_xid` approximately the source's next transaction id.
+    is the group's epoch when the batch was received, `next_xid` approximately the source's next transaction id, and
+    `codec` the one of its encoding, in whose bytes hosts are hashed.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Batch:
     window: Window | None = None
     source_epoch: int | None = None
     next_xid: int = 0
+    codec: str = "utf-8"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,6 +63,32 @@ class Snapshot:
         return np.array(self.in_progress, np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """How many rows of the outbox transactions have. `xids` are distinct and ascending, `rows` has one for each."""
+
+    xids: Xids
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def summed(cls, xids: Xids, rows: NDArray[np.int64]) -> RowCounts:
+        """The sums of the rows of equal xids, which may have any order."""
+        distinct, index = np.unique(xids, return_inverse=True)
+        return cls(distinct, np.bincount(index, rows, len(distinct)).astype(np.int64))
+
+    @classmethod
+    def none(cls) -> RowCounts:
+        """No transaction."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def of(self, xids: Xids) -> NDArray[np.int64]:
+        """The number of rows of each transaction, 0 for those that are not counted: int64, in order of `xids`."""
+        if not len(self.xids):
+            return np.zeros(len(xids), np.int64)
+        index = np.minimum(np.searchsorted(self.xids, xids), len(self.xids) - 1)
+        return np.where(self.xids[index] == xids, self.rows[index], 0)
+
+
 BEGINNING = Snapshot(1, 1)
 """A snapshot in which no transaction is visible: the first one of a cluster is 3."""
 

@@ -32,7 +32,7 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import Connection, connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_reading
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class Databases:
             dsn = self._settings.source_dsn if of == "source" else self._settings.target_dsn
             conn = connect(dsn, application_name=APPLICATION_NAME, **_TIMEOUTS)
             self._connections[of, use] = conn
-            pin_text_form(conn)
+            pin_reading(conn)
             conn.execute(
                 f"set statement_timeout = '{STATEMENT_SECONDS}s'; set lock_timeout = '1s';"
                 " set default_transaction_read_only = on".encode()

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import psycopg
 
 from relay.config.handlers import PythonHandler
@@ -29,7 +28,7 @@ from relay.model.dispositions import (
     DeadLetter,
     holds_keys,
 )
-from relay.model.snapshots import full_xids
+from relay.model.snapshots import RowCounts, full_xids
 from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Transactions
 from relay.pipeline.brake import Brake
@@ -197,7 +196,9 @@ class Applier:
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
-                noted = np.unique(full_xids(fresh.facts["xid"], task.next_xid))
+                noted = RowCounts.summed(
+                    full_xids(fresh.facts["xid"], task.next_xid), fresh.facts["events"]
+                )
             offsets.advance(conn, self._group, moved, noted, self._durable)
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))

@@ -8,37 +8,48 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from relay.model import host_hash
 from relay.model.batch import Batch, Range, Share, Task, Window, Work
 from relay.model.transactions import Int64Array, Transactions
 
-Hash = Callable[[Sequence[str]], Sequence[int]]
-"""PostgreSQL's `hashtext` of each text."""
+Hashes = Callable[[Sequence[bytes]], NDArray[np.int32]]
+"""PostgreSQL's `hashtext` of each text, given as bytes."""
 
 CACHED_HOSTS = 100_000
 
 
 def partition_of(hash_value: int, partitions: int) -> int:
-    """The partition of a host, as SQL's `abs(hashtext(host_id::text)::bigint) % partitions` computes it."""
+    """The partition of a host with a hash, as `relay.source.partition` computes it in SQL."""
     return abs(hash_value) % partitions
 
 
 class Planner:
-    """Splits batches into tasks. Asks PostgreSQL for the hash of each host once and remembers the recent ones.
+    """Splits batches into tasks. Remembers the partitions of recent hosts.
 
     Of a window it plans only the ranges whose lowest partition is in `own`.
     """
 
-    def __init__(self, partitions: int, hashtext: Hash, own: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        partitions: int,
+        own: Collection[int] | None = None,
+        hashes: Hashes = host_hash.hashes,
+    ) -> None:
         self._partitions = partitions
-        self._hashtext = hashtext
+        self._hashes = hashes
         self._own = range(partitions) if own is None else own
+        self._codec = "utf-8"
         self._known: OrderedDict[str, int] = OrderedDict()
 
     def work(self, batch: Batch, workers: int | None) -> Sequence[Work]:
         """The tasks of a batch: at most one for each worker, or the ranges of its window."""
         if batch.window:
             return self.ranges(batch.window)
+        if batch.codec != self._codec:
+            self._codec = batch.codec
+            self._known.clear()
         return [
             replace(task, source_epoch=batch.source_epoch, next_xid=batch.next_xid)
             for task in self.plan(batch.transactions, workers)
@@ -109,7 +120,9 @@ class Planner:
                 unknown.append(host)
         if not unknown:
             return
-        for host, value in zip(unknown, self._hashtext(unknown), strict=True):
+        # What cannot be encoded is dead-lettered: any partition is good for it.
+        values = self._hashes([host.encode(self._codec, "replace") for host in unknown])
+        for host, value in zip(unknown, values.tolist(), strict=True):
             self._known[host] = partition_of(value, self._partitions)
         # The hosts of this batch are the newest: dropping the oldest never removes one of them.
         while len(self._known) > max(CACHED_HOSTS, len(hosts)):

@@ -10,9 +10,11 @@ from relay.faults import RelayError
 from relay.model.batch import Range, Share, Task
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
-from relay.model.transactions import Mask, Transactions
+from relay.model.transactions import Int64Array, Mask, Transactions
 from relay.source.rows import Wanted
 from relay.store import offsets
+
+_NONE = "{}"
 
 
 def require_same_source(task: Task, locked: offsets.Locked) -> None:
@@ -101,10 +103,12 @@ def wanted_of(
 ) -> Wanted:
     """The transactions of `shares` that are still to be applied in the partitions that have a lower bound, in order.
 
-    `noted` are full xids (int64) in each partition that are applied already. A share whose partitions all lack the same
-    transactions is read once for all of them, with the partition -1.
+    `noted` are full xids (int64) in each partition that are applied already. A transaction that some of its partitions
+    have applied is read without the rows of these, not with those of the others alone: a host may have changed since
+    the plan, and its row must not fall out of both.
     """
-    parts: list[Wanted] = []
+    none = np.zeros(0, np.int64)
+    xids, positions, done = [none], [none], list[str]()
     for share in shares:
         if share.unmarked != unmarked:
             continue
@@ -112,15 +116,26 @@ def wanted_of(
             partition: _unread(share, lower_bounds.get(partition), noted.get(partition))
             for partition in share.partitions
         }
-        first, *others = masks.values()
-        if all((first == other).all() for other in others):
-            masks = {-1: first}
-        for partition, mask in masks.items():
-            xids = share.xids[mask]
-            parts.append(Wanted(xids, share.positions[mask], np.full(len(xids), partition)))
-    if len(parts) <= 1:
-        return parts[0] if parts else Wanted(*(np.zeros(0, np.int64),) * 3)
-    return Wanted(*map(np.concatenate, zip(*parts, strict=True)))
+        unread = np.logical_or.reduce(list(masks.values()))
+        xids.append(share.xids[unread])
+        positions.append(share.positions[unread])
+        done += _done(masks, np.flatnonzero(unread))
+    return Wanted(
+        np.concatenate(xids),
+        np.concatenate(positions),
+        done if any(map(_NONE.__ne__, done)) else None,
+    )
+
+
+def _done(masks: Mapping[int, Mask], indices: Int64Array) -> list[str]:
+    """For each transaction, by its index, the partitions that have applied it, as a PostgreSQL array."""
+    first, *others = masks.values()
+    if all((first == other).all() for other in others):
+        return [_NONE] * len(indices)
+    return [
+        "{" + ",".join(str(partition) for partition, mask in masks.items() if not mask[index]) + "}"
+        for index in indices.tolist()
+    ]
 
 
 def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:

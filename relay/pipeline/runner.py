@@ -13,10 +13,8 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cached_property
 from threading import Event
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import psycopg
-from psycopg_pool import ConnectionPool
 from tenacity import RetryCallState
 
 from relay.config.settings import Settings
@@ -38,8 +36,6 @@ from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.retry import retry_until_success
-from relay.store import arrays
-from relay.store.connections import open_pool
 from relay.threads import pool
 
 if TYPE_CHECKING:
@@ -114,8 +110,7 @@ class Pipeline:
         self.applier = Applier(settings, workers + 1)
         self._inline = InlineEngine(self.applier, workers)
         self.session = session
-        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.source_dsn, 1)
-        self._planner = Planner(settings.partitions, self._hashtext, settings.poll.partition_ids)
+        self._planner = Planner(settings.partitions, settings.poll.partition_ids)
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
@@ -152,7 +147,6 @@ class Pipeline:
         self._stopping.set()
         self._end_later()
         self._inline.close()
-        self._source.close()
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> Outcome:
         """Apply the batch; returns when all of it is durable.
@@ -274,12 +268,7 @@ class Pipeline:
         engine = self._spark
         if batch.spooled or batch.events <= self._limit:
             return
-        try:
-            planned = self._with_lower_bounds(self._planner.work(batch, engine.workers))
-        except psycopg.Error as error:
-            # The batch is planned again when it is the first, with retries.
-            log.debug("cannot plan ahead", extra={"batch": batch.number, "fault": describe(error)})
-            return
+        planned = self._with_lower_bounds(self._planner.work(batch, engine.workers))
         tasks = following(planned, ends(before))
         name = JobName.of(self._settings.group, batch, 1)
         self._later = BatchInFlight(
@@ -341,14 +330,6 @@ class Pipeline:
             return self._spark, LARGE
         self.session.start()
         return self._inline, "session not ready"
-
-    def _hashtext(self, hosts: Sequence[str]) -> list[int]:
-        with self._source.connection() as conn:
-            rows = conn.execute(
-                "select hashtext(host) from unnest(%s::text[]) with ordinality as t (host, n) order by n",
-                (arrays.of_texts(hosts),),
-            ).fetchall()
-        return [value for (value,) in rows]
 
 
 def _sort(

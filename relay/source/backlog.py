@@ -13,6 +13,7 @@ from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Xids
 from relay.source.applied import AppliedPosition
 from relay.source.differences import array
+from relay.source.partition import partition_of
 from relay.store.connections import Connection
 
 MOST_ROWS = 10_000
@@ -44,7 +45,7 @@ class Backlogs:
         self._schema, self._name = settings.source.table_name
         self._table = sql.Identifier(self._schema, self._name)
         self._offset = sql.Identifier(mapping["c_offset"])
-        self._host = sql.Identifier(mapping["host_id"])
+        self._host = mapping["host_id"]
         self._event_ts = mapping["event_ts"]
         self._has_time: bool | None = None
 
@@ -132,17 +133,12 @@ class Backlogs:
                 xid=xid,
                 offset=self._offset,
                 happened=self._time(conn),
-                partition=self._partition(len(applied)),
+                partition=partition_of(self._host, len(applied)),
                 table=self._table,
                 kind=kind,
                 most=MOST_ROWS,
             )
             for kind in kinds
-        )
-
-    def _partition(self, partitions: int) -> sql.Composed:
-        return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
-            self._host, sql.Literal(partitions)
         )
 
     def _time(self, conn: Connection) -> sql.Composable:

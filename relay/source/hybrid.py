@@ -12,7 +12,7 @@ import numpy as np
 import psycopg
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, describe
+from relay.faults import RelayError, describe, is_transient
 from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -256,6 +256,8 @@ class StreamSource:
             whole = self._poller.adopt(self._current_position, self._polls, self._follower.adopt)
             self._wal.next_xid = self._current_position.snapshot.xmax
         except psycopg.Error as error:
+            if not is_transient(error):
+                raise
             self._next_audit = now + AUDIT_SECONDS
             log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
             return

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import LiteralString
 
@@ -12,8 +14,9 @@ import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, first_line
+from relay.faults import ConfigurationError, first_line, is_of_row_security
 from relay.model.events import INSERTED_BY
+from relay.source.partition import partition_of
 from relay.store.connections import Connection
 
 
@@ -24,6 +27,27 @@ def no_table(table: str) -> ConfigurationError:
     )
 
 
+def _hidden(table: str, role: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"source.table: row-level security hides rows of {table} from the role {role}, so relay would skip events: run "
+        f"`alter role {role} bypassrls` as an administrator, make {role} a member of the role that owns the table, or "
+        "disable row-level security for the table"
+    )
+
+
+@contextmanager
+def refused(table: str, conn: Connection) -> Iterator[None]:
+    """Raise ConfigurationError where the role may not read the outbox, or not all of its rows."""
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        if is_of_row_security(error):
+            raise _hidden(table, conn.info.user) from None
+        raise ConfigurationError(
+            f"source.table: {first_line(error)}: grant SELECT on {table} to the role of source.dsn"
+        ) from None
+
+
 class OutboxTable:
     """The outbox of a configuration as a table. Connections are in autocommit mode; raises psycopg.Error."""
 
@@ -32,9 +56,7 @@ class OutboxTable:
         self._mapping = settings.source.mapping
         self._table = sql.Identifier(*settings.source.table_name)
         self._offset = sql.Identifier(self._mapping["c_offset"])
-        self._partition = sql.SQL(
-            "mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int"
-        ).format(sql.Identifier(self._mapping["host_id"]), sql.Literal(settings.partitions))
+        self._partition = partition_of(self._mapping["host_id"], settings.partitions)
         self._known: frozenset[str] | None = None
 
     def columns(self, conn: Connection) -> list[tuple[str, int]]:
@@ -49,6 +71,15 @@ class OutboxTable:
             for column in cursor.description or ()
             if column.name in wanted
         ]
+
+    def require_visible_rows(self, conn: Connection) -> None:
+        """Raise ConfigurationError if row-level security applies to the role of the connection."""
+        active = conn.execute(
+            "select from pg_class where oid = to_regclass(%s) and row_security_active(oid)",
+            (self._table.as_string(conn),),
+        )
+        if active.rowcount:
+            raise _hidden(self._settings.source.table, conn.info.user)
 
     def next_offset(self, conn: Connection) -> int:
         """One more than the greatest c_offset; 1 without rows."""
@@ -194,12 +225,9 @@ class OutboxTable:
         if self._known is None:
             source = self._settings.source
             try:
-                cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
+                with refused(source.table, conn):
+                    cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
             except psycopg.errors.UndefinedTable:
                 raise no_table(source.table) from None
-            except psycopg.errors.InsufficientPrivilege as error:
-                raise ConfigurationError(
-                    f"source.table: {first_line(error)}: grant SELECT on {source.table} to the role of source.dsn"
-                ) from None
             self._known = frozenset(column.name for column in cursor.description or ())
         return self._known

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Any, Protocol
 
-import numpy as np
 import psycopg
 from psycopg_pool import ConnectionPool
 
@@ -25,6 +24,7 @@ from relay.faults import ConfigurationError, RelayError, TransientFault, describ
 from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
+from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.retry import log_changes, retry_until_success
 from relay.source.differences import Difference
@@ -124,17 +124,37 @@ class Poller:
                 return False
             if not seen.snapshot.covers(last.snapshot):
                 return True
-            visible = self._rows.xids(source, Difference(last.snapshot, seen.snapshot))
-            noted = snapshots.noted_in(target, group, range(self._settings.partitions))
-            none = np.zeros(0, np.int64)
-            if not all(np.isin(visible[each], noted.get(each, none)).all() for each in visible):
+            inserted = self._rows.inserted(source, Difference(last.snapshot, seen.snapshot))
+            noted = snapshots.noted_rows(target, group)
+            applied = noted.of(inserted.xids)
+            partial = (applied > 0) & (inserted.rows > applied)
+            if partial.any():
+                self._require_repairable(source, target, inserted.xids[partial])
+            if partial.any() or not applied.all():
                 if opening:
                     snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
-            if len(noted) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
+            if len(noted.xids) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
                 snapshots.replace(target, group, last, seen.snapshot)
             adopted(seen)
             return True
+
+    def _require_repairable(
+        self, source: psycopg.Connection[Any], target: psycopg.Connection[Any], xids: Xids
+    ) -> None:
+        """Raise RelayError if a transaction of which a part is applied has no partition where none of it is.
+
+        Its rows in the other partitions are polled: a process died before it applied them, and they are not in the WAL.
+        """
+        noted = snapshots.noted_in(target, self._settings.group, range(self._settings.partitions))
+        for xid, partitions in self._rows.partitions_of(source, xids).items():
+            if all(partition in noted and xid in noted[partition] for partition in partitions):
+                raise RelayError(
+                    f"source.table: the WAL has brought only a part of transaction {xid}, whose other rows "
+                    f"{self._settings.source.table} has too: a table was attached to it in that transaction, or the "
+                    f"publication was changed. Compare the rows with c_xid {xid} with what was applied, publish again "
+                    "those that are missing there, delete their rows, and start relay again"
+                )
 
     def window(self, opening: bool = True, by_reference: bool = False) -> Batch | None:
         """Return the next window of the open differences or, with `opening`, of a new one up to now.
@@ -188,6 +208,7 @@ class Poller:
         with self._target.connection() as target:
             positions, links = offsets.positions_and_chain(target, group)
             origin = groups.origin(target, group)
+            applied = snapshots.noted_rows(target, group)
         if not links:
             raise _unchained(self._settings)
         with self._source.connection() as source:
@@ -202,12 +223,14 @@ class Poller:
             links.append(opened)
         after = links[_index(links, before.id) + 1]
         polled = min(c.polled_offset for c in positions if c.snapshot_id == before.id)
-        return _Plan(before, after, self._portions(before, after, polled))
+        return _Plan(before, after, self._portions(before, after, polled, applied))
 
-    def _portions(self, before: ChainLink, after: ChainLink, polled: int) -> Iterator[Portion]:
+    def _portions(
+        self, before: ChainLink, after: ChainLink, polled: int, applied: RowCounts
+    ) -> Iterator[Portion]:
         between = Difference(before.snapshot, after.snapshot)
         with self._source.connection() as conn:
-            yield from self._rows.plan(conn, between, polled)
+            yield from self._rows.plan(conn, between, polled, applied=applied)
 
     def _open(self, last: ChainLink) -> ChainLink | None:
         """Add the source's current snapshot to the chain; None if it shows no new rows."""

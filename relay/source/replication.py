@@ -34,6 +34,7 @@ from relay.faults import (
 from relay.heartbeat import Due, Heartbeat
 from relay.model.events import Lsn
 from relay.source.columns import is_partitioned
+from relay.source.partition import require_same_hash
 from relay.source.progress import Progress
 from relay.source.recovery import (
     Recognition,
@@ -42,7 +43,7 @@ from relay.source.recovery import (
     Unavailable,
 )
 from relay.source.slot import require_ours, require_published, slot_reader, slot_state
-from relay.source.translation import Encoding
+from relay.source.translation import Encoding, codec_of
 from relay.source.walsender import (
     System,
     WalStream,
@@ -51,7 +52,7 @@ from relay.source.walsender import (
     sender_timeout,
     start_replication,
 )
-from relay.store.connections import Connection, connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_reading
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Replication:
         self.outage: Outage | None = None
         self.on_standby = False
         self.epoch: int | None = None
+        self.codec = "utf-8"
         # Written by both.
         self.next_xid = 0
         self.incomplete = False
@@ -179,7 +181,7 @@ class Replication:
         self.heartbeat.update("connects", Due.LATE)
         conn = self._opening = open_replication(self._settings)
         try:
-            pin_text_form(conn)
+            pin_reading(conn)
             return self._start(conn)
         except BaseException as error:
             other_reader = (
@@ -271,7 +273,10 @@ class Replication:
         require_ours(state, conn.info.dbname)
         self._require_published(conn)
         timeout = sender_timeout(conn)
-        encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
+        server_encoding = conn.info.parameter_status("server_encoding")
+        encoding = Encoding.of(server_encoding)
+        self.codec = codec_of(server_encoding)
+        require_same_hash(conn)
         partitioned = is_partitioned(conn, self._settings.source)
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
         incomplete = recreated or self._is_incomplete(comparison, confirmed)

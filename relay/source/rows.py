@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -18,16 +18,16 @@ from relay.config.fields import JSON_FIELDS
 from relay.faults import RelayError, TransientFault, first_line, is_transient
 from relay.model.batch import Share
 from relay.model.events import INSERTED_BY
-from relay.model.snapshots import Snapshot, Xids
+from relay.model.snapshots import RowCounts, Snapshot, Xids
 from relay.model.transactions import Int64Array, Rows, Transactions
 from relay.source.differences import Difference, array, condition
 from relay.source.grouping import Grouping
 from relay.source.layout import Layout, polled
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox_table import OutboxTable, refused
 from relay.source.pgoutput import encode_tuple
 from relay.source.server import current_position
 from relay.source.translation import Encoding, Translation
-from relay.store.connections import Connection, pin_text_form
+from relay.store.connections import Connection, pin_reading
 from relay.store.snapshots import xids_of
 
 _FETCHED_AT_ONCE = 1_000
@@ -48,11 +48,15 @@ class Portion:
 
 
 class Wanted(NamedTuple):
-    """Transactions to be read, in order; a partition of -1 selects the rows of all partitions. All are int64."""
+    """Transactions to be read, in order; xids and positions are int64.
+
+    `done` has, for each of them, the partitions whose rows are left out, as a PostgreSQL array such as `{0,3}`; None
+    leaves out none.
+    """
 
     xids: Xids
     positions: Int64Array
-    partitions: Int64Array
+    done: Sequence[str] | None = None
 
 
 class _Raw(Loader):
@@ -64,7 +68,7 @@ class _Raw(Loader):
 
 def prepare_reading(conn: Connection) -> None:
     """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
-    pin_text_form(conn)
+    pin_reading(conn)
     # Rows that were inserted together are on the same pages, but the planner assumes a page for each row.
     conn.execute("set random_page_cost = 0.3")
 
@@ -92,46 +96,65 @@ class OutboxRows(OutboxTable):
 
     def is_empty(self, conn: Connection, between: Difference) -> bool:
         """Whether a difference has no rows."""
-        row = conn.execute(
-            sql.SQL("select from {} where {} limit 1").format(self._table, condition(between)),
-            prepare=False,
-        )
-        return not row.rowcount
+        query = sql.SQL("select from {} where {} limit 1").format(self._table, condition(between))
+        with self._refused(conn):
+            return not conn.execute(query, prepare=False).rowcount
 
-    def xids(self, conn: Connection, between: Difference) -> dict[int, Xids]:
-        """The full xids of a difference by partition (int64, unordered), without rows that have no c_xid."""
-        rows = conn.execute(
-            sql.SQL(
-                """
-                select partition, string_agg(xid8send({xid}), '')
-                  from (select distinct {partition} as partition, {xid} from {table} where {between}) as x
-                 where {xid} is not null group by partition
-                """
-            ).format(
-                xid=sql.Identifier(INSERTED_BY),
-                partition=self._partition,
-                table=self._table,
-                between=condition(between),
-            ),
-            prepare=False,
+    def inserted(self, conn: Connection, between: Difference) -> RowCounts:
+        """How many rows of each transaction of a difference lie as it has inserted them; 0 if none.
+
+        Rows that were updated since, inserted in a savepoint, or got their c_xid from somebody else do not count: the
+        stream has brought at least as many, unless it leaves out a part. Rows without c_xid are left out.
+        """
+        query = sql.SQL(
+            """
+            select string_agg(xid8send(inserted_by), '' order by inserted_by),
+                   string_agg(int8send(count), '' order by inserted_by)
+              from (select {xid} as inserted_by, count(*) filter (where xmin = {xid}::xid)
+                      from {table} where {between} and {xid} is not null group by 1) as counted
+            """
+        ).format(xid=sql.Identifier(INSERTED_BY), table=self._table, between=condition(between))
+        with self._refused(conn):
+            ((xids, counts),) = conn.execute(query, prepare=False)
+        return RowCounts(xids_of(xids), xids_of(counts))
+
+    def partitions_of(self, conn: Connection, xids: Xids) -> dict[int, set[int]]:
+        """The partitions in which transactions (full xids, int64) have rows now, by their xids."""
+        query = sql.SQL(
+            "select {xid}::text::bigint, array_agg(distinct {partition}) from {table} where {xid} = any({xids})"
+            " group by 1"
+        ).format(
+            xid=sql.Identifier(INSERTED_BY),
+            partition=self._partition,
+            table=self._table,
+            xids=_keys(xids, unmarked=False),
         )
-        return {partition: xids_of(sent) for partition, sent in rows}
+        with self._refused(conn):
+            return {xid: set(found) for xid, found in conn.execute(query, prepare=False)}
 
     def plan(
-        self, conn: Connection, between: Difference, after: int, whole: bool = True
+        self,
+        conn: Connection,
+        between: Difference,
+        after: int,
+        whole: bool = True,
+        applied: RowCounts | None = None,
     ) -> Generator[Portion]:
         """Yield a difference in portions, in order of the transactions' positions, after the position `after`.
 
-        With `whole`, the portions of a large difference are large, since tasks split them by partitions. The server
-        finds the transactions once and keeps them in a cursor: the connection is in use until the generator is closed.
-        Raises TransientFault if the server does not show the difference yet.
+        Transactions of which as many rows are `applied` as the outbox has are left out: a row whose host has changed
+        since would count for another partition. With `whole`, the portions of a large difference are large, since tasks
+        split them by partitions. The server finds the transactions once and keeps them in a cursor: the connection is
+        in use until the generator is closed. Raises TransientFault if the server does not show the difference yet.
         """
         require_visible(conn, between.after)
         with conn.cursor("relay_difference", withhold=True, binary=True) as cursor:
             cursor.itersize = 64
-            cursor.execute(self._planning(conn, between, whole), {"after": after})
+            with self._refused(conn):
+                cursor.execute(self._planning(conn, between, whole), {"after": after})
             for (upto, left), rows in groupby(cursor, itemgetter(0, 1)):
-                yield Portion(upto, left, tuple(_share(*row) for _, _, *row in rows))
+                shares = (_share(applied, *row) for _, _, *row in rows)
+                yield Portion(upto, left, tuple(share for share in shares if share.events))
 
     def _planning(self, conn: Connection, between: Difference, whole: bool) -> sql.Composed:
         settings = self._settings
@@ -180,8 +203,9 @@ class OutboxRows(OutboxTable):
                        max(reached) over (partition by portion) as gone
                   from numbered
             )
-            select upto, total - gone, partitions::text, unmarked, sum(events)::bigint,
-                   string_agg(key, '' order by position, key), string_agg(int8send(position), '' order by position, key)
+            select upto, total - gone, partitions::text, unmarked, string_agg(key, '' order by position, key),
+                   string_agg(int8send(position), '' order by position, key),
+                   string_agg(int8send(events), '' order by position, key)
               from cut group by upto, total, gone, partitions, unmarked order by upto
             """
         ).format(
@@ -207,23 +231,22 @@ class OutboxRows(OutboxTable):
         large: list[int] = []
         for share in shares:
             key = self._offset if share.unmarked else sql.Identifier(INSERTED_BY)
-            rows = conn.execute(
-                # A value that is small as stored is not decompressed to be measured.
-                sql.SQL(
-                    "select {offset} from {table} where {key} = any({keys}) and {offset} is not null"
-                    " and case when {stored} > {least} then {length} > {limit} else false end"
-                ).format(
-                    offset=self._offset,
-                    table=self._table,
-                    key=key,
-                    keys=_keys(share.xids, share.unmarked),
-                    stored=stored,
-                    least=limit // _MOST_COMPRESSED,
-                    length=length,
-                    limit=limit,
-                ),
-                prepare=False,
+            # A value that is small as stored is not decompressed to be measured.
+            query = sql.SQL(
+                "select {offset} from {table} where {key} = any({keys}) and {offset} is not null"
+                " and case when {stored} > {least} then {length} > {limit} else false end"
+            ).format(
+                offset=self._offset,
+                table=self._table,
+                key=key,
+                keys=_keys(share.xids, share.unmarked),
+                stored=stored,
+                least=limit // _MOST_COMPRESSED,
+                length=length,
+                limit=limit,
             )
+            with self._refused(conn):
+                rows = conn.execute(query, prepare=False)
             large += [int(offset) for (offset,) in rows]
         return sorted(large)
 
@@ -286,15 +309,18 @@ class OutboxRows(OutboxTable):
         by_reference: Collection[int],
     ) -> sql.Composed:
         xid = sql.Identifier(INSERTED_BY)
-        columns_of = [_keys(wanted.xids, unmarked), array(wanted.positions.tolist())]
+        columns_of: list[sql.Composable] = [
+            _keys(wanted.xids, unmarked),
+            array(wanted.positions.tolist()),
+        ]
         names = [sql.Identifier("relay_key"), sql.Identifier("relay_position")]
         matches = sql.SQL("{} = relay_key").format(self._offset if unmarked else xid)
         if unmarked:
             matches += sql.SQL(" and {} is null").format(xid)
-        if (wanted.partitions >= 0).any():
-            columns_of.append(array(wanted.partitions.tolist(), "int"))
-            names.append(sql.Identifier("relay_partition"))
-            matches += sql.SQL(" and relay_partition in (-1, {})").format(self._partition)
+        if wanted.done is not None:
+            columns_of.append(sql.SQL("{}::text[]").format(list(wanted.done)))
+            names.append(sql.Identifier("relay_done"))
+            matches += sql.SQL(" and {} <> all (relay_done::int[])").format(self._partition)
         return sql.SQL(
             "copy (select {xid}, {columns} from unnest({arrays}) as wanted ({names}) join {table} on {matches}"
             " order by relay_position, relay_key, {offset}) to stdout"
@@ -316,6 +342,7 @@ class OutboxRows(OutboxTable):
             cursor.adapters.register_loader("text", _Raw)
             try:
                 with (
+                    self._refused(conn),
                     _as_stored(conn, encoding),
                     cursor.copy(text.encode(encoding.codec if encoding else "utf-8")) as copy,
                 ):
@@ -325,9 +352,11 @@ class OutboxRows(OutboxTable):
                 if is_transient(error):
                     raise
                 raise RelayError(
-                    f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: repair it, or "
-                    "grant SELECT to the role of source.dsn"
+                    f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: repair it"
                 ) from None
+
+    def _refused(self, conn: Connection) -> AbstractContextManager[None]:
+        return refused(self._settings.source.table, conn)
 
     def _selected(
         self, columns: Sequence[str], by_reference: Collection[int]
@@ -358,9 +387,20 @@ def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
         )
 
 
-def _share(partitions: str, unmarked: bool, events: int, keys: bytes, positions: bytes) -> Share:
+def _share(
+    applied: RowCounts | None,
+    partitions: str,
+    unmarked: bool,
+    keys: bytes,
+    positions: bytes,
+    events: bytes,
+) -> Share:
     members = tuple(number for number, bit in enumerate(partitions) if bit == "1")
-    return Share(members, events, xids_of(keys), xids_of(positions), unmarked)
+    xids, at, counts = xids_of(keys), xids_of(positions), xids_of(events)
+    if applied is not None and not unmarked:
+        left = counts > applied.of(xids)
+        xids, at, counts = xids[left], at[left], counts[left]
+    return Share(members, int(counts.sum()), xids, at, unmarked)
 
 
 def _keys(keys: Xids, unmarked: bool) -> sql.Composed:

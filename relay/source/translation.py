@@ -47,6 +47,15 @@ class Encoding:
         return text.encode("utf-8", "surrogateescape").decode(self.codec, "backslashreplace")
 
 
+def codec_of(server_encoding: str | None) -> str:
+    """The codec that gives the bytes in which the server stores a text, and hashes it.
+
+    Of EUC_JP, EUC_JIS_2004 and EUC_KR it differs in a few characters, and EUC_TW and MULE_INTERNAL have none: a host
+    with others than ASCII may there have another partition while relay polls. Nothing is applied twice for that.
+    """
+    return (_CONVERTED | CODECS).get(server_encoding or "", "utf-8")
+
+
 class Translation:
     """The translation of one table layout. `columns` are the columns of the translated rows."""
 
@@ -134,6 +143,9 @@ def _zoned(value: bytes) -> bytes:
     era = b" BC" if value.endswith(b" BC") else b""
     return value.removesuffix(era) + b"+00" + era
 
+
+_CONVERTED = {"EUC_JP": "euc_jp", "EUC_JIS_2004": "euc_jis_2004", "EUC_KR": "euc_kr"}
+"""The codecs of encodings from which the server converts."""
 
 CODECS = {
     "SQL_ASCII": "utf-8",

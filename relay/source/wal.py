@@ -168,6 +168,7 @@ class WalSource:
             spooled=transactions.spooled is not None,
             source_epoch=self._replication.epoch,
             next_xid=self._replication.next_xid,
+            codec=self._replication.codec,
         )
 
     def has_ready(self, events: int) -> bool:

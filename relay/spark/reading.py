@@ -19,9 +19,10 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.source.differences import XID, Difference, condition
+from relay.source.partition import partition_of
 from relay.source.rows import require_visible
 from relay.source.translation import Encoding
-from relay.store.connections import Connection, connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,7 +112,7 @@ def read(
     closes its connection at the end.
     """
     with connect(dsn, application_name="relay spark") as conn:
-        pin_text_form(conn)
+        pin_reading(conn)
         _wait_until_visible(conn, portion.between.after)
         known = columns(conn, table)
         statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)
@@ -185,10 +186,11 @@ def _statement(
         where.append(
             sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
         )
-    host = partition_of(table, partitions)
+    host = partition_of(table.mapping["host_id"], partitions)
     if portion.hosts is not None:
         modulus, residue = portion.hosts
-        where.append(sql.SQL("{} = {}").format(partition_of(table, modulus), sql.Literal(residue)))
+        its_host = partition_of(table.mapping["host_id"], modulus)
+        where.append(sql.SQL("{} = {}").format(its_host, sql.Literal(residue)))
     if conditions is not None:
         where.append(conditions)
     values = [expression(name, table.mapping[name], known) for name in FIELDS]
@@ -204,13 +206,6 @@ def _statement(
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
         order=order if portion.xids is None else sql.SQL(""),
-    )
-
-
-def partition_of(table: MappedTable, partitions: int) -> sql.Composed:
-    """The partition of a row's host, as the pipeline computes it."""
-    return sql.SQL("mod(abs(hashtext(coalesce({}::text, ''))::bigint), {})::int").format(
-        sql.Identifier(table.mapping["host_id"]), sql.Literal(partitions)
     )
 
 

@@ -52,6 +52,12 @@ TEXT_FORM: Mapping[str, str] = {
 Source: PostgreSQL documentation, "Client Connection Defaults"; pg_dump and postgres_fdw pin theirs for the same reason.
 """
 
+READING: Mapping[str, str] = {**TEXT_FORM, "row_security": "off"}
+"""The settings of a session that reads the outbox: the form of values, and an error where a policy would hide rows.
+
+Source: PostgreSQL documentation, "Row Security Policies"; pg_dump does the same.
+"""
+
 KEEPALIVE: Mapping[str, str] = {
     "tcp_keepalives_idle": "30",
     "tcp_keepalives_interval": "10",
@@ -185,13 +191,15 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
     return conn
 
 
-def pin_text_form(conn: psycopg.Connection[Any]) -> None:
-    """Fix how the session prints values. Every connection that reads events needs it. Raises psycopg.Error.
+def pin_reading(conn: psycopg.Connection[Any]) -> None:
+    """Fix how the session prints values, and let no policy hide rows from it. Raises psycopg.Error.
+
+    Every connection that reads events needs it: a query that row-level security would filter fails with 42501.
 
     A SET in the session overrides the defaults of server, database and role, the `options` of the connection string,
     and PGDATESTYLE and PGTZ, which libpq sends after those options. Handlers' connections keep what the user has set.
     """
-    _set(conn, TEXT_FORM)
+    _set(conn, READING)
 
 
 def _set(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:

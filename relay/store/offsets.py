@@ -14,7 +14,7 @@ from psycopg.rows import scalar_row
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.model.ordering_keys import host_part
-from relay.model.snapshots import Snapshot, Xids
+from relay.model.snapshots import RowCounts, Snapshot
 from relay.store import arrays, snapshots
 from relay.store.brakes import Streak, streaks_of
 from relay.store.encodings import codec_of, writable
@@ -98,8 +98,8 @@ _ADVANCE = sql.SQL(
 _NOTE = sql.SQL(
     """
     with noted as (
-        insert into relay.applied_commits (group_id, partitions, xids)
-        values (%(group)s, %(partitions)s::int[], %(xids)s::xid8[]))
+        insert into relay.applied_commits (group_id, partitions, xids, rows)
+        values (%(group)s, %(partitions)s::int[], %(xids)s::xid8[], %(rows)s::int[]))
     """
 )
 _ADVANCED = _ADVANCE.format(note=sql.SQL(""), durable=_DURABLE).as_bytes(None)
@@ -173,21 +173,22 @@ def advance(
     conn: psycopg.Connection[Any],
     group: str,
     advances: Sequence[Advance],
-    xids: Xids | None = None,
+    noted: RowCounts | None = None,
     durable: bool = True,
 ) -> None:
     """Move the partitions forward in the WAL; they must be locked. No position moves back.
 
-    `xids` are the transactions that were applied in them (full xids, int64), noted for polling; None in mode wal. With
-    `durable` the commit waits for the disk, whatever a handler has set for its transaction.
+    `noted` are the transactions that were applied in them, which polling leaves out; None in mode wal. With `durable`
+    the commit waits for the disk, whatever a handler has set for its transaction.
     """
     conn.execute(
-        _ADVANCED if xids is None else _ADVANCED_AND_NOTED,
+        _ADVANCED if noted is None else _ADVANCED_AND_NOTED,
         {
             "partitions": arrays.of_numbers(a.partition_id for a in advances),
             "offsets": arrays.of_numbers(a.next_offset for a in advances),
             "lsns": arrays.of_texts([str(a.applied_lsn) for a in advances]),
-            "xids": None if xids is None else arrays.of_numbers(xids.tolist()),
+            "xids": None if noted is None else arrays.of_numbers(noted.xids.tolist()),
+            "rows": None if noted is None else arrays.of_numbers(noted.rows.tolist()),
             "group": group,
             "topic": TOPIC,
             "durable": durable,

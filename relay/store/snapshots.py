@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from relay.model.events import Lsn
-from relay.model.snapshots import Snapshot, Xids
+from relay.model.snapshots import RowCounts, Snapshot, Xids
 from relay.store.connections import Connection
+
+_ALL_ROWS = 1 << 40
+"""More rows than a transaction has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,21 @@ def noted(conn: Connection, group: str) -> Xids:
         (group,),
     )
     return xids_of(row[0])
+
+
+def noted_rows(conn: Connection, group: str) -> RowCounts:
+    """Return how many rows were applied of each transaction that is noted, in all partitions together.
+
+    Where a former edition has noted one it counts as whole.
+    """
+    (row,) = conn.execute(
+        """
+        select string_agg(xid8send(xid), ''), string_agg(int8send(coalesce(applied, %s)), '')
+          from relay.applied_commits, unnest(xids, rows) as note (xid, applied) where group_id = %s
+        """,
+        (_ALL_ROWS, group),
+    )
+    return RowCounts.summed(xids_of(row[0]), xids_of(row[1]))
 
 
 def noted_in(conn: Connection, group: str, partitions: Collection[int]) -> dict[int, Xids]:

@@ -30,7 +30,7 @@ grant usage on sequence relay.offsets to public;
 -- Gives an outbox table, relay's own or one that was there before, the columns that polling needs, without rewriting it: of
 -- the rows that are there, a column that is new stays null. Changes nothing that is there already, and locks nothing then.
 create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
-language plpgsql
+language plpgsql set row_security = off
 as $$
 declare
     found  pg_attribute;
@@ -61,7 +61,7 @@ $$;
 -- Without gaps, numbers come from a counter of the table's own, whose row is locked from a publisher's first insert to the
 -- end of its transaction: publishers take turns. relay has no use for it.
 create or replace function relay.set_gapless(outbox regclass, offset_column text, wanted boolean) returns boolean
-language plpgsql
+language plpgsql set row_security = off
 as $set$
 declare
     state   "char";

@@ -1,5 +1,5 @@
 -- Retention: how far each reader of the outbox is, and functions that remove what all of them have read.
--- Needs 001_source.sql.
+-- Needs 001_source.sql. A policy that would hide rows from a function here is an error: what it does not see could be unread.
 
 -- Groups may keep their positions in other databases, so each notes here how far its readers are.
 create table if not exists relay.readers (
@@ -94,7 +94,7 @@ $$;
 
 -- Whether a partition of an outbox has rows that somebody has still to read.
 create or replace function relay.is_held(outbox text, partition regclass, offset_column text) returns boolean
-language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql stable set search_path = pg_catalog, pg_temp set row_security = off set enable_seqscan = off
 as $$
 declare
     floor record;
@@ -154,7 +154,7 @@ $$;
 -- has rows that belong there.
 create or replace function relay.create_ahead(outbox text, present timestamptz, upto timestamptz)
 returns text
-language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC'
 as $$
 declare
     found    record;
@@ -188,7 +188,7 @@ $$;
 -- The default partition has rows, since no partition was made for their time: it becomes a partition for the range from the
 -- last one up to a time. First its range is a constraint that is checked while publishers go on.
 create or replace function relay.enclose_default(outbox text, upto timestamptz) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC'
 as $$
 declare
     found  record;
@@ -272,7 +272,7 @@ $$;
 
 -- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did.
 create or replace function relay.drop_partition(outbox text, partition text, older_than timestamptz) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC'
 as $$
 declare
     found  record;
@@ -298,7 +298,7 @@ $$;
 -- Deletes a portion of the rows that are older and that all readers have read; returns how many. Of a partitioned outbox,
 -- those of the default partition from before the first range: of transactions that were open for long.
 create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int) returns bigint
-language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC' set enable_seqscan = off
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off
 as $$
 declare
     found   record;

@@ -54,12 +54,18 @@ comment on column relay.snapshots.polled_lsn is
 create table if not exists relay.applied_commits (
     group_id   text   not null,
     partitions int[]  not null,
-    xids       xid8[] not null
+    xids       xid8[] not null,
+    rows       int[]
 );
 create index if not exists applied_commits_group on relay.applied_commits (group_id);
 
+-- A schema of the edition in which a note did not tell whether all of a transaction was applied.
+alter table relay.applied_commits add column if not exists rows int[];
+
 comment on table relay.applied_commits is
     'the transactions of the source that a task applied in these partitions';
+comment on column relay.applied_commits.rows is
+    'how many rows of each of these transactions the task applied; null where a former edition noted them';
 
 -- Where each sink is in the log. It is delivered to beside the target's transactions, at its own pace.
 create table if not exists relay.sinks (

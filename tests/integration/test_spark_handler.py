@@ -22,7 +22,7 @@ from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
-from relay.store.connections import pin_text_form
+from relay.store.connections import pin_reading
 from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.sinks import SinkMoved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -318,7 +318,7 @@ def test_a_replayed_dead_letter_comes_with_a_batch(
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         settings = outbox.settings(**lake(tmp_path / "lake"))
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
-            pin_text_form(conn)
+            pin_reading(conn)
             dead_letters = DeadLetters(settings, conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(lambda: has_files(tmp_path / "lake"))
@@ -849,7 +849,7 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         written_all(outbox)
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:
-            pin_text_form(conn)
+            pin_reading(conn)
             dead_letters = DeadLetters(settings, conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from relay.model.batch import Task
 from relay.model.transactions import FACTS, Rows, Transactions
@@ -24,9 +25,10 @@ class Hashes:
         self.known = known
         self.asked: list[list[str]] = []
 
-    def __call__(self, hosts: Sequence[str]) -> list[int]:
-        self.asked.append(list(hosts))
-        return [self.known[host] for host in hosts]
+    def __call__(self, hosts: Sequence[bytes]) -> NDArray[np.int32]:
+        asked = [host.decode() for host in hosts]
+        self.asked.append(asked)
+        return np.array([self.known[host] for host in asked], np.int32)
 
 
 def transaction(number: int, *hosts: str) -> Transactions:
@@ -55,7 +57,7 @@ BATCHES = st.lists(st.lists(st.sampled_from(list(HOSTS)), min_size=1, max_size=4
 @given(BATCHES, st.integers(1, 12))
 def test_the_plan_keeps_order_and_atomicity(batch: list[list[str]], partitions: int) -> None:
     transactions = together(*(transaction(n, *hosts) for n, hosts in enumerate(batch)))
-    tasks = Planner(partitions, Hashes(HOSTS)).plan(transactions)
+    tasks = Planner(partitions, hashes=Hashes(HOSTS)).plan(transactions)
 
     # Every transaction is in exactly one task, in commit order.
     assert sorted(number for task in tasks for number in numbers(task)) == list(range(len(batch)))
@@ -82,13 +84,13 @@ def test_only_what_must_be_joined_is_joined(batch: list[list[str]], partitions: 
         apart = [each for each in components if not each & touched]
         components = [*apart, touched.union(*(each for each in components if each & touched))]
     transactions = together(*(transaction(n, *hosts) for n, hosts in enumerate(batch)))
-    tasks = Planner(partitions, Hashes(HOSTS)).plan(transactions)
+    tasks = Planner(partitions, hashes=Hashes(HOSTS)).plan(transactions)
     assert sorted(map(sorted, components)) == sorted(list(task.partitions) for task in tasks)
 
 
 def test_a_transaction_of_several_hosts_joins_their_partitions() -> None:
     hashes = Hashes({"a": 0, "b": 1, "c": 2})
-    tasks = Planner(8, hashes).plan(
+    tasks = Planner(8, hashes=hashes).plan(
         together(
             transaction(1, "a"), transaction(2, "b"), transaction(3, "c"), transaction(4, "b", "a")
         )
@@ -103,15 +105,15 @@ def test_a_transaction_of_several_hosts_joins_their_partitions() -> None:
 def test_a_batch_is_not_tied_by_what_was_cut_off() -> None:
     hashes = Hashes({"a": 0, "b": 1})
     everything = together(transaction(1, "a"), transaction(2, "b"), transaction(3, "b", "a"))
-    tasks = Planner(8, hashes).plan(everything.part(0, 2))
+    tasks = Planner(8, hashes=hashes).plan(everything.part(0, 2))
     assert [(task.partitions, numbers(task)) for task in tasks] == [((0,), [1]), ((1,), [2])]
-    Planner(8, hashes).plan(everything.part(0, 1))
+    Planner(8, hashes=hashes).plan(everything.part(0, 1))
     assert hashes.asked == [["a", "b"], ["a"]]
 
 
 def test_nothing_to_plan_asks_nothing() -> None:
     hashes = Hashes({})
-    assert Planner(8, hashes).plan(Transactions.none()) == []
+    assert Planner(8, hashes=hashes).plan(Transactions.none()) == []
     assert hashes.asked == []
 
 
@@ -131,13 +133,13 @@ def test_nothing_to_plan_asks_nothing() -> None:
 )
 def test_the_partition_is_postgresql_s(value: int, partitions: int, partition: int) -> None:
     assert partition_of(value, partitions) == partition
-    (task,) = Planner(partitions, Hashes({"h": value})).plan(together(transaction(1, "h")))
+    (task,) = Planner(partitions, hashes=Hashes({"h": value})).plan(together(transaction(1, "h")))
     assert task.partitions == (partition,)
 
 
 def test_the_hash_of_a_host_is_asked_once() -> None:
     hashes = Hashes(HOSTS)
-    planner = Planner(8, hashes)
+    planner = Planner(8, hashes=hashes)
     planner.plan(together(transaction(1, "h1"), transaction(2, "h2"), transaction(3, "h1", "h2")))
     planner.plan(together(transaction(4, "h2"), transaction(5, "h3")))
     planner.plan(together(transaction(6, "h1", "h2", "h3")))
@@ -154,7 +156,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.usefixtures("small_cache")
 def test_the_host_that_was_not_seen_for_longest_is_forgotten() -> None:
     hashes = Hashes(HOSTS)
-    planner = Planner(8, hashes)
+    planner = Planner(8, hashes=hashes)
     for hosts in (["h1"], ["h2"], ["h3"], ["h1"], ["h4"], ["h1", "h3", "h4"], ["h2"]):
         planner.plan(together(transaction(1, *hosts)))
     assert hashes.asked == [["h1"], ["h2"], ["h3"], ["h4"], ["h2"]]
@@ -165,7 +167,7 @@ def test_a_batch_of_more_hosts_than_are_remembered_is_planned_all_the_same(
     batches: list[list[list[str]]],
 ) -> None:
     hashes = Hashes(HOSTS)
-    planner = Planner(5, hashes)
+    planner = Planner(5, hashes=hashes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "CACHED_HOSTS", 3)
         for batch in batches:
@@ -178,7 +180,7 @@ def test_a_batch_of_more_hosts_than_are_remembered_is_planned_all_the_same(
 def test_what_is_remembered_is_bounded(batches: list[list[str]]) -> None:
     """Whatever came before, no more than the last three hosts are known without asking."""
     hashes = Hashes(HOSTS)
-    planner = Planner(8, hashes)
+    planner = Planner(8, hashes=hashes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "CACHED_HOSTS", 3)
         for hosts in batches:

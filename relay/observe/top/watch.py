@@ -31,7 +31,7 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import Connection, connect, pin_text_form
+from relay.store.connections import Connection, connect, pin_reading
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ def _opened(dsn: str, sides: Sequence[migrations.Side], key: str) -> Connection:
     """
     conn = connect(dsn, **_SHORT_TIMEOUTS)
     try:
-        pin_text_form(conn)
+        pin_reading(conn)
         conn.execute(
             f"set statement_timeout = '{STATEMENT_TIMEOUT}'; set default_transaction_read_only = on".encode()
         )
