@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -20,7 +20,16 @@ from relay.faults import ConfigurationError, Unreachable
 from relay.retention import removable
 from relay.source.outbox_table import OutboxTable
 from relay.source.unread import UnreadRows
-from relay.store import actions, admission, deferred, deferred_counts, offsets, presence, sinks
+from relay.store import (
+    actions,
+    admission,
+    clock,
+    deferred,
+    deferred_counts,
+    offsets,
+    presence,
+    sinks,
+)
 from relay.store.connections import Connection
 from relay.store.rewind import GivenUp
 
@@ -108,12 +117,17 @@ def listed(
     ]
 
 
-def lag_seconds(statuses: Sequence[SinkStatus]) -> dict[str, float]:
-    """Return the age in seconds of the oldest event that each sink has not read, by event_ts, if it is known."""
-    now = datetime.now(UTC)
-    return {
-        each.name: max(0.0, (now - each.oldest).total_seconds()) for each in statuses if each.oldest
-    }
+def lag_seconds(settings: Settings) -> dict[str, float]:
+    """Return the age in seconds of the oldest event that each sink has not read, by event_ts, if it is known.
+
+    Raises ConfigurationError like `listed`.
+    """
+    oldest = {each.name: each.oldest for each in listed(settings) if each.oldest}
+    if not oldest:
+        return {}
+    with reach_source(settings) as source:
+        now = clock.present(source)
+    return {name: max(0.0, (now - moment).total_seconds()) for name, moment in oldest.items()}
 
 
 def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:

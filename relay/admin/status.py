@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -19,6 +19,7 @@ from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,
+    clock,
     dead_letters,
     deferred_counts,
     engines,
@@ -169,13 +170,13 @@ def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPositio
     with reach_source(settings) as source:
         try:
             unread = rows.unread(source, applied, noted)
+            now = clock.present(source)
         except psycopg.errors.UndefinedColumn:
             raise _unknown_lag(settings, "c_offset") from None
     moments = [moment for _, moment in unread.values()]
     oldest = [moment for moment in moments if moment is not None]
     if len(oldest) < len(moments):
         raise _unknown_lag(settings, "event_ts")
-    now = datetime.now(UTC)
     return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
 
 

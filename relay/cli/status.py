@@ -69,7 +69,7 @@ def status(
         lag = None if max_lag_seconds is None else lag_seconds(settings, state.partitions)
         sink_lags = {}
         if max_sink_lag_seconds is not None:
-            sink_lags = sinks.lag_seconds(sinks.listed(settings))
+            sink_lags = sinks.lag_seconds(settings)
         failed = failures(state, settings.group, limits, lag, sink_lags)
         return document, [f"group {settings.group}: {line}" if several else line for line in failed]
 

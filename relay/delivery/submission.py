@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Blocking, Checkpoint
@@ -14,11 +15,11 @@ from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter
 from relay.model.events import Transaction
-from relay.model.transactions import Routed, Undecoded
+from relay.model.transactions import Routed, Transactions, Undecoded
 from relay.pipeline.dead_lettering import large_offsets, not_received
-from relay.pipeline.deferral import Ordering, scheduled
+from relay.pipeline.deferral import Ordering, delivery_times
 from relay.pipeline.routing import BatchRouter
-from relay.store import deferred, deferred_due, deferred_rows
+from relay.store import clock, deferred, deferred_due, deferred_rows
 from relay.store.sinks import Claim
 
 RETRY_SECONDS = 0.5
@@ -59,7 +60,7 @@ class Submission:
         `large` are the c_offsets of rows that were too large to be read: their transactions are dead-lettered.
         """
         transactions = routed.transactions
-        later = scheduled(transactions, self._router)
+        later = await self._scheduled(transactions)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
         await self._query_held(keys)
         for index, (rows, events) in enumerate(_pairs(routed)):
@@ -74,6 +75,14 @@ class Submission:
             else:
                 await self._dispatcher.wait_for_room()
                 self._dispatcher.submit(delivery)
+
+    async def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
+        """The transactions with an event for later, by index, with the time until which each is deferred."""
+        times = delivery_times(transactions, self._router)
+        if not times:
+            return {}
+        later: dict[int, datetime] = await self._in_target(clock.ahead, self._claim.conn, times)
+        return later
 
     def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
         return self._ordering.delivery_keys(self._name, hosts, [events])
@@ -130,7 +139,7 @@ class Submission:
         for each, (rows, events) in zip(due, pairs, strict=True):
             # Not after `wait_for_room`: later deliveries with the same keys may fill it, and only be deferred.
             self._checkpoint.retried.add(each.id)
-            history = AttemptHistory(each.attempts, each.first_failed_at)
+            history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
             self._dispatcher.submit(Delivery(rows, events, keys, due=each, history=history))
         return True

@@ -28,10 +28,24 @@ LONGEST_ASKED_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """The earlier attempts to apply a transaction: their number, and the time of the first (seconds since 1970)."""
+    """The earlier attempts to apply a transaction: their number, and when the first one failed.
+
+    `since` is in seconds of this process's monotonic clock, None without a failure.
+    """
 
     attempts: int = 0
     since: float | None = None
+
+    @classmethod
+    def of(cls, attempts: int, failing_seconds: float | None) -> AttemptHistory:
+        """Return a history whose first attempt failed `failing_seconds` ago."""
+        since = None if failing_seconds is None else time.monotonic() - failing_seconds
+        return cls(attempts, since)
+
+    @property
+    def failing_seconds(self) -> float | None:
+        """How long ago the first attempt failed; None without a failure."""
+        return None if self.since is None else time.monotonic() - self.since
 
 
 NEW = AttemptHistory()
@@ -101,7 +115,7 @@ def judge(
     """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
     after = retry_delay(retry, error, attempts)
     if action_for(error) is not FaultAction.RETRY or _exhausted(
-        retry, attempts, before.since, after
+        retry, attempts, before.failing_seconds or 0.0, after
     ):
         return DeadLetter(handler, error, attempts, holds=blocks)
     return RetryLater(handler, error, after, attempts)
@@ -119,8 +133,7 @@ def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int
     return max(backoff(state) + jitter(state), asked)
 
 
-def _exhausted(retry: RetrySettings, attempts: int, since: float | None, after: float) -> bool:
+def _exhausted(retry: RetrySettings, attempts: int, failing: float, after: float) -> bool:
     if retry.attempts is not None and attempts >= retry.attempts:
         return True
-    now = time.time()
-    return retry.max_elapsed is not None and now + after - (since or now) > retry.max_elapsed
+    return retry.max_elapsed is not None and failing + after > retry.max_elapsed

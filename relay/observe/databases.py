@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -25,6 +25,7 @@ from relay.source.slot import SlotState, slot_state
 from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,
+    clock,
     dead_letters,
     deferred_counts,
     groups,
@@ -103,6 +104,8 @@ class Counted:
     deferred: list[deferred_counts.DeferredCount] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
+    at: datetime | None = None
+    """When they were counted, by the target's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,6 +293,7 @@ class Databases:
                 _or_none(deferred_counts.count_by_kind, target, group),
                 _or_none(deferred_counts.count_keys, target, group),
                 _or_none(dead_letters.count_by_handler, target, group),
+                clock.present(target),
             )
 
     def _unread(self, source: Connection, target: Connection) -> Unread | None:
@@ -300,7 +304,7 @@ class Databases:
         partitions = self._rows.unread(source, applied, snapshots.noted(target, group))
         oldest = [moment for _, moment in partitions.values() if moment is not None]
         events = sum(count for count, _ in partitions.values())
-        return Unread(events, age(min(oldest, default=None)))
+        return Unread(events, age(min(oldest, default=None), clock.present(source)))
 
     def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Unread]:
         """Count the unread events of each configured sink that the stream does not feed."""
@@ -316,7 +320,7 @@ class Databases:
             unread = _or_none(self._rows.unread_after, source, each.position, done)
             if unread is not None:
                 events, oldest = unread
-                counts[each.sink] = Unread(events, age(oldest))
+                counts[each.sink] = Unread(events, age(oldest, clock.present(source)))
         return counts
 
 
@@ -336,6 +340,6 @@ def _runs(thread: Thread | None) -> bool:
     return thread is not None and thread.is_alive()
 
 
-def age(moment: datetime | None) -> float:
-    """Return the seconds since a moment; 0 for None."""
-    return 0.0 if moment is None else max(0.0, (datetime.now(UTC) - moment).total_seconds())
+def age(moment: datetime | None, now: datetime | None) -> float:
+    """Return the seconds from a moment to now, by the clock of the database that has it; 0 for None."""
+    return 0.0 if moment is None or now is None else max(0.0, (now - moment).total_seconds())

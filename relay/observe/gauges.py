@@ -197,7 +197,7 @@ class ServiceGauges:
             )
             numbers[key] = numbers.get(key, 0) + each.transactions
             if each.kind != "scheduled":
-                ages[(sink,)] = max(ages.get((sink,), 0.0), age(each.since))
+                ages[(sink,)] = max(ages.get((sink,), 0.0), age(each.since, counted.at))
 
 
 def _by_handler(

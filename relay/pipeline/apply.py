@@ -326,7 +326,7 @@ class Applier:
         mode: HandlingMode,
     ) -> Redelivery:
         histories = {
-            index: AttemptHistory(each.attempts, each.first_failed_at)
+            index: AttemptHistory.of(each.attempts, each.failing_seconds)
             for index, each in enumerate(due)
         }
         # A replayed transaction that fails is not a new dead letter: it does not count for the brake.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from relay.model.dispositions import (
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
-from relay.store import deferred
+from relay.store import clock, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
 
@@ -140,15 +139,16 @@ class DeferralRules:
         Example: a deferred transaction holds key a. Of new transactions with keys {a, b}, {b} and {c} the first two are
         blocked: the first by a, the second by b, which the first one holds now.
         """
-        deferrals = self._until(assigned)
+        deferrals = self._until(conn, assigned)
         if holding:
             deferrals |= self._blocked(conn, assigned, deferrals, holding)
         return deferrals
 
-    def _until(self, assigned: Assignment) -> dict[int, Deferral]:
+    def _until(self, conn: Connection, assigned: Assignment) -> dict[int, Deferral]:
         """Transactions with an event for later, until the latest time. Sinks defer what goes to sinks only."""
         deferrals: dict[int, Deferral] = {}
-        for index, moment in scheduled(assigned.transactions, self._router).items():
+        times = delivery_times(assigned.transactions, self._router)
+        for index, moment in clock.ahead(conn, times).items():
             one = assigned.part(index, index + 1)
             if one.parts.keys() - set(self._sinks):
                 deferrals[index] = Deferral(self.keys(one), holds=False, until=moment)
@@ -195,16 +195,14 @@ class DeferralLog:
             self._lines.note(attempts, handler=handler, fault=fault)
 
 
-def scheduled(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:
-    """The transactions with an event for later (`deliver_at`), by index, with the latest of their times."""
-    now = datetime.now(UTC)
+def delivery_times(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:
+    """The transactions with a time of delivery (`deliver_at`), by index, with the latest of their times."""
     ends = np.cumsum(transactions.facts["events"])
     found: dict[int, datetime] = {}
     for row, value in router.times(transactions):
         moment = moment_of(value)
-        if moment > now:
-            index = int(np.searchsorted(ends, row, side="right"))
-            found[index] = max(moment, found.get(index, moment))
+        index = int(np.searchsorted(ends, row, side="right"))
+        found[index] = max(moment, found.get(index, moment))
     return found
 
 
@@ -219,13 +217,13 @@ def moment_of(value: str) -> datetime:
 def deferral_of(keys: frozenset[str], disposition: Unapplied, before: AttemptHistory) -> Deferral:
     """The deferral of a transaction that was not applied or delivered: until its retry, or while it is blocked."""
     if isinstance(disposition, Blocked):
-        return Deferral(keys, attempts=before.attempts, first_failed_at=before.since)
+        return Deferral(keys, attempts=before.attempts, failing_seconds=before.failing_seconds)
     return Deferral(
         keys,
         after=disposition.after if isinstance(disposition, RetryLater) else 0.0,
         blocked=isinstance(disposition, DeadLetter),
         attempts=disposition.attempts,
-        first_failed_at=before.since or time.time(),
+        failing_seconds=before.failing_seconds or 0.0,
         handler=disposition.handler,
         reason=describe(disposition.error),
     )

@@ -9,7 +9,7 @@ Source: PostgreSQL documentation, "Table Partitioning", "ALTER TABLE" and "CREAT
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -22,7 +22,7 @@ from relay.reporting import ProgressReport, silent
 from relay.retention import removable
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
-from relay.store import index_builds
+from relay.store import clock, index_builds
 from relay.store.connections import Connection
 
 CONSTRAINT = "relay_before"
@@ -51,7 +51,7 @@ def convert(
         if faults:
             raise ConfigurationError("\n".join(faults))
         done = _Conversion(settings, source, every, report).run()
-    created = create_ahead(source, table, datetime.now(UTC), settings.retention.ahead)
+    created = create_ahead(source, table, clock.present(source), settings.retention.ahead)
     return done + [f"partition {name}" for name in created]
 
 
@@ -160,7 +160,7 @@ class _Conversion:
         """Add the constraint of the first partition, not validated yet; returns the end of its range."""
         empty = not self._execute("select from {table} limit 1").rowcount
         span = timedelta(0) if empty else max(SPAN, 2 * self._every)
-        end = aligned(datetime.now(UTC) + span, self._every) + self._every
+        end = aligned(clock.present(self._source) + span, self._every) + self._every
 
         def add() -> None:
             self._execute("alter table {table} drop constraint if exists {constraint}")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from threading import Event
 
 import psycopg
@@ -14,7 +14,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import partitions, removable
-from relay.store import actions, advisory_locks, sinks
+from relay.store import actions, advisory_locks, clock, sinks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 from relay.threads import Thread
@@ -29,21 +29,17 @@ ROTATE_SECONDS = 60.0
 _PRUNE_PORTION = 10_000
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
 class Schedule:
     """Runs retention in a thread, with connections of its own. After an error of a database, the next turn tries again.
 
-    `failed` is called once, with `error` set, if the group was given up. `clock` returns the present time.
+    `failed` is called once, with `error` set, if the group was given up. `clock` returns the time of the source.
     """
 
     def __init__(
         self,
         settings: Settings,
         failed: Callable[[], None],
-        clock: Callable[[], datetime] = _now,
+        clock: Callable[[Connection], datetime] = clock.present,
         note_seconds: float = NOTE_SECONDS,
         rotate_seconds: float = ROTATE_SECONDS,
     ) -> None:
@@ -131,7 +127,7 @@ class Schedule:
                 advisory_locks.unlock(source, key)
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
-        of, present = self._settings.retention, self._clock()
+        of, present = self._settings.retention, self._clock(source)
         table = self._settings.source.table
         given = partitions.retained(source, table)
         if given is None:
@@ -190,8 +186,7 @@ class Schedule:
                 log.error("a sink was paused: retention has given it up", extra={"sink": name})
 
     def _prune(self, target: Connection) -> None:
-        # The rows have the time of the server; the clock of a test may be ahead of it.
-        before = min(self._clock(), _now()) - self._settings.retention.keep_letters
+        before = clock.present(target) - self._settings.retention.keep_letters
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
         )

@@ -36,7 +36,7 @@ class Deferral:
     """Why a transaction is deferred, and until when.
 
     It may be applied in `after` seconds, or at the time `until`. If it `holds` its `keys`, later transactions with them
-    are blocked. It has failed `attempts` times, first at `first_failed_at` (seconds since 1970).
+    are blocked. It has failed `attempts` times, first `failing_seconds` ago; None if it has not failed.
     See the comments on the table's columns.
     """
 
@@ -45,7 +45,7 @@ class Deferral:
     after: float = 0.0
     until: datetime | None = None
     attempts: int = 0
-    first_failed_at: float | None = None
+    failing_seconds: float | None = None
     handler: str | None = None
     reason: str | None = None
     blocked: bool = False
@@ -181,11 +181,13 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
             """
             update relay.deferred as d
                set retry_at = coalesce(w.until, clock_timestamp() + make_interval(secs => w.after)),
-                   blocked = w.blocked, attempts = w.attempts, first_failed_at = to_timestamp(w.first_failed_at),
+                   blocked = w.blocked, attempts = w.attempts,
+                   first_failed_at =
+                       coalesce(d.first_failed_at, clock_timestamp() - make_interval(secs => w.failing_seconds)),
                    handler = w.handler, reason = w.reason, dead_transaction = w.dead_transaction
               from unnest(%s::bigint[], %s::boolean[], %s::float8[], %s::timestamptz[], %s::int[], %s::float8[],
                           %s::text[], %s::text[], %s::bigint[])
-                   as w (id, blocked, after, until, attempts, first_failed_at, handler, reason, dead_transaction)
+                   as w (id, blocked, after, until, attempts, failing_seconds, handler, reason, dead_transaction)
              where d.id = w.id
             returning d.id
             """,
@@ -203,7 +205,7 @@ def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
         deferral.after,
         deferral.until,
         deferral.attempts,
-        deferral.first_failed_at,
+        deferral.failing_seconds,
         deferral.handler,
         deferral.reason,
         deferral.dead_transaction,

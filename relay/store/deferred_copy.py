@@ -10,7 +10,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from relay.model.events import POSTGRES_EPOCH, microseconds
+from relay.model.events import microseconds
 from relay.store.encodings import writable
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _ARRAY = Struct(">iiiii")
 _NULL = _LENGTH.pack(-1)
 _TEXT_OID = 25
 _INT4_OID = 23
-_EPOCH = POSTGRES_EPOCH.timestamp()
 
 
 class DeferredEncoder:
@@ -70,7 +69,7 @@ class DeferredEncoder:
         retry_at = self._now + round(deferral.after * 1_000_000)
         if deferral.until is not None:
             retry_at = microseconds(deferral.until)
-        failed = deferral.first_failed_at
+        failing = deferral.failing_seconds
         lsn, end_lsn, ts, xid = transaction.commit
         head = _HEAD.pack(
             *(
@@ -94,7 +93,7 @@ class DeferredEncoder:
             (
                 head,
                 _number(predecessor),
-                _number(None if failed is None else round((failed - _EPOCH) * 1_000_000)),
+                _number(None if failing is None else self._now - round(failing * 1_000_000)),
                 _number(deferral.dead_transaction),
                 self._owner,
                 self._texts(sorted(deferral.keys)),

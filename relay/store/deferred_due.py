@@ -31,7 +31,7 @@ class DueTransaction:
     keys: list[str]
     holds: bool
     attempts: int
-    first_failed_at: float | None
+    failing_seconds: float | None
     handler: str | None
     dead_transaction: int | None
     undelivered: bool
@@ -50,7 +50,8 @@ class DueTransaction:
 
 DUE_COLUMNS = sql.SQL(
     """
-    d.id, d.keys, d.holds, d.attempts, extract(epoch from d.first_failed_at)::float8 as first_failed_at, d.handler,
+    d.id, d.keys, d.holds, d.attempts,
+    extract(epoch from clock_timestamp() - d.first_failed_at)::float8 as failing_seconds, d.handler,
     d.dead_transaction, d.undelivered, d.transaction_id, d.hosts, d.columns, d.commit_lsn::text, d.end_lsn::text,
     d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
     """

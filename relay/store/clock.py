@@ -1,0 +1,27 @@
+"""The clock of a database. What is due, old or expired is judged by the clock of the database that stores it.
+
+The clocks of relay's hosts differ from it, and from each other. Durations within a process are measured with
+`time.monotonic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from relay.store.connections import Connection
+
+
+def present(conn: Connection) -> datetime:
+    """Return the database's present time in UTC. Raises psycopg.Error."""
+    moment: datetime
+    ((moment,),) = conn.execute("select clock_timestamp()")
+    return moment.astimezone(UTC)
+
+
+def ahead(conn: Connection, moments: Mapping[int, datetime]) -> dict[int, datetime]:
+    """Return those of the moments that are still to come. Queries only if there are any. Raises psycopg.Error."""
+    if not moments:
+        return {}
+    now = present(conn)
+    return {index: moment for index, moment in moments.items() if moment > now}

@@ -1,0 +1,159 @@
+"""One clock: what is due, old or expired is judged by the database's clock, however wrong that of relay's host is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
+
+import pytest
+
+from relay.admin import sinks as sinks_admin
+from relay.admin.status import lag_seconds, read
+from relay.config.settings import Settings
+from relay.retention.schedule import Schedule
+from relay.store.connections import connect
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+Shift = Callable[[timedelta], None]
+
+MINUTES_10 = timedelta(minutes=10)
+EITHER_WAY = [MINUTES_10, -MINUTES_10]
+SHORT = {"wait": 0.1, "max_wait": 0.1}
+
+
+class _IsDatetime(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, datetime)
+
+
+@pytest.fixture
+def shift(monkeypatch: pytest.MonkeyPatch) -> Shift:
+    """Set relay's clock ahead of the database's, or behind it."""
+    wall = time.time
+
+    def shifted_by(offset: timedelta) -> None:
+        class Shifted(datetime, metaclass=_IsDatetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                return datetime.now(tz) + offset
+
+        monkeypatch.setattr(time, "time", lambda: wall() + offset.total_seconds())
+        for name, module in list(sys.modules.items()):
+            if name.startswith("relay.") and getattr(module, "datetime", None) is datetime:
+                monkeypatch.setattr(module, "datetime", Shifted)
+
+    return shifted_by
+
+
+def in_seconds(outbox: Outbox, seconds: float) -> str:
+    """A time from now by the database's clock, as an event has it."""
+    moment: datetime = outbox.value("select clock_timestamp()")
+    return (moment + timedelta(seconds=seconds)).isoformat()
+
+
+def posting(webhook: Webhook, **retry: Any) -> dict[str, Any]:
+    """Every event goes to the projection and to the webhook."""
+    return {
+        "handlers": {
+            "projection": {"type": "sql", "statement": APPEND},
+            "hook": {"type": "http", "url": webhook.url, "retry": {**SHORT, **retry}},
+        },
+        "routes": [{"handlers": ["projection", "hook"]}],
+    }
+
+
+@pytest.mark.parametrize("offset", EITHER_WAY)
+def test_events_are_due_by_the_databases_clock(
+    outbox: Outbox, shift: Shift, offset: timedelta
+) -> None:
+    """Particular/NServiceBus.SqlServer#463, kagkarlsson/db-scheduler#364, apache/pulsar#25310."""
+    with Webhook() as webhook:
+        settings = outbox.settings(**posting(webhook))
+        shift(offset)
+        with relaying(settings):
+            outbox.publish(host(1), event(1, deliver_at=in_seconds(outbox, 300)))
+            outbox.publish(host(2), event(2, deliver_at=in_seconds(outbox, 1)))
+            outbox.publish(host(3), event(3, deliver_at=in_seconds(outbox, -300)))
+            wait_until(lambda: len(webhook.accepted) == 2, 10)
+            wait_until(lambda: outbox.value("select count(*) from projection") == 2, 10)
+            due = "select sink from relay.deferred where retry_at > now() + interval '4 minutes'"
+            assert sorted(outbox.column(due)) == ["", "hook"]
+    assert sorted(outbox.column("select amount from projection")) == [2, 3]
+
+
+@pytest.mark.parametrize("offset", EITHER_WAY)
+def test_retries_are_exhausted_by_the_databases_clock(
+    outbox: Outbox, shift: Shift, offset: timedelta
+) -> None:
+    """The first attempt was of an instance whose clock was right."""
+    with Webhook(lambda headers, body: Answer(503)) as webhook:
+        settings = outbox.settings(**posting(webhook, max_elapsed=300))
+        with relaying(settings):
+            outbox.publish(host(1), event(1))
+            wait_until(lambda: bool(outbox.column("select 1 from relay.deferred")))
+        shift(offset)
+        first = outbox.value("select first_failed_at from relay.deferred")
+        with relaying(settings):
+            wait_until(lambda: outbox.column("select attempts > 2 from relay.deferred") != [False])
+            assert outbox.column("select 1 from relay.deferred")
+            outbox.conn.execute(
+                "update relay.deferred set first_failed_at = now() - interval '400 seconds'"
+            )
+            wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
+    assert abs((first - datetime.now(UTC)).total_seconds()) < 60
+
+
+def retention(settings: Settings) -> None:
+    """One turn of retention."""
+    with (
+        closing(connect(settings.source_dsn)) as source,
+        closing(connect(settings.target_dsn)) as target,
+    ):
+        Schedule(settings, lambda: None).turn(source, target)
+
+
+@pytest.mark.parametrize("days", [100, -100])
+def test_what_is_kept_ages_by_the_databases_clock(database: str, shift: Shift, days: int) -> None:
+    keep: dict[str, Any] = {"retention": {"keep": "7d"}}
+    with Outbox(database) as outbox:
+        outbox.install(**keep)
+        settings = outbox.settings(**keep)
+        outbox.fill(4, events=1)
+        outbox.conn.execute(
+            "update outbox_message_t set c_ts = now() - interval '8 days' where c_offset < 3"
+        )
+        with relaying(settings):
+            outbox.wait_drained()
+            outbox.wait_compared()
+        outbox.conn.execute(
+            "insert into relay.actions (group_id, sink, action, detail, acted_at)"
+            " values ('default', '', 'young', '{}', now()), ('default', '', 'old', '{}', now() - interval '400 days')"
+        )
+        shift(timedelta(days=days))
+        retention(settings)
+        assert outbox.value("select count(*) from outbox_message_t") == 2
+        assert outbox.column("select action from relay.actions") == ["young"]
+
+
+@pytest.mark.parametrize("offset", EITHER_WAY)
+def test_a_lag_is_measured_by_the_databases_clock(
+    outbox: Outbox, shift: Shift, offset: timedelta
+) -> None:
+    settings = outbox.settings()
+    with Webhook() as webhook:
+        settings = outbox.settings(**posting(webhook))
+        with relaying(settings):
+            outbox.publish(host(1), event(0))
+            outbox.wait_delivered("hook")
+    outbox.publish(host(1), event(1, event_ts=in_seconds(outbox, -60)))
+    shift(offset)
+    lags = (
+        lag_seconds(settings, read(settings).partitions),
+        sinks_admin.lag_seconds(settings)["hook"],
+    )
+    assert all(60 <= lag < 90 for lag in lags)
