@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,14 @@ from relay.spark.pending import find
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session
 from relay.spark.transform import Transform
-from relay.spark.writers import BATCH_COLUMN, BatchId, MissingPartition, writer
+from relay.spark.writers import (
+    BATCH_COLUMN,
+    BatchId,
+    MissingPartition,
+    StagingWriter,
+    Writer,
+    writer,
+)
 from relay.store import dead_letters, deferred, sinks, spark_batches
 from relay.store.connections import Connection, connect
 from relay.store.sinks import (
@@ -74,6 +80,7 @@ class SparkWorker:
         self._source: Connection | None = None
         self._session: Session | None = None
         self._checked: Any = None
+        self._own: tuple[SparkSession, SparkSession] | None = None
         self._since: float | None = None
         self._stopping = Event()
         self._woken = Event()
@@ -153,11 +160,11 @@ class SparkWorker:
         state = self._load()
         stored = None if state.paused else self._stored_batch(state)
         if stored is not None:
-            self._write(stored, tried=True)
+            self._write(stored)
             return
         due = None if state.paused else self._store_due_batch(state)
         if due is not None:
-            self._write(due, tried=False)
+            self._write(due)
             return
         self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
@@ -237,8 +244,8 @@ class SparkWorker:
 
     # Writing it
 
-    def _write(self, batch: OpenBatch, tried: bool = True) -> None:
-        """Write a batch and move past it; `tried` says that an earlier attempt may have written some of its rows."""
+    def _write(self, batch: OpenBatch) -> None:
+        """Write a batch and move past it."""
         session = self._ready_session()
         started = time.monotonic()
         handler = self._handler.model_copy(
@@ -249,8 +256,7 @@ class SparkWorker:
             if self._checked is not session:
                 destination.check(session)
                 self._checked = session
-            with self._frame(session, batch) as frame:
-                destination.write(frame, BatchId(batch.application, batch.number, batch.id, tried))
+            self._deliver(session, destination, batch)
         except MissingPartition:
             configured = self._handler.partition_by
             if batch.partition_by == configured:
@@ -270,19 +276,35 @@ class SparkWorker:
         self._finish(batch)
         self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
 
+    def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
+        """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""
+        identity = BatchId(batch.application, batch.number, batch.id)
+        files = batch.files
+        if files is None:
+            files = destination.write(self._frame(session, batch), identity)
+            if files is None:
+                return
+            files = spark_batches.decide(
+                self._claim.conn, self._settings.group, self._name, batch.id, files
+            )
+            if files is None:
+                raise SinkMoved
+        assert isinstance(destination, StagingWriter)  # noqa: S101
+        destination.publish(self._own_session(session), identity, files)
+
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    @contextmanager
-    def _frame(self, session: SparkSession, batch: OpenBatch) -> Iterator[DataFrame]:
+    def _frame(self, session: SparkSession, batch: OpenBatch) -> DataFrame:
         """The frame to write: the batch's events after `sql` and `transform`."""
         from pyspark.sql import functions
 
         assert self._session is not None  # noqa: S101
+        own = self._own_session(session)
         frame = frames.frame(
-            session,
+            own,
             self._session.slots,
             self._connected(),
             self._settings,
@@ -295,10 +317,18 @@ class SparkWorker:
                 f"relay sink {self._name}",
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
-        with self._transform.applied(session, frame) as transformed:
-            if transformed is not frame:
-                transformed = transformed.withColumn(BATCH_COLUMN, functions.lit(batch.id))
-            yield transformed
+        transformed = self._transform.applied(own, frame)
+        if transformed is frame:
+            return frame
+        return transformed.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+
+    def _own_session(self, session: SparkSession) -> SparkSession:
+        """This sink's session on the same Spark: its view and its settings are no other sink's."""
+        if self._own is None or self._own[0] is not session:
+            remote: Any = session
+            own = remote.cloneSession() if self._settings.spark.remote else session.newSession()
+            self._own = session, own
+        return self._own[1]
 
     def _ready_session(self) -> SparkSession:
         assert self._session is not None  # noqa: S101

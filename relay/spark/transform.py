@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from relay.config.handlers import SparkHandler
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
 
 VIEW = "events"
 """The name of the frame in a sink's query."""
-
-_view = Lock()
 
 
 class Transform:
@@ -37,20 +32,16 @@ class Transform:
         """Whether the sink has a user's function, whose errors may quote values."""
         return self._function is not None
 
-    @contextmanager
-    def applied(self, session: SparkSession, frame: DataFrame) -> Iterator[DataFrame]:
+    def applied(self, session: SparkSession, frame: DataFrame) -> DataFrame:
         """The frame to write: `frame` itself where the sink has neither a query nor a function.
 
-        Inside the context, no other sink of this process replaces the view. Raises ConfigurationError.
+        The view is one of `session`, which no other sink may use: a Connect server resolves it when the frame is
+        written. Raises ConfigurationError.
         """
-        # A Connect server resolves the view only when the frame is written.
-        with _view if self._query else nullcontext():
-            if self._query:
-                frame.createOrReplaceTempView(VIEW)
-                frame = self._queried(session, self._query)
-            if self._function:
-                frame = self._transformed(frame)
-            yield frame
+        if self._query:
+            frame.createOrReplaceTempView(VIEW)
+            frame = self._queried(session, self._query)
+        return self._transformed(frame) if self._function else frame
 
     def _queried(self, session: SparkSession, query: str) -> DataFrame:
         from pyspark.errors import AnalysisException

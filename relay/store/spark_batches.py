@@ -38,7 +38,8 @@ class Contents:
 class OpenBatch:
     """A batch that is stored and not finished. It has the same rows and layout each time it is written.
 
-    `application` and `number` identify it at its destination, and so does `id` alone.
+    `application` and `number` identify it at its destination, and so does `id` alone. `files` are the staged files that
+    are the batch's for good; None until an attempt has stored its own.
     """
 
     application: str
@@ -48,6 +49,7 @@ class OpenBatch:
     partition_by: list[str]
     host_buckets: int
     contents: Contents
+    files: list[str] | None = None
 
 
 def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | None:
@@ -56,7 +58,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
         """
         select application::text, number, batch::text, epoch, partition_by, host_buckets,
                before::text, after::text, polled_offset, left_out::text[]::bigint[], delivered_lsn::text, rows_read,
-               deferred, data
+               deferred, data, files
           from relay.spark_batches where (group_id, sink, target) = (%s, %s, %s) and batch is not null
         """,
         (group, sink, target),
@@ -64,7 +66,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
     if row is None:
         return None
     application, number, identifier, epoch, partition_by, host_buckets = row[:6]
-    before, after, polled, left_out, lsn, rows, deferred, data = row[6:]
+    before, after, polled, left_out, lsn, rows, deferred, data, files = row[6:]
     contents = Contents(
         Snapshot.parse(before),
         Snapshot.parse(after),
@@ -75,7 +77,9 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
         deferred,
         data,
     )
-    return OpenBatch(application, number, identifier, epoch, partition_by, host_buckets, contents)
+    return OpenBatch(
+        application, number, identifier, epoch, partition_by, host_buckets, contents, files
+    )
 
 
 def begin(
@@ -111,7 +115,7 @@ def begin(
                before = excluded.before, after = excluded.after, polled_offset = excluded.polled_offset,
                left_out = excluded.left_out, delivered_lsn = excluded.delivered_lsn, rows_read = excluded.rows_read,
                partition_by = excluded.partition_by, host_buckets = excluded.host_buckets,
-               deferred = excluded.deferred, data = excluded.data, begun_at = excluded.begun_at
+               deferred = excluded.deferred, data = excluded.data, files = null, begun_at = excluded.begun_at
         """,
         {
             "group": group,
@@ -144,6 +148,27 @@ def lay_out(
     )
 
 
+def decide(
+    conn: Connection, group: str, sink: str, batch: str, files: Sequence[str]
+) -> list[str] | None:
+    """Store the staged files of an attempt as those of the batch, unless another attempt's are stored already.
+
+    Returns the files of the batch, which never change; None where the batch was ended, or the sink moved, meanwhile.
+    `conn` is the session that has the sink's claim, so that no worker decides after it has lost it. Raises
+    psycopg.Error: then the files may be stored.
+    """
+    row = conn.execute(
+        """
+        update relay.spark_batches as b set files = coalesce(b.files, %s::text[]) from relay.sinks as s
+         where (s.group_id, s.sink, s.epoch) = (b.group_id, b.sink, b.epoch)
+           and b.group_id = %s and b.sink = %s and b.batch = %s::uuid
+        returning b.files
+        """,
+        (list(files), group, sink, batch),
+    ).fetchone()
+    return None if row is None else row[0]
+
+
 def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
     """End a batch that is written or given up, and the sink's batches for other destinations.
 
@@ -151,7 +176,7 @@ def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
     """
     ended = conn.execute(
         """
-        update relay.spark_batches as b set batch = null, data = null from relay.spark_batches as former
+        update relay.spark_batches as b set batch = null, data = null, files = null from relay.spark_batches as former
          where (b.group_id, b.sink, b.target) = (former.group_id, former.sink, former.target)
            and b.group_id = %s and b.sink = %s and b.batch is not null
         returning former.batch::text

@@ -504,9 +504,11 @@ create table if not exists relay.spark_batches (
     host_buckets  int         not null,
     deferred      bigint[]    not null,
     data          bytea,
+    files         text[],
     begun_at      timestamptz not null default clock_timestamp(),
     primary key (group_id, sink, target)
 );
+alter table relay.spark_batches add column if not exists files text[];
 
 comment on column relay.spark_batches.application is
     'whose numbers these are: once the server of this database was promoted, restored or started again (server), it is another one';
@@ -520,6 +522,8 @@ comment on column relay.spark_batches.polled_offset is
     'of these transactions, those whose greatest c_offset is not above are not in the batch, and neither are those of left_out';
 comment on column relay.spark_batches.deferred is
     'the rows of relay.deferred that are written with the batch; data has their events, as an Arrow stream';
+comment on column relay.spark_batches.files is
+    'the staged files that are the batch''s, whoever moves them to their destination; null until an attempt has written all of its own';
 
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own the group's
 -- last snapshot, those of the hosts of which a deferred transaction holds a key in the target's cursor, the handlers that

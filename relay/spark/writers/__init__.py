@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
@@ -21,14 +22,12 @@ class BatchId:
 
     `application` is the UUID of the group, sink and target. `number` counts the batches of the application from 1; a
     batch that was dropped because an operator moved the sink leaves a gap. `id` is the batch's UUID, the value of
-    `relay_batch` in its frame. `tried` says that an earlier attempt, perhaps with another query, may have written some
-    of its rows.
+    `relay_batch` in its frame.
     """
 
     application: str
     number: int
     id: str
-    tried: bool = field(default=True, compare=False)
 
 
 class MissingPartition(ConfigurationError):
@@ -36,17 +35,31 @@ class MissingPartition(ConfigurationError):
 
 
 class Writer(Protocol):
-    """Writes the batches of one sink."""
+    """Writes the batches of one sink.
+
+    A writer that is suspended, loses its claim and goes on later is a danger to what its successor has written. So no
+    step of `write` removes or replaces other rows than the batch's, in one commit that the destination rejects or that
+    gives the same rows again.
+    """
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError where the destination cannot be written exactly once."""
 
-    def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Write the frame.
+    def write(self, frame: DataFrame, batch: BatchId) -> list[str] | None:
+        """Write the frame; returns None where the destination has the batch then.
 
-        After any failure it is called again for the same batch, with the same rows; the destination has them once.
-        Raises ConfigurationError as `check` does, MissingPartition, and the destination's errors.
+        A StagingWriter may return the names of files that are staged for `publish` instead. After any failure `write`
+        is called again for the same batch, with the same rows; the destination has them once. Raises
+        ConfigurationError as `check` does, MissingPartition, and the destination's errors.
         """
+
+
+@runtime_checkable
+class StagingWriter(Writer, Protocol):
+    """A writer of files, which become visible when one attempt's files have been stored as those of the batch."""
+
+    def publish(self, session: SparkSession, batch: BatchId, files: Sequence[str]) -> None:
+        """Make the staged files of the batch visible, once, however often and by however many it is called."""
 
 
 def writer(name: str, settings: SparkHandler) -> Writer:

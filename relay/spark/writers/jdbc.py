@@ -3,7 +3,7 @@
 The tasks of each attempt copy into a staging table of their own. The driver then moves the rows of the task attempts
 whose results it received, in one transaction with a row of the ledger `relay_batches`, whose primary key is the
 application and the batch's number. Where several drivers write the same batch, one inserts that row and the others move
-nothing.
+nothing; nor does a driver that was suspended and comes with a batch before the last one.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ _CREATE_STAGING = """
     create unlogged table {staging} as select {columns}, null::uuid as {attempt} from {target} with no data
 """
 _CLAIM = """
-    insert into {ledger} (application, number, batch) values (%s, %s, %s) on conflict do nothing
+    insert into {ledger} (application, number, batch) select %(application)s, %(number)s, %(id)s
+     where not exists (select from {ledger} where application = %(application)s and number >= %(number)s)
+    on conflict do nothing
 """
-_IS_CLAIMED = "select from {ledger} where application = %s and number = %s"
+"""A batch that was given up, since the sink was moved, is not inserted after a later one."""
+_IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
 _MOVE = """
     insert into {target} ({columns}) select {columns} from {staging} where {attempt} = any(%s)
 """
@@ -180,7 +183,8 @@ def _move(
     """
     with conn.transaction():
         claim = sql.SQL(_CLAIM).format(ledger=ledger)
-        claimed = conn.execute(claim, [batch.application, batch.number, batch.id])
+        identity = {"application": batch.application, "number": batch.number, "id": batch.id}
+        claimed = conn.execute(claim, identity)
         if not claimed.rowcount:
             return
         attempts = [UUID(attempt) for attempt in counts]

@@ -1,23 +1,39 @@
 """Writes batches to a table of the session's catalog.
 
-Source: Apache Spark documentation, "Generic Load/Save Functions", "INSERT OVERWRITE".
+Source: Apache Spark documentation, "Generic Load/Save Functions", "INSERT OVERWRITE", "ALTER TABLE".
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.columns import require_partition_columns
+from relay.spark.writers.staging import Staging, published
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_FILES = ("parquet", "orc", "json", "csv", "avro", "text")
+"""The formats of tables whose partitions are folders of files."""
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_DETAILS = "# Detailed Table Information"
+
+
+class _Description(NamedTuple):
+    """What the catalog says of a table; `lists_partitions`: readers see only partitions that the catalog has."""
+
+    format: str
+    location: str
+    lists_partitions: bool
+
 
 class TableWriter:
-    """Writes to a table whose last partition column is `relay_batch`, so that a batch replaces only its partitions."""
+    """Writes to a table whose last partition column is `relay_batch`, so that each batch has partitions of its own."""
 
     def __init__(self, name: str, settings: SparkHandler, table: str) -> None:
         self._name = name
@@ -31,10 +47,11 @@ class TableWriter:
         if session.catalog.tableExists(self._table):
             self._require_partitions(session)
 
-    def write(self, frame: DataFrame, batch: BatchId) -> None:
-        """Replace the batch's own partitions, in a table that the first batch creates.
+    def write(self, frame: DataFrame, batch: BatchId) -> list[str] | None:
+        """Stage the batch's files, or replace the batch's own rows where the table is one of a table format.
 
-        Raises ConfigurationError, and MissingPartition if the table does not exist yet.
+        The first batch creates the table. Raises ConfigurationError, and MissingPartition if the table does not exist
+        yet.
         """
         session = frame.sparkSession
         if not session.catalog.tableExists(self._table):
@@ -47,9 +64,6 @@ class TableWriter:
             empty = frame.limit(0).write
             empty.saveAsTable(self._table, self._settings.format, "ignore", by, **self._options)
         self._require_partitions(session)
-        # Set for each batch: where a Connect server or the user's `conf` has `static`, the insert would replace the
-        # whole table.
-        session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
         columns = session.table(self._table).columns
         missing = sorted(set(columns) ^ set(frame.columns))
         if missing:
@@ -57,32 +71,80 @@ class TableWriter:
                 f"{self._key}: {self._table} and the batch differ in the columns {', '.join(missing)}: name another "
                 "table, or change sql or transform"
             )
-        if batch.tried:
-            # If the query, or a table in it, has changed since, the earlier rows may be in other partitions.
-            self._empty(session, batch)
-        ordered = frame.select(*columns).write.options(**self._options)
-        ordered.insertInto(self._table, overwrite=True)
-
-    def _empty(self, session: SparkSession, batch: BatchId) -> None:
-        """Empty the batch's partitions. An overwrite also works where the catalog does not remove a table's files."""
-        by = [each.name for each in session.catalog.listColumns(self._table) if each.isPartition]
-        table = session.table(self._table)
-        texts = [table[name].cast("string").alias(name) for name in by]
-        of_batch = table.where(table[BATCH_COLUMN] == batch.id)
-        rest = ", ".join(
-            f"cast(null as {field.dataType.simpleString()}) as {_quoted(field.name)}"
-            for field in table.schema
-            if field.name not in by
+        ordered = frame.select(*columns)
+        described = self._described(session)
+        if described.format not in _FILES:
+            self._replace(ordered, batch, described)
+            return None
+        staging = Staging.of(session, described.location)
+        if staging is None:
+            # Set for each batch: where a Connect server has `static`, the insert would replace the whole table.
+            session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
+            ordered.write.options(**self._options).insertInto(self._table, overwrite=True)
+            return None
+        return staging.write(
+            self._as_stored(session, ordered),
+            batch.id,
+            described.format,
+            self._partition_columns(session),
+            self._options,
         )
-        for row in of_batch.select(*texts).distinct().collect():
-            spec = ", ".join(f"{_quoted(name)} = {_literal(row[name])}" for name in by)
-            session.sql(
-                f"insert overwrite table {self._table} partition ({spec}) select {rest} from range(0)"  # noqa: S608
-            ).collect()
+
+    def publish(self, session: SparkSession, batch: BatchId, files: Sequence[str]) -> None:
+        """Move the batch's files to their partitions, and add these to the catalog.
+
+        Raises RelayError, errors of the file system, and Spark's errors.
+        """
+        described = self._described(session)
+        staging = Staging.of(session, described.location)
+        assert staging is not None  # noqa: S101
+        staging.publish(batch.id, files)
+        if described.lists_partitions and files:
+            specs = dict.fromkeys(_partition(published(name)) for name in files)
+            session.sql(f"alter table {self._table} add if not exists {' '.join(specs)}").collect()
+        session.catalog.refreshTable(self._table)
+
+    def _replace(self, frame: DataFrame, batch: BatchId, described: _Description) -> None:
+        """Replace the batch's rows in one commit of the table format, which another writer's replacement repeats."""
+        from pyspark.sql.functions import col
+
+        if described.format == "hive":
+            raise ConfigurationError(
+                f"{self._key}: {self._table} is a table of Hive's own format, in which a batch cannot be replaced at "
+                "once: name another table, which relay creates with format: parquet or orc"
+            )
+        writer = frame.writeTo(self._table).options(**self._options)
+        writer.overwrite(col(BATCH_COLUMN) == batch.id)
+
+    def _as_stored(self, session: SparkSession, frame: DataFrame) -> DataFrame:
+        """The frame with the table's types."""
+        schema = session.table(self._table).schema
+        if [field.dataType for field in schema] == [field.dataType for field in frame.schema]:
+            return frame
+        # Without rows, an insert only checks that Spark may store these types in the table.
+        frame.limit(0).write.insertInto(self._table)
+        return frame.select(
+            *(frame[field.name].cast(field.dataType).alias(field.name) for field in schema)
+        )
+
+    def _described(self, session: SparkSession) -> _Description:
+        rows = session.sql(f"describe table extended {self._table}").collect()
+        names = [row.col_name for row in rows]
+        details = {
+            row.col_name: row.data_type
+            for row in rows[names.index(_DETAILS) if _DETAILS in names else 0 :]
+        }
+        return _Description(
+            str(details.get("Provider", "")).lower(),
+            str(details.get("Location", "")),
+            "Partition Provider" in details,
+        )
+
+    def _partition_columns(self, session: SparkSession) -> list[str]:
+        return [each.name for each in session.catalog.listColumns(self._table) if each.isPartition]
 
     def _require_partitions(self, session: SparkSession) -> None:
-        columns = session.catalog.listColumns(self._table)
-        if BATCH_COLUMN not in {each.name for each in columns if each.isPartition}:
+        if BATCH_COLUMN not in self._partition_columns(session):
             # An overwrite would replace rows that are not the batch's.
             raise ConfigurationError(
                 f"{self._key}: {self._table} is not partitioned by {BATCH_COLUMN}, so relay did not create it, and "
@@ -91,12 +153,24 @@ class TableWriter:
             )
 
 
+def _partition(file: str) -> str:
+    """The clause `partition (…)` of the folders of a file."""
+    pairs = [folder.partition("=") for folder in file.split("/")[:-1]]
+    values = ", ".join(f"{_quoted(_plain(name))} = {_literal(value)}" for name, _, value in pairs)
+    return f"partition ({values})"
+
+
+def _plain(text: str) -> str:
+    """A folder's text without the escapes of Spark's `ExternalCatalogUtils.escapePathName`."""
+    return re.sub(r"%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), text)
+
+
 def _quoted(name: str) -> str:
     return f"`{name.replace('`', '``')}`"
 
 
-def _literal(text: str | None) -> str:
-    if text is None:
+def _literal(value: str) -> str:
+    if value == _NULL:
         return "null"
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = _plain(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
