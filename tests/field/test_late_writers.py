@@ -25,7 +25,7 @@ from relay.config.settings import Settings
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BatchId, StagingWriter, writer
-from relay.spark.writers.staging import Staging
+from relay.spark.writers.staged_files import StagedFiles
 from relay.store import spark_batches
 from relay.store.spark_batches import OpenBatch
 from tests.outbox import Outbox, event, host, wait_until
@@ -214,16 +214,16 @@ def test_whoever_decides_a_batch_first_decides_it_for_good(
     assert undecided
     decided = spark_batches.decide(first._claim.conn, plain.group, "lake", batch.id, staged)
     assert decided == staged
-    move, moved = Staging._move, list[Any]()
+    move, moved = StagedFiles._move, list[Any]()
 
-    def moves_one(staging: Staging, source: Any, destination: Any) -> None:
+    def moves_one(staging: StagedFiles, source: Any, destination: Any) -> None:
         if moved:
             raise RuntimeError("suspended")
         moved.append(destination)
         move(staging, source, destination)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Staging, "_move", moves_one)
+        patched.setattr(StagedFiles, "_move", moves_one)
         with pytest.raises(RuntimeError):
             loud_writer.publish(spark, identity, staged)
     first._claim.release()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from relay.config.handlers import SparkHandler
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.columns import require_partition_columns
-from relay.spark.writers.staging import Staging
+from relay.spark.writers.staged_files import StagedFiles
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -28,7 +28,7 @@ class FilesWriter:
 
     def check(self, session: SparkSession) -> None:
         """Remove the staged files of drivers that died long ago."""
-        staging = Staging.of(session, self._path)
+        staging = StagedFiles.of(session, self._path)
         if staging is not None:
             staging.remove_stale()
 
@@ -37,7 +37,7 @@ class FilesWriter:
         by = [*self._settings.partition_by, BATCH_COLUMN]
         require_partition_columns(f"handlers.{self._name}", by, frame.columns)
         options = {name: text.get_secret_value() for name, text in self._settings.options.items()}
-        staging = Staging.of(frame.sparkSession, self._path)
+        staging = StagedFiles.of(frame.sparkSession, self._path)
         if staging is not None:
             return staging.write(frame, batch.id, self._settings.format, by, options)
         frame.write.save(
@@ -52,6 +52,6 @@ class FilesWriter:
 
     def publish(self, session: SparkSession, batch: BatchId, files: Sequence[str]) -> None:
         """Move the batch's files to their folders. Raises RelayError, and errors of the file system."""
-        staging = Staging.of(session, self._path)
+        staging = StagedFiles.of(session, self._path)
         assert staging is not None  # noqa: S101
         staging.publish(batch.id, files)

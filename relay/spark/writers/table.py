@@ -13,7 +13,7 @@ from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.columns import require_partition_columns
-from relay.spark.writers.staging import Staging, published
+from relay.spark.writers.staged_files import StagedFiles, published
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -76,7 +76,7 @@ class TableWriter:
         if described.format not in _FILES:
             self._replace(ordered, batch, described)
             return None
-        staging = Staging.of(session, described.location)
+        staging = StagedFiles.of(session, described.location)
         if staging is None:
             # Set for each batch: where a Connect server has `static`, the insert would replace the whole table.
             session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
@@ -96,7 +96,7 @@ class TableWriter:
         Raises RelayError, errors of the file system, and Spark's errors.
         """
         described = self._described(session)
-        staging = Staging.of(session, described.location)
+        staging = StagedFiles.of(session, described.location)
         assert staging is not None  # noqa: S101
         staging.publish(batch.id, files)
         if described.lists_partitions and files:

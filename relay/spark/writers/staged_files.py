@@ -28,7 +28,7 @@ _LEVELS = 2
 """The folders of an attempt's name, which a file's name at its destination does not have."""
 
 
-class Staging:
+class StagedFiles:
     """The staged files below a path, through Hadoop's file systems, which resolve every path that Spark accepts."""
 
     def __init__(self, system: Any, path: Any, jvm: Any) -> None:
@@ -37,7 +37,7 @@ class Staging:
         self._jvm = jvm
 
     @classmethod
-    def of(cls, session: SparkSession, path: str) -> Staging | None:
+    def of(cls, session: SparkSession, path: str) -> StagedFiles | None:
         """The staged files below a path; None on Spark Connect, whose JVM is out of reach."""
         context = getattr(session, "_jsparkSession", None)
         if context is None:
