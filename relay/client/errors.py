@@ -43,7 +43,7 @@ class NotInTransaction(OutboxError):
 
 
 class UnknownSession(OutboxError, TypeError):
-    """The session is of no supported driver or of several engines, or `publish_async` is the method for it, or `publish`."""
+    """The session has no supported driver, or several engines, or needs the other of `publish` and `publish_async`."""
 
 
 _INVALID = {
