@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import ssl
 import threading
 import time
@@ -55,6 +56,10 @@ Answers = Callable[[dict[str, str], bytes], Answer]
 class _Server(ThreadingHTTPServer):
     request_queue_size = 1_000
 
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the errors of clients, which some tests kill."""
 
@@ -67,6 +72,7 @@ class Webhook:
         answers: Answers = lambda headers, body: Answer(),
         port: int = 0,
         tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.answers = answers
         self.requests: list[Request] = []
@@ -74,13 +80,14 @@ class Webhook:
         self.sent = 0
         """The bytes of bodies that were sent."""
         self._released = threading.Event()
-        self._server = _Server(("127.0.0.1", port), self._handler())
+        self._server = _Server((host, port), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self.port = self._server.server_address[1]
+        named = f"[{host}]" if ":" in host else host
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}/events"
+        self.url = f"{'https' if tls else 'http'}://{named}:{self.port}/events"
 
     def __enter__(self) -> Self:
         self._thread.start()

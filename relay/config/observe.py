@@ -21,6 +21,10 @@ class Address(NamedTuple):
     host: str
     port: int
 
+    def __str__(self) -> str:
+        """The address as it is written in the configuration."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 def address(value: Any) -> Address:
     """Parse an address such as `127.0.0.1:9464` or `[::1]:9464`; port 0 takes a free port. Raises ValueError."""

@@ -72,10 +72,12 @@ class Server:
             self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigurationError(
-                f"observe.console.listen: cannot listen on {host}:{port}: {error.strerror}: choose another address"
+                f"observe.console.listen: cannot listen on {self._listen}: {error.strerror}: choose another address"
             ) from None
         self._thread.start()
-        log.info("the console is served", extra={"address": f"{host}:{self.port}"})
+        log.info(
+            "the console is served", extra={"address": str(self._listen._replace(port=self.port))}
+        )
 
     def close(self) -> None:
         """Stop serving; waits five seconds at most for requests in flight."""

@@ -204,7 +204,7 @@ def _address(name: str, url: str) -> URL:
     """The address without credentials and fragment; characters that an address may not have are percent-encoded."""
     parts = urlsplit(url)
     try:
-        host = URL(url).raw_host
+        host = URL(url).host_subcomponent
     except ValueError:
         raise ConfigurationError(
             f"handlers.{name}.url: the host name is not valid: correct it"
@@ -234,7 +234,9 @@ def _proxy(name: str, url: str) -> str | None:
     parts = urlsplit(url)
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
+    # NO_PROXY names an IPv6 address with brackets, as the URL does, or without.
+    named = (parts.netloc.rpartition("@")[2], parts.hostname or "")
+    if not proxy or any(map(proxy_bypass, named)):
         return None
     if "://" not in proxy:
         proxy = f"http://{proxy}"

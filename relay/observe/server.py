@@ -47,13 +47,13 @@ class HttpListener:
             self._server = _server(self, address)
         except OSError as error:
             raise ConfigurationError(
-                f"observe.listen: cannot listen on {address.host}:{address.port}: {error.strerror}: choose another "
+                f"observe.listen: cannot listen on {address}: {error.strerror}: choose another "
                 "address or port"
             ) from None
         self.port = int(self._server.server_address[1])
         thread = Thread(target=self._server.serve_forever, name="observe http", daemon=True)
         thread.start()
-        log.info("metrics and health", extra={"listen": f"{address.host}:{self.port}"})
+        log.info("metrics and health", extra={"listen": str(address._replace(port=self.port))})
 
     def add(self, metrics: Metrics, check: Check) -> None:
         """Serve the metrics and the health of a group."""
